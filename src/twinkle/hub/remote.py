@@ -1,0 +1,83 @@
+"""Downloads from the model hubs, through their own client libraries and into their own caches.
+
+Their caches are used, not ours, because that is where a user's other tools have already put the same models; both
+libraries resume broken downloads and lock what they write.
+"""
+
+from pathlib import Path
+
+from twinkle.environment import read_environment
+from twinkle.errors import DownloadError, MissingDependencyError
+from twinkle.hub.model_folder import require_model_folder
+from twinkle.hub.model_id import HuggingFaceId, ModelScopeId
+from twinkle.hub.progress import announce
+
+__all__ = ["download_from_hugging_face", "download_from_modelscope"]
+
+# The same weights in formats that Transformers does not load, often as big as the model itself.
+_DUPLICATES = [
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.pth",
+    "*.tflite",
+    "consolidated*.safetensors",
+    "onnx/*",
+    "original/*",
+]
+
+
+def download_from_hugging_face(model: HuggingFaceId) -> Path:
+    """The snapshot folder of a Hugging Face repository."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        # The base of all its HTTP errors; which HTTP library it belongs to depends on the version.
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise MissingDependencyError("huggingface_hub", "transformers", f"hf://{model.name}") from error
+    offline = read_environment().offline
+    if not offline:
+        announce(f"looking up {model.name} on Hugging Face")
+    try:
+        folder = snapshot_download(
+            model.name, revision=model.revision, ignore_patterns=_DUPLICATES, local_files_only=offline
+        )
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise _failure(f"hf://{model.name}", error, offline) from error
+    return require_model_folder(Path(folder))
+
+
+def download_from_modelscope(model: ModelScopeId) -> Path:
+    """The snapshot folder of a ModelScope repository."""
+    try:
+        from modelscope import snapshot_download
+        from modelscope.hub.errors import HubError  # since 1.38; before that its errors had no common base
+    except ImportError as error:
+        raise MissingDependencyError("modelscope", "modelscope", f"ms://{model.name}") from error
+    offline = read_environment().offline
+    if not offline:
+        announce(f"looking up {model.name} on ModelScope")
+    try:
+        folder = snapshot_download(
+            model.name, revision=model.revision, ignore_patterns=_DUPLICATES, local_files_only=offline
+        )
+    except (HubError, OSError, RuntimeError, ValueError) as error:
+        raise _failure(f"ms://{model.name}", error, offline) from error
+    return require_model_folder(Path(folder))
+
+
+def _failure(model_id: str, cause: Exception, offline: bool) -> DownloadError:
+    if offline:
+        return DownloadError(
+            f"{model_id} is not in the local cache and TWINKLE_OFFLINE is set: {cause}; unset it to download the "
+            "model, or give a local directory as model id"
+        )
+    return DownloadError(
+        f"cannot download {model_id}: {type(cause).__name__}: {cause}; check name, revision and access rights; "
+        "without a network set TWINKLE_OFFLINE=1 to use what was downloaded before, or give a local directory as "
+        "model id"
+    )

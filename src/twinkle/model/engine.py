@@ -1,0 +1,91 @@
+"""One micro-batch through the model: hidden states, chunked head, losses, backward pass.
+
+The engine knows nothing of budgets, paging or failures; it computes what it is given, on adapters that are resident.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twinkle.model.architecture import Architecture
+from twinkle.model.batch import DeviceBatch, GradientRow, Part, build_batch, harvest
+from twinkle.model.head import ChunkedHead
+from twinkle.model.layers import TenantLayer, install
+from twinkle.model.objective import Objective
+from twinkle.model.types import FloatArray
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Target log-probabilities of all tokens, (T, K) in row order, and what each request adds to its gradient."""
+
+    logprobs_TK: FloatArray
+    gradients: list[GradientRow]
+
+
+class Engine:
+    """A frozen decoder with LoRA layers in place."""
+
+    def __init__(
+        self, model: PreTrainedModel, architecture: Architecture, device: torch.device, chunk_rows: int
+    ) -> None:
+        self.architecture = architecture
+        self.device = device
+        self.layers: list[TenantLayer] = install(model, architecture)
+        self.head = ChunkedHead(architecture.head_spec, chunk_rows)
+        self._decoder = model.base_model
+        self._stance = "default"
+
+    def freeze_compilation(self) -> None:
+        """From now on a batch that compiled code does not fit runs eagerly instead of compiling."""
+        self._stance = "eager_on_recompile"
+
+    def forward(self, parts: Sequence[Part]) -> Computed:
+        """Log-probabilities only."""
+        with torch.no_grad():
+            batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False)
+            hidden_TH = self._hidden(batch)
+            logprobs_TK = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora)
+        return Computed(logprobs_TK.cpu().numpy(), [])
+
+    def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
+        """Log-probabilities and gradients; no adapter is touched."""
+        batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute)
+        hidden_TH = self._hidden(batch)
+        with torch.no_grad():
+            logprobs_TK, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
+        if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
+            hidden_TH.backward(dhidden_TH)
+        with torch.no_grad():
+            gradients = harvest(batch)
+        return Computed(logprobs_TK.cpu().numpy(), gradients)
+
+    def _hidden(self, batch: DeviceBatch) -> Tensor:
+        with torch.compiler.set_stance(self._stance):
+            output = self._decoder(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=batch.attention_mask,
+                use_cache=False,
+                batch=batch.layer_batch,
+            )
+        hidden_TH = output.last_hidden_state.flatten(0, 1)
+        return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
+
+    def _head(self, batch: DeviceBatch, hidden_TH: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        objective = Objective.of([(part.item, part.data) for part in parts], batch.targets_TK.shape[1])
+        if objective.pointwise:
+            # dL/dlp of a token needs that token alone: gradients come out of the same walk as log-probabilities.
+            coefficients = objective.to(self.device).coefficients
+        else:
+            # A loss over whole sequences needs all of them first, and the head is walked a second time.
+            first_TK = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora)
+            known_TK = objective.coefficients(0, len(first_TK), first_TK.cpu()).to(self.device)
+
+            def coefficients(start: int, stop: int, logprobs_CK: Tensor) -> Tensor:
+                return known_TK[start:stop]
+
+        return self.head.logprobs_and_gradient(hidden_TH, batch.targets_TK, coefficients, batch.head_lora)

@@ -1,0 +1,91 @@
+"""The decoder of a Hugging Face model, made to serve many adapters at once.
+
+Each linear layer that adapters may target becomes a :class:`LoraLinear`; each decoder layer is wrapped so that the batch
+it computes arrives as an argument of its forward call. Recomputation in the backward pass therefore sees the batch it
+belongs to, whatever ran in between.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from twinkle.model.architecture import Architecture
+from twinkle.model.attention import Packing
+from twinkle.model.lora import BoundLora, LoraLinear
+
+BoundLayer = Mapping[str, tuple[BoundLora, ...]]  # linear layer, named within its decoder layer → its adapters
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """What a decoder layer needs to know of the batch beside its hidden states."""
+
+    packing: Packing | None  # None: the batch is padded and masked instead
+    lora: tuple[BoundLayer, ...]  # one entry a decoder layer
+    recompute: bool
+
+
+class TenantLayer(nn.Module):
+    """Wraps decoder layer number ``index``; transformers passes ``batch=`` through to it."""
+
+    def __init__(self, inner: nn.Module, index: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.index = index
+        self.linears = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
+        self.run: Callable[..., Tensor] = run_layer
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # some families read attributes of their layers, such as attention_type
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, hidden_states: Tensor, *args: object, batch: LayerBatch, **kwargs: object) -> Tensor:
+        if batch.packing is not None:
+            kwargs["packing"] = batch.packing
+        lora = batch.lora[self.index]
+        if batch.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self.run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False
+            )
+        return self.run(self.inner, self.linears, lora, hidden_states, args, kwargs)
+
+
+def run_layer(
+    inner: nn.Module,
+    linears: Mapping[str, LoraLinear],
+    lora: BoundLayer,
+    hidden_states: Tensor,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Tensor:
+    """One decoder layer with these adapters; nothing stays bound afterwards. This is the unit of compilation."""
+    for name, linear in linears.items():
+        linear.bound = lora.get(name, ())
+    output = inner(hidden_states, *args, **kwargs)
+    for linear in linears.values():
+        linear.bound = ()
+    return output
+
+
+def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLayer]:
+    """Put LoRA layers and layer wrappers in place; the model's own weights stay where they are."""
+    for target in architecture.linear:
+        parent_name, _, child = target.name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        setattr(parent, child, LoraLinear(model.get_submodule(target.name)))
+    layers = model.get_submodule(architecture.layers_path)
+    for index, inner in enumerate(layers):
+        layers[index] = TenantLayer(inner, index)
+    return list(layers)
+
+
+def split_name(name: str, architecture: Architecture) -> tuple[int, str]:
+    """ "model.layers.3.mlp.up_proj" → (3, "mlp.up_proj")."""
+    index, _, rest = name.removeprefix(architecture.layers_path + ".").partition(".")
+    return int(index), rest

@@ -1,0 +1,105 @@
+"""A frozen linear layer with the LoRA of many tenants on top.
+
+The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target modules)
+are a contiguous :class:`Segment`, and inside it the rows of one request are a group. A layer is given, for the time of
+one call, the A and B of each group (:class:`BoundLora`) and computes
+
+    y = x W.T + bias;   y[segment] += grouped(x[segment], A) B
+
+B carries the adapter's scaling (alpha / rank) already. Gradients of A and B are one matrix a group: requests never mix,
+not even two requests of the same adapter.
+
+Shapes: T rows, I input and O output features, G groups, R rank of the stack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinkle.model.grouped import Groups, grouped_mm, grouped_outer
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous range of rows whose adapters live in the same stack."""
+
+    start: int
+    stop: int
+    groups: Groups
+
+
+@dataclass(frozen=True)
+class BoundLora:
+    """The weights of one layer for the groups of one segment: a_GRI and b_GOR, leaves of the autograd graph."""
+
+    segment: Segment
+    a_GRI: Tensor
+    b_GOR: Tensor
+
+
+class LoraLinear(nn.Module):
+    """Takes the place of an ``nn.Linear``; without bound adapters it is that layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.weight_OI = base.weight
+        self.bias_O = base.bias
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.bound: tuple[BoundLora, ...] = ()
+
+    @property
+    def weight(self) -> Tensor:  # transformers code reads dtype and device from here
+        return self.weight_OI
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.bound:
+            return F.linear(x, self.weight_OI, self.bias_O)
+        segments = tuple(lora.segment for lora in self.bound)
+        factors = [factor for lora in self.bound for factor in (lora.a_GRI, lora.b_GOR)]
+        rows_TI = x.reshape(-1, self.in_features)
+        y_TO = _LoraLinear.apply(rows_TI, self.weight_OI, self.bias_O, segments, *factors)
+        return y_TO.view(*x.shape[:-1], self.out_features)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """One graph node a layer: saves x and x A.T, never the product with B, and adds in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, segments: Sequence[Segment], *factors: Tensor
+    ) -> Tensor:
+        y_TO = F.linear(x_TI, weight_OI, bias_O)
+        hidden = []
+        for segment, a_GRI, b_GOR in _triples(segments, factors):
+            h_TR = grouped_mm(x_TI[segment.start : segment.stop], a_GRI.transpose(1, 2), segment.groups)
+            y_TO[segment.start : segment.stop] += grouped_mm(h_TR, b_GOR.transpose(1, 2), segment.groups)
+            hidden.append(h_TR)
+        ctx.segments = segments
+        ctx.save_for_backward(x_TI, weight_OI, *factors, *hidden)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight_OI, *rest = ctx.saved_tensors
+        count = len(ctx.segments)
+        factors, hidden = rest[: 2 * count], rest[2 * count :]
+        dy_TO = dy_TO.contiguous()
+        dx_TI = dy_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        gradients: list[Tensor] = []
+        for (segment, a_GRI, b_GOR), h_TR in zip(_triples(ctx.segments, factors), hidden, strict=True):
+            dy = dy_TO[segment.start : segment.stop]
+            dh_TR = grouped_mm(dy, b_GOR, segment.groups)
+            x = x_TI[segment.start : segment.stop]
+            gradients += [grouped_outer(dh_TR, x, segment.groups), grouped_outer(dy, h_TR, segment.groups)]
+            if dx_TI is not None:
+                dx_TI[segment.start : segment.stop] += grouped_mm(dh_TR, a_GRI, segment.groups)
+        return dx_TI, None, None, None, *gradients
+
+
+def _triples(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[tuple[Segment, Tensor, Tensor]]:
+    return list(zip(segments, factors[0::2], factors[1::2], strict=True))

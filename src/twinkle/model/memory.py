@@ -1,0 +1,111 @@
+"""How much a batch may hold: measured on the loaded model, divided once, printed."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import CapacityError
+
+# Shares of the memory left after the model's weights.
+_ACTIVATION_SHARE = 0.6
+_RESERVE_SHARE = 0.08  # fragmentation, library workspaces
+_CPU_SHARE = 0.5  # of what the machine has free: others live there too
+_DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
+_HEAD_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # fp32 logits held at once
+_SMALLEST_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes for each purpose, and the token budgets that follow."""
+
+    weights: int
+    adapters: int
+    activations: int
+    bytes_per_token: int
+    bytes_per_token_recomputed: int
+    max_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return min(self.max_tokens, self.activations // self.bytes_per_token)
+
+    @property
+    def tokens_recomputed(self) -> int:
+        return self.activations // self.bytes_per_token_recomputed
+
+    def __str__(self) -> str:
+        gib = 2**30
+        return (
+            f"memory: weights {self.weights / gib:.2f} GiB, adapters {self.adapters / gib:.2f} GiB, "
+            f"activations {self.activations / gib:.2f} GiB = {self.tokens} tokens a batch "
+            f"({self.bytes_per_token / 1024:.0f} KiB a token; recomputed: {self.tokens_recomputed} tokens)"
+        )
+
+
+def available_bytes(device: torch.device) -> int:
+    """What is free on the device now, the caches of torch's own allocator counted as free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+
+
+def head_chunk_rows(device: torch.device, vocab_size: int) -> int:
+    rows = _HEAD_CHUNK_BYTES[device.type] // (4 * vocab_size)
+    return max(_SMALLEST_CHUNK, rows // _SMALLEST_CHUNK * _SMALLEST_CHUNK)
+
+
+def divide(
+    *, weights: int, free: int, per_token: int, per_token_recomputed: int, max_tokens: int | None, device: torch.device
+) -> MemoryPlan:
+    """``free``: bytes left for adapters and activations."""
+    usable = int(free * (1 - _RESERVE_SHARE))
+    wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]
+    activations = min(int(usable * _ACTIVATION_SHARE), max(wanted * per_token, usable // 4))
+    plan = MemoryPlan(weights, usable - activations, activations, per_token, per_token_recomputed, wanted)
+    if plan.tokens < 1:
+        raise CapacityError(
+            f"{free / 2**20:.0f} MiB are left beside the model's weights; "
+            f"one token needs {per_token / 2**20:.1f} MiB of activations"
+        )
+    return plan
+
+
+def measure_per_token(run: Callable[[int], None], device: torch.device, small: int, large: int) -> int:
+    """Bytes a token of a forward and backward pass, from two runs of different length."""
+    if device.type == "cuda":
+        run(small)  # load kernels, fill caches
+        peaks = [_cuda_peak(run, tokens, device) for tokens in (small, large)]
+        return max(1, (peaks[1] - peaks[0]) // (large - small))
+    with _counting_saved_tensors() as saved:
+        run(small)
+    # Beside what autograd keeps, a pass holds a few temporaries of its widest layer.
+    return max(1, int(saved() * 1.3) // small)
+
+
+def _cuda_peak(run: Callable[[int], None], tokens: int, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(tokens)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+@contextmanager
+def _counting_saved_tensors() -> Iterator[Callable[[], int]]:
+    """Counts the storages that autograd keeps for the backward pass, parameters left out."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield lambda: sum(storages.values())

@@ -1,0 +1,61 @@
+"""AdamW on one adapter's flat row: torch's own, with every hyper-parameter given anew at each step."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.optim.adamw import adamw
+
+from twinkle.errors import InvalidInputError, NonFiniteError
+from twinkle.model.adapter import Adapter
+from twinkle.model.types import AdamParams
+
+
+def check_adam_params(params: AdamParams) -> None:
+    """Refuse what would poison the optimizer state."""
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+        _require(name, vars(params)[name], lambda x: x >= 0, "a finite number ≥ 0")
+    for name in ("beta1", "beta2"):
+        _require(name, vars(params)[name], lambda x: 0 <= x < 1, "a number in [0, 1)")
+    _require("eps", params.eps, lambda x: x > 0, "a finite number > 0")
+
+
+def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
+    """One step with the accumulated gradient, which is consumed. Without a gradient nothing happens."""
+    gradient_P = adapter.gradient_P
+    if gradient_P is None:
+        return {"unclipped_grad_l2:mean": 0.0}
+    norm = float(torch.linalg.vector_norm(gradient_P, dtype=torch.float64 if gradient_P.device.type == "cpu" else None))
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"the accumulated gradient of adapter {adapter.adapter_id!r} has norm {norm}: no step taken"
+        )
+    if params.grad_clip_norm > 0:
+        # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
+        gradient_P = gradient_P * min(1.0, params.grad_clip_norm / (norm + 1e-6))
+    adamw(
+        [adapter.weights_P],
+        [gradient_P],
+        [adapter.exp_avg_P],
+        [adapter.exp_avg_sq_P],
+        [],
+        [torch.tensor(float(adapter.step), device=gradient_P.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        lr=params.learning_rate,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+        maximize=False,
+    )
+    adapter.step += 1
+    adapter.gradient_P = None
+    adapter.refresh_compute_copy()
+    return {"unclipped_grad_l2:mean": norm}
+
+
+def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not allowed(value):
+        raise InvalidInputError(field, value, text)

@@ -1,0 +1,97 @@
+"""Cuts requests into micro-batches: plain Python over lengths, without torch.
+
+Sequences are taken in the order of their stack, loss and request, so that each stack's rows are one contiguous range and
+each request's rows one group. What exceeds the token budget goes into the next micro-batch; gradients add up to the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SequenceRef:
+    """One sequence of the call: the datum ``datum`` of the request ``item``."""
+
+    item: int
+    datum: int
+    length: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass computes."""
+
+    sequences: tuple[SequenceRef, ...]
+    recompute: bool = False  # activation checkpointing
+
+    @property
+    def items(self) -> tuple[int, ...]:
+        """The requests in this micro-batch, in row order."""
+        return tuple(dict.fromkeys(sequence.item for sequence in self.sequences))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens a forward and backward pass may hold, with all activations kept and with them recomputed."""
+
+    tokens: int
+    tokens_recomputed: int
+
+    @property
+    def longest(self) -> int:
+        return max(self.tokens, self.tokens_recomputed)
+
+
+def plan(
+    sequences: Sequence[SequenceRef],
+    budget: Budget,
+    *,
+    padded: bool = False,
+    length_class: Callable[[int], int] = lambda length: 0,
+    fits: Callable[[frozenset[int]], bool] = lambda items: True,
+) -> list[MicroBatch]:
+    """Fill micro-batches in the given order.
+
+    padded: every sequence takes as many rows as the longest of its batch.
+    length_class: sequences of different classes never share a batch (RoPE that looks at the longest position).
+    fits: whether the adapters of these requests can be on the device together.
+    """
+    by_kind: dict[tuple[bool, int], list[SequenceRef]] = {}
+    for sequence in sequences:
+        by_kind.setdefault((sequence.length > budget.tokens, length_class(sequence.length)), []).append(sequence)
+    return [
+        MicroBatch(tuple(part), recompute)
+        for (recompute, _), kind in sorted(by_kind.items(), key=lambda entry: entry[0])
+        for part in _fill(kind, budget.tokens_recomputed if recompute else budget.tokens, padded, fits)
+    ]
+
+
+def _fill(
+    sequences: Sequence[SequenceRef], limit: int, padded: bool, fits: Callable[[frozenset[int]], bool]
+) -> Iterator[list[SequenceRef]]:
+    current: list[SequenceRef] = []
+    items: frozenset[int] = frozenset()
+    total = longest = 0
+    for sequence in sequences:
+        total += sequence.length
+        longest = max(longest, sequence.length)
+        rows = (len(current) + 1) * longest if padded else total
+        joined = items if sequence.item in items else items | {sequence.item}
+        full = rows > limit or (joined is not items and not fits(joined))
+        if current and full:
+            yield current
+            current, joined = [], frozenset({sequence.item})
+            total = longest = sequence.length
+        current.append(sequence)
+        items = joined
+    if current:
+        yield current
+
+
+def halves(batch: MicroBatch) -> list[MicroBatch]:
+    """The same sequences with less memory: two smaller batches, or one sequence recomputed; [] when nothing is left to try."""
+    if len(batch.sequences) > 1:
+        middle = len(batch.sequences) // 2
+        parts = batch.sequences[:middle], batch.sequences[middle:]
+        return [MicroBatch(part, batch.recompute) for part in parts]
+    return [] if batch.recompute else [MicroBatch(batch.sequences, recompute=True)]

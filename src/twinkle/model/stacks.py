@@ -1,0 +1,147 @@
+"""Where LoRA weights lie: one flat row an adapter, rows of like adapters stacked.
+
+A :class:`RowLayout` says how the A and B of all target modules lie in one flat row: all A first, then all B, so that
+scaling, copying and optimising an adapter are operations on one or two contiguous ranges. Ranks are padded to a bucket;
+the padding is zero and stays zero (its gradient is exactly zero), so that one rank-128 tenant does not pad everybody.
+
+A :class:`Stack` holds the compute copies of all resident adapters of one layout in blocks whose addresses never change.
+
+Shapes: P parameters of a row, S slots of a block, G groups, R bucket rank, I input and O output features.
+"""
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+_SMALLEST_BUCKET = 8
+SLOTS_PER_BLOCK = 8
+
+
+def rank_bucket(rank: int) -> int:
+    """8, 16, 32, 64, 128 … the smallest power of two that holds ``rank``."""
+    return max(_SMALLEST_BUCKET, 1 << (rank - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear layer that adapters may attach to."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The order of all A, then all B, of an adapter's target modules in its flat row."""
+
+    rank: int  # the bucket
+    targets: tuple[Target, ...]
+
+    @cached_property
+    def a_size(self) -> int:
+        return sum(self.rank * target.in_features for target in self.targets)
+
+    @cached_property
+    def size(self) -> int:
+        return self.a_size + sum(self.rank * target.out_features for target in self.targets)
+
+    @cached_property
+    def _offsets(self) -> dict[str, tuple[Target, int, int]]:
+        offsets, a, b = {}, 0, self.a_size
+        for target in self.targets:
+            offsets[target.name] = (target, a, b)
+            a += self.rank * target.in_features
+            b += self.rank * target.out_features
+        return offsets
+
+    def has(self, name: str) -> bool:
+        return name in self._offsets
+
+    def views(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """A (…, R, I) and B (…, O, R) of one module as views into ``rows`` (…, P)."""
+        target, a, b = self._offsets[name]
+        a_view = rows[..., a : a + self.rank * target.in_features].unflatten(-1, (self.rank, target.in_features))
+        b_view = rows[..., b : b + self.rank * target.out_features].unflatten(-1, (target.out_features, self.rank))
+        return a_view, b_view
+
+    @cached_property
+    def digest(self) -> str:
+        """Names this layout in snapshots: equal digests mean that flat rows are interchangeable."""
+        text = repr((self.rank, [(target.name, target.in_features, target.out_features) for target in self.targets]))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def initial_row(layout: RowLayout, rank: int, seed: int) -> Tensor:
+    """Fresh fp32 weights: A uniform in ±1/√I (kaiming with a=√5), B zero.
+
+    Depends on the seed and each module's name only, and is drawn on the CPU: never on slot, bucket, company or device.
+    """
+    row_P = torch.zeros(layout.size)
+    for target in layout.targets:
+        digest = hashlib.sha256(f"{seed}:{target.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        a_RI, _ = layout.views(row_P, target.name)
+        bound = target.in_features**-0.5
+        a_RI[:rank] = torch.rand(rank, target.in_features, generator=generator) * (2 * bound) - bound
+    return row_P
+
+
+class Stack:
+    """Compute copies of the resident adapters of one layout, in blocks of slots."""
+
+    def __init__(self, layout: RowLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        self._blocks: dict[int, Tensor] = {}  # block number → (S, P)
+        self._free: list[int] = []  # a heap: low slots first, so that a batch's slots are often one range
+
+    @property
+    def block_bytes(self) -> int:
+        return SLOTS_PER_BLOCK * self.layout.size * self.dtype.itemsize
+
+    @property
+    def allocated_bytes(self) -> int:
+        return len(self._blocks) * self.block_bytes
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free)
+
+    def add_block(self) -> None:
+        number = next(n for n in range(len(self._blocks) + 1) if n not in self._blocks)
+        self._blocks[number] = torch.zeros(SLOTS_PER_BLOCK, self.layout.size, dtype=self.dtype, device=self.device)
+        for slot in range(number * SLOTS_PER_BLOCK, (number + 1) * SLOTS_PER_BLOCK):
+            heapq.heappush(self._free, slot)
+
+    def take(self) -> int:
+        return heapq.heappop(self._free)
+
+    def give_back(self, slot: int) -> None:
+        self.row(slot).zero_()  # the next tenant in this slot must find nothing
+        heapq.heappush(self._free, slot)
+
+    def drop_empty_blocks(self) -> None:
+        for number in list(self._blocks):
+            slots = set(range(number * SLOTS_PER_BLOCK, (number + 1) * SLOTS_PER_BLOCK))
+            if slots <= set(self._free):
+                del self._blocks[number]
+                self._free = [slot for slot in self._free if slot not in slots]
+                heapq.heapify(self._free)
+
+    def row(self, slot: int) -> Tensor:
+        return self._blocks[slot // SLOTS_PER_BLOCK][slot % SLOTS_PER_BLOCK]
+
+    def gather(self, slots: Sequence[int]) -> Tensor:
+        """(G, P) rows of these slots: a view where they are one range of one block, else a copy."""
+        first, count = slots[0], len(slots)
+        one_range = list(slots) == list(range(first, first + count))
+        if one_range and first // SLOTS_PER_BLOCK == (first + count - 1) // SLOTS_PER_BLOCK:
+            return self._blocks[first // SLOTS_PER_BLOCK].narrow(0, first % SLOTS_PER_BLOCK, count)
+        return torch.stack([self.row(slot) for slot in slots])

