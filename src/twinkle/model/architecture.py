@@ -1,7 +1,8 @@
 """What Twinkle must know of a Hugging Face decoder to train adapters on it, read off the loaded model.
 
-Layers whose token mixing is attention alone run packed. Layers that carry state along the sequence (linear attention,
-convolutions) would mix neighbours in a packed row, so such models run padded instead.
+Layers whose token mixing is attention alone can run packed (:mod:`twinkle.model.attention`). Layers that carry state
+along the sequence (linear attention, convolutions) would mix neighbours in a packed row, so such models run padded,
+with their own attention. :mod:`twinkle.model.loading` decides which, and sets the model's attention implementation.
 """
 
 from collections.abc import Callable
@@ -12,16 +13,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from twinkle.errors import UnsupportedError
+from twinkle.model.attention import PACKED
 from twinkle.model.head import HeadSpec
 from twinkle.model.stacks import Target
 
-# Families pinned by the tests. Any other decoder is compared with its own forward pass when it is loaded.
+# Families pinned by the tests. A trainer compares any other with its own forward pass (twinkle.model.self_check).
 TESTED_FAMILIES = frozenset(
     {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"}
 )
 
-_ATTENTION_PARTS = frozenset({"attention", "attn", "linear_attn", "self_attn", "self_attention"})
-_MLP_PARTS = frozenset({"feed_forward", "ffn", "mlp"})
+# What token mixers and feed-forward blocks are called. Linear layers outside of both carry no adapters.
+_ATTENTION_PARTS = frozenset({"attention", "attn", "conv", "linear_attn", "self_attn", "self_attention"})
+_MLP_PARTS = frozenset({"fc1", "fc2", "feed_forward", "ffn", "mlp", "mlp_block"})
 _PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -35,6 +38,7 @@ class Architecture:
     attention: tuple[Target, ...]
     mlp: tuple[Target, ...]
     head: Target
+    module_names: frozenset[str]  # of the whole model: what PEFT compares its target names with
     head_spec: HeadSpec
     padded: bool
     has_experts: bool
@@ -47,17 +51,58 @@ class Architecture:
         return self.attention + self.mlp
 
 
-def needs_padding(config: PreTrainedConfig) -> bool:
-    """Whether some layer mixes tokens by anything but attention, as far as the configuration tells."""
-    layer_types = config.get_text_config().to_dict().get("layer_types") or ()
-    return not set(layer_types) <= _PACKABLE_LAYER_TYPES
+def mixes_by_attention_alone(model: PreTrainedModel) -> bool:
+    """Whether tokens meet in attention and nowhere else: only then may neighbours share a packed row."""
+    layer_types = model.config.get_text_config().to_dict().get("layer_types") or ()
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
+    return set(layer_types) <= _PACKABLE_LAYER_TYPES and not convolves
 
 
 def read_architecture(model: PreTrainedModel) -> Architecture:
     config = model.config.get_text_config()
+    if model.base_model is model:
+        raise UnsupportedError(f"{config.model_type}: no decoder found apart from its output head")
     layers_path = _layers_path(model, config.num_hidden_layers)
     layers = model.get_submodule(layers_path)
+    if any("sinks" in dict(module.named_parameters(recurse=False)) for module in layers.modules()):
+        raise UnsupportedError(f"{config.model_type}: attention sinks are not supported yet")
+    if config.to_dict().get("use_bidirectional_attention") is True:
+        raise UnsupportedError(f"{config.model_type}: bidirectional attention; only causal decoders are supported")
     has_experts = any("experts" in name.split(".") for name, _ in layers.named_modules())
+    attention, mlp = _linear_layers(layers, layers_path, has_experts)
+    if not attention:
+        raise UnsupportedError(f"{config.model_type}: no linear layers found in its attention blocks")
+    head_name, head = _head(model)
+    return Architecture(
+        family=config.model_type,
+        layers_path=layers_path,
+        layer_count=config.num_hidden_layers,
+        attention=attention,
+        mlp=mlp,
+        head=Target(head_name, head.in_features, head.out_features),
+        module_names=frozenset(name for name, _ in model.named_modules()),
+        head_spec=_head_spec(config, head),
+        padded=config._attn_implementation != PACKED,
+        has_experts=has_experts,
+        vocab_size=min(head.out_features, model.get_input_embeddings().weight.shape[0]),
+        max_length=_max_length(config),
+        length_class=_length_class(config),
+    )
+
+
+def _layers_path(model: PreTrainedModel, count: int) -> str:
+    inside = {id(module) for module in model.get_decoder().modules()}  # vision towers have layers, too
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len(module) == count and name.split(".")[-1] == "layers"
+        if is_list and id(module) in inside:
+            return name
+    raise UnsupportedError(f"{model.config.model_type}: no list of {count} decoder layers named 'layers'")
+
+
+def _linear_layers(
+    layers: nn.Module, layers_path: str, has_experts: bool
+) -> tuple[tuple[Target, ...], tuple[Target, ...]]:
+    """Those of attention and those of feed-forward blocks."""
     attention, mlp = [], []
     for name, module in layers.named_modules():
         parts = set(name.split("."))
@@ -67,32 +112,7 @@ def read_architecture(model: PreTrainedModel) -> Architecture:
                 attention.append(target)
             elif parts & _MLP_PARTS and not has_experts:
                 mlp.append(target)
-    if not attention:
-        raise UnsupportedError(f"{config.model_type}: no linear layers found in its attention blocks")
-    if any("sinks" in dict(module.named_parameters(recurse=False)) for module in layers.modules()):
-        raise UnsupportedError(f"{config.model_type}: attention sinks are not supported yet")
-    head_name, head = _head(model)
-    return Architecture(
-        family=config.model_type,
-        layers_path=layers_path,
-        layer_count=config.num_hidden_layers,
-        attention=tuple(attention),
-        mlp=tuple(mlp),
-        head=Target(head_name, head.in_features, head.out_features),
-        head_spec=_head_spec(config, head),
-        padded=needs_padding(model.config) or any(isinstance(m, nn.Conv1d) for m in layers.modules()),
-        has_experts=has_experts,
-        vocab_size=head.out_features,
-        max_length=_max_length(config),
-        length_class=_length_class(config),
-    )
-
-
-def _layers_path(model: PreTrainedModel, count: int) -> str:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and name.split(".")[-1] == "layers":
-            return name
-    raise UnsupportedError(f"{model.config.model_type}: no list of {count} decoder layers named 'layers'")
+    return tuple(attention), tuple(mlp)
 
 
 def _head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
@@ -114,25 +134,33 @@ def _head_spec(config: PreTrainedConfig, head: nn.Linear) -> HeadSpec:
     return HeadSpec(head.weight.detach(), bias, scale, values.get("final_logit_softcapping"))
 
 
-def _rope(config: PreTrainedConfig) -> dict[str, object]:
-    return config.to_dict().get("rope_parameters") or {}
+def _ropes(config: PreTrainedConfig) -> list[dict[str, object]]:
+    """The settings of rotary embeddings: one, or one for each type of layer (Gemma 3)."""
+    settings = config.to_dict().get("rope_parameters") or {}
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    return nested or [settings]
 
 
 def _max_length(config: PreTrainedConfig) -> int:
-    rope = _rope(config)
-    if rope.get("rope_type") == "dynamic":
-        # Beyond this length the frequencies would depend on the longest sequence any tenant ever sent.
-        return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-    return int(config.max_position_embeddings)
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise UnsupportedError(f"{config.model_type}: its configuration has no max_position_embeddings")
+    # Beyond this length dynamic frequencies would depend on the longest sequence that any tenant ever sent.
+    dynamic = [rope for rope in _ropes(config) if "dynamic" in str(rope.get("rope_type"))]
+    return min([length, *(_original_length(rope, length) for rope in dynamic)])
 
 
 def _length_class(config: PreTrainedConfig) -> Callable[[int], int]:
     """longrope picks short or long frequencies by the longest position in the batch: the two never share one."""
-    rope = _rope(config)
-    if rope.get("rope_type") != "longrope":
-        return lambda length: 0
-    threshold = int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-    return lambda length: int(length > threshold)
+    ropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    fallback = config.to_dict().get("original_max_position_embeddings") or config.max_position_embeddings
+    thresholds = [_original_length(rope, fallback) for rope in ropes]
+    return lambda length: sum(length > threshold for threshold in thresholds)
+
+
+def _original_length(rope: dict[str, object], fallback: int) -> int:
+    length = rope.get("original_max_position_embeddings")
+    return length if isinstance(length, int) else fallback
 
 
 def amx_available() -> bool:

@@ -1,9 +1,9 @@
 """Causal attention over packed sequences, plugged into transformers through its ``AttentionInterface``.
 
 A packed batch is one row of tokens; no token may see another sequence. transformers hands every keyword argument of the
-model's forward on to the attention function, so the bounds travel with the call as a :class:`Packing`. On CUDA the work is
-torch's ``varlen_attn``; elsewhere one SDPA call for each run of sequences of equal length. Both know sliding windows;
-logit soft-capping (Gemma 2) and fp32 on CUDA have only the plain formula.
+model's forward on to the attention function, so the bounds travel with the call as a :class:`Packing`. On CUDA the work
+is torch's variable-length flash attention; elsewhere, and for what that kernel cannot do, one SDPA call for each run of
+sequences of equal length. Both know sliding windows; logit soft-capping (Gemma 2) has only the plain formula.
 
 Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
 """
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from twinkle.errors import UnsupportedError
+
 PACKED = "twinkle_packed"
 
-# torch 2.11's varlen_attn shares key/value heads without being asked; later ones want to be told.
-_NEEDS_ENABLE_GQA = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+_LARGEST_KERNEL_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -52,25 +53,47 @@ def packed_attention(
     **_transformers: object,  # whatever else a model family passes to every attention implementation
 ) -> tuple[Tensor, None]:
     """query (1, H, T, D), key and value (1, J, T, D) → (1, T, H, D), the layout transformers expects back."""
-    assert attention_mask is None and dropout == 0.0, "packed batches have neither masks nor dropout"
-    if query.is_cuda and softcap is None and query.dtype != torch.float32:
+    if packing is None or attention_mask is not None or dropout != 0.0:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot run packed: it must be given bounds, no mask, no dropout"
+        )
+    if query.is_cuda and softcap is None and _kernel_takes(query, value):
         q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
         return _varlen(q_THD, k_TJD, v_TJD, packing, scaling, sliding_window).unsqueeze(0), None
     return _by_runs(query[0], key[0], value[0], packing.lengths, scaling, sliding_window, softcap), None
 
 
+def _kernel_takes(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and size == value.shape[-1] and size % 8 == 0 and size <= _LARGEST_KERNEL_HEAD
+
+
 def _varlen(
     q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    """The kernel under ``torch.nn.attention.varlen.varlen_attn``.
 
+    Called directly: the same call in every torch we support, and without the wrapper's half millisecond a layer.
+    """
     # (left, 0) looks `left` tokens back; transformers counts the token itself into its window.
-    span = (-1, 0) if window is None else (window - 1, 0)
     ends, longest = packing.ends_N1, packing.longest
-    q, k, v = q_THD.contiguous(), k_TJD.contiguous(), v_TJD.contiguous()
-    if _NEEDS_ENABLE_GQA:
-        return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=span, enable_gqa=True)
-    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=span)
+    out_THD, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD.contiguous(),
+        k_TJD.contiguous(),
+        v_TJD.contiguous(),
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,  # dropout
+        window is None,  # causal
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+    return out_THD
 
 
 def _by_runs(

@@ -43,7 +43,7 @@ class SegmentLora:
 
     layout: RowLayout
     indices: tuple[int, ...]  # of the requests
-    scaling_G1: Tensor
+    scaling_G1: Tensor | None  # None where all are 1
     leaves: dict[str, BoundLora]
     gradient_GP: Tensor | None  # fp32, zero at first; None when nothing is trained
 
@@ -71,14 +71,15 @@ def build_batch(
     rows_per_sequence = max(lengths) if architecture.padded else None
     segments, bounds, head_bounds = [], [], []
     row = head_row = 0
-    for _, run in groupby(parts, key=lambda part: id(part.adapter.stack)):
-        members = list(run)
+    runs = [list(run) for _, run in groupby(parts, key=lambda part: id(part.adapter.stack))]
+    whole = len(runs) == 1
+    for members in runs:
         head_sizes = tuple(sum(part.lengths) for part in members)
         sizes = (
             head_sizes if rows_per_sequence is None else tuple(len(part.data) * rows_per_sequence for part in members)
         )
-        bounds.append(Segment(row, row + sum(sizes), Groups.of(sizes, device)))
-        head_bounds.append(Segment(head_row, head_row + sum(head_sizes), Groups.of(head_sizes, device)))
+        bounds.append(Segment(row, row + sum(sizes), Groups.of(sizes, device), whole))
+        head_bounds.append(Segment(head_row, head_row + sum(head_sizes), Groups.of(head_sizes, device), whole))
         segments.append(_segment_lora(members, bounds[-1], device, train))
         row += sum(sizes)
         head_row += sum(head_sizes)
@@ -90,7 +91,7 @@ def build_batch(
         ids.to(device),
         positions.to(device),
         None if mask is None else mask.to(device),
-        LayerBatch(packing, _by_layer(segments, architecture), recompute),
+        LayerBatch(packing, whole, _by_layer(segments, architecture), recompute),
         None if real_rows is None else real_rows.to(device),
         torch.from_numpy(targets).to(device),
         tuple(segments),
@@ -100,16 +101,18 @@ def build_batch(
 
 @dataclass(frozen=True)
 class GradientRow:
-    """What one request adds to its adapter's gradient: (P,) fp32, and its largest magnitude as a scalar tensor."""
+    """What one request adds to its adapter's gradient, (P,) fp32, and whether all of it is finite."""
 
     index: int
     row_P: Tensor
-    largest: Tensor
+    finite: bool
 
 
 def harvest(batch: DeviceBatch) -> list[GradientRow]:
     """Collect the gradients after the backward pass."""
-    rows: list[GradientRow] = []
+    indices: list[int] = []
+    rows: list[Tensor] = []
+    sums: list[Tensor] = []
     for segment in batch.segments:
         assert segment.gradient_GP is not None
         for name, lora in segment.leaves.items():
@@ -118,11 +121,12 @@ def harvest(batch: DeviceBatch) -> list[GradientRow]:
                 da.copy_(lora.a_GRI.grad)
                 db.copy_(lora.b_GOR.grad)
                 lora.a_GRI.grad = lora.b_GOR.grad = None
-        # The leaves hold scaled B, the master weights unscaled.
-        segment.gradient_GP[:, segment.layout.a_size :] *= segment.scaling_G1
-        largest_G = torch.linalg.vector_norm(segment.gradient_GP, ord=torch.inf, dim=1)
-        rows += map(GradientRow, segment.indices, segment.gradient_GP, largest_G)
-    return rows
+        if segment.scaling_G1 is not None:  # the leaves hold scaled B, the master weights unscaled
+            segment.gradient_GP[:, segment.layout.a_size :].mul_(segment.scaling_G1)
+        indices += segment.indices
+        rows += segment.gradient_GP
+        sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum so
+    return list(map(GradientRow, indices, rows, torch.cat(sums).isfinite().tolist()))
 
 
 def _segment_lora(parts: Sequence[Part], bound: Segment, device: torch.device, train: bool) -> SegmentLora:
@@ -134,7 +138,8 @@ def _segment_lora(parts: Sequence[Part], bound: Segment, device: torch.device, t
     for target in stack.layout.targets:
         a_GRI, b_GOR = (view.detach().requires_grad_(train) for view in stack.layout.views(rows_GP, target.name))
         leaves[target.name] = BoundLora(bound, a_GRI, b_GOR)
-    scaling_G1 = torch.tensor([[part.adapter.spec.scaling] for part in parts], device=device)
+    scalings = [part.adapter.spec.scaling for part in parts]
+    scaling_G1 = None if set(scalings) == {1.0} else torch.tensor(scalings, device=device).unsqueeze(1)
     gradient_GP = torch.zeros(rows_GP.shape, device=device) if train else None
     return SegmentLora(stack.layout, tuple(part.index for part in parts), scaling_G1, leaves, gradient_GP)
 

@@ -32,7 +32,7 @@ class _Request:
     adapter: Adapter
     logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
     gradient_P: Tensor | None = None
-    largest: float = 0.0
+    finite: bool = True
 
     @property
     def complete(self) -> bool:
@@ -75,7 +75,7 @@ class Call:
             self._requests[index] = _Request(checked, adapter)
 
     def _plan(self) -> list[MicroBatch]:
-        """Order by stack, loss and slot: each stack's rows are one range, equal losses and neighbouring slots adjoin."""
+        """Order by stack, loss and slot: a stack's rows are one range, equal losses and neighbouring slots adjoin."""
 
         def order(index: int) -> tuple[int, str, str, int, int]:
             request = self._requests[index]
@@ -139,7 +139,7 @@ class Call:
                 row += sequence.length
         for gradient in computed.gradients:
             request = self._requests[gradient.index]
-            request.largest = max(request.largest, gradient.largest.item(), key=_nan_first)
+            request.finite = request.finite and gradient.finite
             request.gradient_P = gradient.row_P if request.gradient_P is None else request.gradient_P + gradient.row_P
         for index in batch.items:
             if self._requests[index].complete and index not in self._results:
@@ -152,7 +152,7 @@ class Call:
             self._fail(
                 index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: nothing was kept")
             )
-        elif not math.isfinite(request.largest):
+        elif not request.finite:
             self._fail(index, NonFiniteError("the gradient holds NaN or infinity: nothing was kept"))
         else:
             if request.gradient_P is not None:
@@ -163,7 +163,3 @@ class Call:
 
     def _fail(self, index: int, error: TwinkleError) -> None:
         self._results[index] = TrainFailure(error)
-
-
-def _nan_first(value: float) -> float:
-    return math.inf if math.isnan(value) else value

@@ -5,9 +5,11 @@
     optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>; absent if saved without the optimizer
     trainer_state.json          step count, spec and base model
 
-A directory appears whole or not at all: it is written beside its place, flushed, then renamed.
+A directory appears whole or not at all: it is written beside its place (".NAME.*.tmp", which a crash may leave behind),
+flushed, then renamed; one that is overwritten is exchanged in a single step where the system can.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -21,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from twinkle.errors import CheckpointError
+from twinkle.errors import CheckpointError, InvalidInputError
 from twinkle.model.adapter import Adapter
 from twinkle.model.peft_config import UNIMPLEMENTED, peft_config, spec_from_peft
 from twinkle.model.stacks import RowLayout
@@ -35,19 +37,25 @@ _FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Fields of PEFT's config that only matter while PEFT itself trains; weights that exist are what they are.
 _TRAINING_ONLY = {name: UNIMPLEMENTED[name] for name in ("init_lora_weights", "lora_dropout")}
+# PEFT writes copies of the model's own embeddings beside LoRA on the head.
+_BASE_COPIES = (".base_layer.weight", ".embed_tokens.weight")
+# Of Linux: renameat2(2) and its flag.
+_CURRENT_DIRECTORY = -100
+_RENAME_EXCHANGE = 2
 
 
 def save_adapter(
     adapter: Adapter, directory: Path, *, target_modules: list[str], base_model: str, optimizer: bool, overwrite: bool
 ) -> None:
-    if directory.exists() and not overwrite:
+    directory = directory.resolve()  # of a link, the directory it names is replaced
+    if directory.exists() and not (overwrite and directory.is_dir()):
         raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
     staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
     try:
         staging.mkdir(parents=True)
         _write_files(adapter, staging, target_modules, base_model, optimizer)
         _put_in_place(staging, directory)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {directory}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -55,7 +63,11 @@ def save_adapter(
 
 def read_spec(directory: Path) -> LoraSpec:
     """The spec of a saved adapter, ours or PEFT's."""
-    return spec_from_peft({**_read_json(directory / CONFIG), **_TRAINING_ONLY})
+    config = _read_json(directory / CONFIG)
+    try:
+        return spec_from_peft({**config, **_TRAINING_ONLY})
+    except InvalidInputError as error:
+        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
@@ -74,7 +86,7 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
             raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
         tensors = _read_tensors(directory / OPTIMIZER)
         moments = [_row(tensors, layout, rank, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
-        step = _step(directory / STATE)
+        step = _read_step(directory / STATE)
     adapter.weights_P.copy_(weights_P)
     adapter.exp_avg_P.copy_(moments[0])
     adapter.exp_avg_sq_P.copy_(moments[1])
@@ -98,12 +110,29 @@ def _write_files(adapter: Adapter, staging: Path, target_modules: list[str], bas
 
 
 def _put_in_place(staging: Path, directory: Path) -> None:
-    retired = staging.with_suffix(".old")
-    if directory.exists():
+    """``staging`` becomes ``directory``; what was there is gone, or, when this fails, still there."""
+    if not directory.exists():
+        os.replace(staging, directory)
+    elif not _exchange(staging, directory):
+        retired = staging.with_suffix(".old")
         os.replace(directory, retired)
-    os.replace(staging, directory)
+        try:
+            os.replace(staging, directory)
+        except OSError:
+            os.replace(retired, directory)
+            raise
+        shutil.rmtree(retired, ignore_errors=True)
     _flush(directory.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one step; False where the operating system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    here = _CURRENT_DIRECTORY
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _flush(path: Path) -> None:
@@ -131,7 +160,7 @@ def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "")
 
 def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: str, path: Path) -> Tensor:
     expected = {prefix + name for target in layout.targets for name in _names(target.name)}
-    found = {name for name in tensors if name.startswith(prefix)}
+    found = {name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)}
     if found != expected:
         missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
         raise CheckpointError(
@@ -143,12 +172,14 @@ def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: st
         places = a_RI[:rank], b_OR[:, :rank]
         for name, place in zip(_names(target.name), places, strict=True):
             tensor = tensors[prefix + name]
-            if tensor.shape != place.shape or not tensor.is_floating_point() or not tensor.isfinite().all():
+            if tensor.shape != place.shape or not tensor.is_floating_point():
                 raise CheckpointError(
                     f"{path}: {prefix + name} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"expected finite floats {tuple(place.shape)}"
+                    f"expected floats {tuple(place.shape)}"
                 )
             place.copy_(tensor)
+            if not place.isfinite().all():
+                raise CheckpointError(f"{path}: {prefix + name} holds NaN or infinity")
     return row_P
 
 
@@ -169,8 +200,11 @@ def _read_json(path: Path) -> dict[str, object]:
     return content
 
 
-def _step(path: Path) -> int:
-    step = _read_json(path).get("step")
+def _read_step(path: Path) -> int:
+    state = _read_json(path)
+    if state.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
+    step = state.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"{path}: step: got {step!r}, allowed: an integer ≥ 0")
     return step

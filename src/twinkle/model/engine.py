@@ -14,6 +14,7 @@ from twinkle.model.architecture import Architecture
 from twinkle.model.batch import DeviceBatch, GradientRow, Part, build_batch, harvest
 from twinkle.model.head import ChunkedHead
 from twinkle.model.layers import TenantLayer, install
+from twinkle.model.norms import fuse_norms
 from twinkle.model.objective import Objective
 from twinkle.model.types import FloatArray
 
@@ -34,6 +35,8 @@ class Engine:
     ) -> None:
         self.architecture = architecture
         self.device = device
+        if device.type == "cuda":
+            fuse_norms(model)
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self._decoder = model.base_model

@@ -1,12 +1,13 @@
 """The decoder of a Hugging Face model, made to serve many adapters at once.
 
-Each linear layer that adapters may target becomes a :class:`LoraLinear`; each decoder layer is wrapped so that the batch
-it computes arrives as an argument of its forward call. Recomputation in the backward pass therefore sees the batch it
-belongs to, whatever ran in between.
+Each linear layer that adapters may target becomes a :class:`LoraLinear`; each decoder layer is wrapped so that the
+batch it computes arrives as an argument of its forward call. Recomputation in the backward pass therefore sees the
+batch it belongs to, whatever ran in between.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class LayerBatch:
     """What a decoder layer needs to know of the batch beside its hidden states."""
 
     packing: Packing | None  # None: the batch is padded and masked instead
+    one_stack: bool  # all rows belong to adapters of one layout
     lora: tuple[BoundLayer, ...]  # one entry a decoder layer
     recompute: bool
 
@@ -37,9 +39,9 @@ class TenantLayer(nn.Module):
         self.inner = inner
         self.index = index
         self.linears = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
-        self.run: Callable[..., Tensor] = run_layer
+        self.compiled: Callable[..., Tensor] | None = None
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:  # some families read attributes of their layers, such as attention_type
@@ -49,11 +51,14 @@ class TenantLayer(nn.Module):
         if batch.packing is not None:
             kwargs["packing"] = batch.packing
         lora = batch.lora[self.index]
+        run: Callable[..., Tensor] = run_layer
+        if self.compiled is not None and batch.one_stack and torch.is_grad_enabled():
+            run = self.compiled
+            if not hidden_states.requires_grad:  # the first layer: the same code as for the others, not a second one
+                hidden_states = hidden_states.detach().requires_grad_()
         if batch.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self.run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False
-            )
-        return self.run(self.inner, self.linears, lora, hidden_states, args, kwargs)
+            return checkpoint(run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False)
+        return run(self.inner, self.linears, lora, hidden_states, args, kwargs)
 
 
 def run_layer(

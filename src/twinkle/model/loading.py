@@ -1,37 +1,52 @@
-"""From a model id to a frozen Hugging Face decoder on a device, checked against its own forward pass when it is new to us."""
+"""From a model id to a frozen Hugging Face decoder on a device, with packed attention where it can have it."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twinkle import hub
-from twinkle.model.architecture import needs_padding
-from twinkle.model.attention import PACKED, register
+from twinkle.errors import UnsupportedError
+from twinkle.model.architecture import TESTED_FAMILIES, mixes_by_attention_alone, read_architecture
+from twinkle.model.attention import PACKED, Packing, register
 
 
 def load_model(local: hub.LocalModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Frozen, in eval mode, with packed attention wherever the architecture allows it."""
-    register()
-    config = AutoConfig.from_pretrained(local.path)
-    attention = "sdpa" if needs_padding(config) else PACKED
     if local.random_seed is None:
-        model = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype, attn_implementation=attention).to(device)
+        model = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype).to(device)
     else:
-        model = _random_model(config, local.random_seed, dtype, device, attention)
-    return model.requires_grad_(False).eval()
+        model = _random_model(AutoConfig.from_pretrained(local.path), local.random_seed, dtype, device)
+    return adopt_model(model)
 
 
 def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model that was built elsewhere ready for a Trainer."""
+    """Make a model that was built elsewhere ready for a Trainer: frozen, in eval mode, packed where possible.
+
+    A model that cannot run packed keeps its own attention and runs padded.
+    """
     register()
-    model.set_attn_implementation("sdpa" if needs_padding(model.config) else PACKED)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    read_architecture(model)  # refuses what is not supported before anything is run
+    own = model.config.get_text_config()._attn_implementation
+    if mixes_by_attention_alone(model):
+        model.set_attn_implementation(PACKED)
+        if model.config.model_type not in TESTED_FAMILIES and not _bounds_arrive(model):
+            model.set_attn_implementation(own)
+    return model
 
 
-def _random_model(
-    config: AutoConfig, seed: int, dtype: torch.dtype, device: torch.device, attention: str
-) -> PreTrainedModel:
+def _bounds_arrive(model: PreTrainedModel) -> bool:
+    """Whether the model hands the arguments of its forward on to its attention, and brings no mask of its own."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model.get_decoder()(input_ids=token, use_cache=False, packing=Packing.of((1,), model.device))
+    except (TypeError, UnsupportedError):  # TypeError: its forward does not know the argument
+        return False
+    return True
+
+
+def _random_model(config: AutoConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Weights drawn on the device: an 8B model takes seconds there."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,8 +1,8 @@
 """A frozen linear layer with the LoRA of many tenants on top.
 
-The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target modules)
-are a contiguous :class:`Segment`, and inside it the rows of one request are a group. A layer is given, for the time of
-one call, the A and B of each group (:class:`BoundLora`) and computes
+The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target
+modules) are a contiguous :class:`Segment`, and inside it the rows of one request are a group. A layer is given, for the
+time of one call, the A and B of each group (:class:`BoundLora`) and computes
 
     y = x W.T + bias;   y[segment] += grouped(x[segment], A) B
 
@@ -20,16 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twinkle.model.grouped import Groups, grouped_mm, grouped_outer
+from twinkle.model.grouped import Groups, add_grouped_mm, grouped_mm, grouped_outer
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A contiguous range of rows whose adapters live in the same stack."""
+    """A contiguous range of rows whose adapters live in the same stack; ``whole`` when it is the whole batch."""
 
     start: int
     stop: int
     groups: Groups
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,30 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.bound:
             return F.linear(x, self.weight_OI, self.bias_O)
-        segments = tuple(lora.segment for lora in self.bound)
-        factors = [factor for lora in self.bound for factor in (lora.a_GRI, lora.b_GOR)]
         rows_TI = x.reshape(-1, self.in_features)
-        y_TO = _LoraLinear.apply(rows_TI, self.weight_OI, self.bias_O, segments, *factors)
+        if torch.compiler.is_compiling():
+            y_TO = _plain(rows_TI, self.weight_OI, self.bias_O, self.bound)
+        else:
+            segments = tuple(lora.segment for lora in self.bound)
+            factors = [factor for lora in self.bound for factor in (lora.a_GRI, lora.b_GOR)]
+            y_TO = _LoraLinear.apply(rows_TI, self.weight_OI, self.bias_O, segments, *factors)
         return y_TO.view(*x.shape[:-1], self.out_features)
+
+
+def _plain(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, bound: Sequence[BoundLora]) -> Tensor:
+    """The formula as it stands, for the compiler to differentiate and fuse. Rows outside all segments get no LoRA."""
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    if bound[0].segment.whole:
+        a_GIR, b_GRO = bound[0].a_GRI.transpose(1, 2), bound[0].b_GOR.transpose(1, 2)
+        return y_TO + grouped_mm(grouped_mm(x_TI, a_GIR, bound[0].segment.groups), b_GRO, bound[0].segment.groups)
+    parts, row = [], 0
+    for lora in bound:
+        segment, groups = lora.segment, lora.segment.groups
+        h_TR = grouped_mm(x_TI[segment.start : segment.stop], lora.a_GRI.transpose(1, 2), groups)
+        delta_TO = grouped_mm(h_TR, lora.b_GOR.transpose(1, 2), groups)
+        parts += [y_TO[row : segment.start], y_TO[segment.start : segment.stop] + delta_TO]
+        row = segment.stop
+    return torch.cat([*parts, y_TO[row:]])
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -77,7 +97,7 @@ class _LoraLinear(torch.autograd.Function):
         hidden = []
         for segment, a_GRI, b_GOR in _triples(segments, factors):
             h_TR = grouped_mm(x_TI[segment.start : segment.stop], a_GRI.transpose(1, 2), segment.groups)
-            y_TO[segment.start : segment.stop] += grouped_mm(h_TR, b_GOR.transpose(1, 2), segment.groups)
+            add_grouped_mm(y_TO[segment.start : segment.stop], h_TR, b_GOR.transpose(1, 2), segment.groups)
             hidden.append(h_TR)
         ctx.segments = segments
         ctx.save_for_backward(x_TI, weight_OI, *factors, *hidden)
@@ -97,7 +117,7 @@ class _LoraLinear(torch.autograd.Function):
             x = x_TI[segment.start : segment.stop]
             gradients += [grouped_outer(dh_TR, x, segment.groups), grouped_outer(dy, h_TR, segment.groups)]
             if dx_TI is not None:
-                dx_TI[segment.start : segment.stop] += grouped_mm(dh_TR, a_GRI, segment.groups)
+                add_grouped_mm(dx_TI[segment.start : segment.stop], dh_TR, a_GRI, segment.groups)
         return dx_TI, None, None, None, *gradients
 
 

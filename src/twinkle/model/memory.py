@@ -1,8 +1,7 @@
 """How much a batch may hold: measured on the loaded model, divided once, printed."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +79,11 @@ def measure_per_token(run: Callable[[int], None], device: torch.device, small: i
     """Bytes a token of a forward and backward pass, from two runs of different length."""
     if device.type == "cuda":
         run(small)  # load kernels, fill caches
-        peaks = [_cuda_peak(run, tokens, device) for tokens in (small, large)]
-        return max(1, (peaks[1] - peaks[0]) // (large - small))
-    with _counting_saved_tensors() as saved:
-        run(small)
-    # Beside what autograd keeps, a pass holds a few temporaries of its widest layer.
-    return max(1, int(saved() * 1.3) // small)
+        held = [_cuda_peak(run, tokens, device) for tokens in (small, large)]
+    else:
+        # Beside what autograd keeps, a pass holds a few temporaries of its widest layer.
+        held = [int(1.3 * _saved_bytes(run, tokens)) for tokens in (small, large)]
+    return max(1, (held[1] - held[0]) // (large - small))
 
 
 def _cuda_peak(run: Callable[[int], None], tokens: int, device: torch.device) -> int:
@@ -96,16 +94,15 @@ def _cuda_peak(run: Callable[[int], None], tokens: int, device: torch.device) ->
     return torch.cuda.max_memory_allocated(device)
 
 
-@contextmanager
-def _counting_saved_tensors() -> Iterator[Callable[[], int]]:
-    """Counts the storages that autograd keeps for the backward pass, parameters left out."""
+def _saved_bytes(run: Callable[[int], None], tokens: int) -> int:
+    """The storages that autograd keeps for the backward pass; weights are among them, whatever the length."""
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield lambda: sum(storages.values())
+        run(tokens)
+    return sum(storages.values())

@@ -56,6 +56,5 @@ def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
 
 
 def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not allowed(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
         raise InvalidInputError(field, value, text)

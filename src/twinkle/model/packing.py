@@ -1,7 +1,8 @@
 """Cuts requests into micro-batches: plain Python over lengths, without torch.
 
-Sequences are taken in the order of their stack, loss and request, so that each stack's rows are one contiguous range and
-each request's rows one group. What exceeds the token budget goes into the next micro-batch; gradients add up to the same.
+Sequences are taken in the order of their stack, loss and request, so that each stack's rows are one contiguous range
+and each request's rows one group. What exceeds the token budget goes into the next micro-batch; gradients add up to the
+same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,9 @@ def plan(
 def _fill(
     sequences: Sequence[SequenceRef], limit: int, padded: bool, fits: Callable[[frozenset[int]], bool]
 ) -> Iterator[list[SequenceRef]]:
+    """Batches of about equal size, none above the limit."""
+    count = -(-sum(sequence.length for sequence in sequences) // limit)
+    even = -(-sum(sequence.length for sequence in sequences) // count)
     current: list[SequenceRef] = []
     items: frozenset[int] = frozenset()
     total = longest = 0
@@ -77,7 +81,7 @@ def _fill(
         longest = max(longest, sequence.length)
         rows = (len(current) + 1) * longest if padded else total
         joined = items if sequence.item in items else items | {sequence.item}
-        full = rows > limit or (joined is not items and not fits(joined))
+        full = rows > limit or total - sequence.length >= even or (joined is not items and not fits(joined))
         if current and full:
             yield current
             current, joined = [], frozenset({sequence.item})
@@ -89,7 +93,7 @@ def _fill(
 
 
 def halves(batch: MicroBatch) -> list[MicroBatch]:
-    """The same sequences with less memory: two smaller batches, or one sequence recomputed; [] when nothing is left to try."""
+    """The same sequences with less memory: two batches, or one sequence recomputed; [] when nothing is left to try."""
     if len(batch.sequences) > 1:
         middle = len(batch.sequences) // 2
         parts = batch.sequences[:middle], batch.sequences[middle:]

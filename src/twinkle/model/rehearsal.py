@@ -15,7 +15,7 @@ from twinkle.model.types import LoraSpec
 from twinkle.model.validation import CheckedDatum, CheckedItem
 
 _RANK = 32
-_PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 16)}
+_PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class TokenCost:
 
 def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
     small, large = _PROBE_TOKENS[engine.device.type]
-    adapters = _adapters(engine, dtype, [_RANK])
+    rehearse(engine, dtype, [_RANK], [small])
+    adapters = _adapters(engine, dtype, [_RANK], head=True)
 
     def run(tokens: int, recompute: bool) -> None:
         engine.forward_backward(_parts(engine, adapters, [tokens]), recompute=recompute)
@@ -45,11 +46,13 @@ def rehearse(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list
     engine.forward(parts)
 
 
-def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int]) -> list[Adapter]:
+def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: bool = False) -> list[Adapter]:
     adapters: list[Adapter] = []
     stacks: dict[int, Stack] = {}
+    architecture = engine.architecture
+    targets = (*architecture.linear, architecture.head) if head else architecture.linear
     for number, rank in enumerate(ranks):
-        layout = RowLayout(rank, engine.architecture.linear)
+        layout = RowLayout(rank, targets)
         stack = stacks.setdefault(rank, Stack(layout, dtype, engine.device))
         row_P = initial_row(layout, rank, seed=number).to(engine.device)
         adapter = Adapter.fresh(f"rehearsal-{number}", LoraSpec(rank, seed=number), stack, row_P)

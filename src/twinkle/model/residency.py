@@ -1,5 +1,6 @@
-"""Which adapters are on the device. Those that have not been used longest wait in host memory, unseen by their tenants."""
+"""Which adapters are on the device. Those unused for longest wait in host memory, unseen by their tenants."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 
@@ -20,7 +21,7 @@ class AdapterPool:
         self._dtype = dtype
         self._device = device
         self._adapters: dict[str, Adapter] = {}
-        self._stacks: dict[RowLayout, Stack] = {}
+        self._stacks: dict[str, Stack] = {}  # by the digest of their layout
         self._clock = count(1)
 
     def __contains__(self, adapter_id: str) -> bool:
@@ -35,7 +36,9 @@ class AdapterPool:
         return self._adapters[adapter_id]
 
     def stack_for(self, layout: RowLayout) -> Stack:
-        return self._stacks.setdefault(layout, Stack(layout, self._dtype, self._device))
+        if layout.digest not in self._stacks:
+            self._stacks[layout.digest] = Stack(layout, self._dtype, self._device)
+        return self._stacks[layout.digest]
 
     def add(self, adapter: Adapter) -> None:
         """Take in a new adapter; it starts in host memory and comes to the device when it is first used."""
@@ -118,11 +121,8 @@ class AdapterPool:
 
 
 def _bytes_of(adapters: Iterable[Adapter]) -> int:
-    by_stack: dict[RowLayout, list[Adapter]] = {}
-    for adapter in adapters:
-        by_stack.setdefault(adapter.layout, []).append(adapter)
-    total = 0
-    for layout, members in by_stack.items():
-        blocks = -(-len(members) // SLOTS_PER_BLOCK)
-        total += blocks * members[0].stack.block_bytes + len(members) * STATE_BYTES_PER_PARAMETER * layout.size
-    return total
+    counts = Counter(adapter.stack for adapter in adapters)
+    return sum(
+        -(-count // SLOTS_PER_BLOCK) * stack.block_bytes + count * STATE_BYTES_PER_PARAMETER * stack.layout.size
+        for stack, count in counts.items()
+    )

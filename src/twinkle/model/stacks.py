@@ -36,9 +36,9 @@ class Target:
     out_features: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowLayout:
-    """The order of all A, then all B, of an adapter's target modules in its flat row."""
+    """The order of all A, then all B, of an adapter's target modules in its flat row; compare by ``digest``."""
 
     rank: int  # the bucket
     targets: tuple[Target, ...]
@@ -66,9 +66,10 @@ class RowLayout:
     def views(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """A (…, R, I) and B (…, O, R) of one module as views into ``rows`` (…, P)."""
         target, a, b = self._offsets[name]
-        a_view = rows[..., a : a + self.rank * target.in_features].unflatten(-1, (self.rank, target.in_features))
-        b_view = rows[..., b : b + self.rank * target.out_features].unflatten(-1, (target.out_features, self.rank))
-        return a_view, b_view
+        a_rows = rows.narrow(-1, a, self.rank * target.in_features)
+        b_rows = rows.narrow(-1, b, self.rank * target.out_features)
+        front = rows.shape[:-1]
+        return a_rows.view(*front, self.rank, target.in_features), b_rows.view(*front, target.out_features, self.rank)
 
     @cached_property
     def digest(self) -> str:

@@ -1,7 +1,8 @@
 """Which linear layers an adapter attaches to."""
 
-import math
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from random import SystemRandom
 
@@ -18,8 +19,10 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
     """The same spec with its numbers checked and a seed drawn if it had none."""
     if not _is_int(spec.rank) or not 1 <= spec.rank <= MAX_RANK:
         raise InvalidInputError("rank", spec.rank, f"an integer in [1, {MAX_RANK}]")
-    if not isinstance(spec.alpha, (int, float)) or not math.isfinite(spec.alpha) or spec.alpha <= 0:
+    if not _is_number(spec.alpha) or not 0 < spec.alpha <= sys.float_info.max:
         raise InvalidInputError("alpha", spec.alpha, "a finite number > 0")
+    if not _is_names(spec.target_modules):
+        raise InvalidInputError("target_modules", spec.target_modules, 'module names, "all-linear", a pattern or None')
     if spec.seed is None:
         return replace(spec, seed=SystemRandom().randrange(_SEED_RANGE))
     if not _is_int(spec.seed) or not -_SEED_RANGE <= spec.seed < _SEED_RANGE:
@@ -32,10 +35,11 @@ def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, 
     if spec.target_modules is None:
         return _by_switches(spec, architecture)
     if spec.target_modules == "all-linear":
+        _refuse_experts("target_modules", architecture, "name the attention layers instead")
         return architecture.linear
     candidates = (*architecture.linear, architecture.head)
     if isinstance(spec.target_modules, str):  # PEFT reads any other string as a pattern for whole names
-        chosen = [target for target in candidates if re.fullmatch(spec.target_modules, target.name)]
+        chosen = _by_pattern(spec.target_modules, candidates)
     else:
         for wanted in spec.target_modules:
             if not any(_matches(target.name, wanted) for target in candidates):
@@ -47,19 +51,16 @@ def select_targets(spec: LoraSpec, architecture: Architecture) -> tuple[Target, 
 
 
 def short_names(targets: tuple[Target, ...], architecture: Architecture) -> list[str]:
-    """Names for adapter_config.json: last path components where they pick out exactly these targets, else whole names."""
-    suffixes = sorted({target.name.rpartition(".")[2] for target in targets})
-    candidates = (*architecture.linear, architecture.head)
-    picked = [target for target in candidates if any(_matches(target.name, suffix) for suffix in suffixes)]
-    return suffixes if set(picked) == set(targets) else sorted(target.name for target in targets)
+    """Names for adapter_config.json: last path components where PEFT would match no others, else whole names."""
+    suffixes = sorted({_last(target.name) for target in targets})
+    names = {target.name for target in targets}
+    picked = {name for name in architecture.module_names if _last(name) in suffixes}
+    return suffixes if picked == names else sorted(names)
 
 
 def _by_switches(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ...]:
-    if spec.train_mlp and architecture.has_experts:
-        raise UnsupportedError(
-            f"train_mlp: {architecture.family} has mixture-of-experts layers, where LoRA is not supported yet; "
-            "create the adapter with train_mlp=False"
-        )
+    if spec.train_mlp:
+        _refuse_experts("train_mlp", architecture, "create the adapter with train_mlp=False")
     chosen: tuple[Target, ...] = ()
     if spec.train_attn:
         chosen += architecture.attention
@@ -72,12 +73,40 @@ def _by_switches(spec: LoraSpec, architecture: Architecture) -> tuple[Target, ..
     return chosen
 
 
+def _refuse_experts(field: str, architecture: Architecture, advice: str) -> None:
+    if architecture.has_experts:
+        raise UnsupportedError(
+            f"{field}: {architecture.family} has mixture-of-experts layers, where LoRA is not supported yet; {advice}"
+        )
+
+
+def _by_pattern(pattern: str, candidates: tuple[Target, ...]) -> list[Target]:
+    try:
+        return [target for target in candidates if re.fullmatch(pattern, target.name)]
+    except re.error as error:
+        raise InvalidInputError("target_modules", pattern, f"a regular expression ({error})") from error
+
+
 def _matches(name: str, wanted: str) -> bool:
     return name == wanted or name.endswith("." + wanted)
 
 
 def _short_names(architecture: Architecture) -> list[str]:
-    return sorted({t.name.rpartition(".")[2] for t in (*architecture.linear, architecture.head)})
+    return sorted({_last(target.name) for target in (*architecture.linear, architecture.head)})
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_names(value: object) -> bool:
+    if value is None or isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and all(isinstance(name, str) for name in value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_int(value: object) -> bool:

@@ -1,8 +1,8 @@
 """The multi-tenant trainer: one process, one device, one frozen base model, many adapters in every batch.
 
-``forward_backward`` takes the requests of any number of tenants, packs their sequences into batches that fit the memory,
-and computes them together; a request that is wrong or turns NaN fails alone and changes nothing. ``optim_step`` touches
-one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
+``forward_backward`` takes the requests of any number of tenants, packs their sequences into batches that fit the
+memory, and computes them together; a request that is wrong or turns NaN fails alone and changes nothing. ``optim_step``
+touches one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +28,7 @@ from twinkle.model.packing import Budget
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.rehearsal import measure_token_cost
 from twinkle.model.residency import AdapterPool
+from twinkle.model.self_check import check_engine, plain_logprobs
 from twinkle.model.stacks import RowLayout, initial_row, rank_bucket
 from twinkle.model.targets import check_spec, select_targets, short_names
 from twinkle.model.types import (
@@ -71,8 +72,10 @@ class Trainer:
         if memory_budget_bytes is not None:
             free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
         self.architecture = read_architecture(model)
+        reference = plain_logprobs(model, self.architecture)
         chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
         self._engine = Engine(model, self.architecture, self.device, chunk_rows)
+        check_engine(self._engine, reference)
         if compiled:
             compile_layers(self._engine, self.dtype)
         cost = measure_token_cost(self._engine, self.dtype)
@@ -254,7 +257,7 @@ class Trainer:
 
     def _arrays(self, adapter: Adapter, row_P: Tensor) -> dict[str, FloatArray]:
         named = checkpoint.named_tensors(row_P, adapter.layout, adapter.spec.rank)
-        return {name: tensor.numpy() for name, tensor in named.items()}
+        return {name: tensor.numpy().copy() for name, tensor in named.items()}  # never a window into the live row
 
 
 def _array(tensor: Tensor) -> FloatArray:
@@ -265,7 +268,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if dtype is None:
         return default_dtype(device)
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in _DTYPES.values():
+    if chosen is None or chosen not in _DTYPES.values():
         raise InvalidInputError("dtype", dtype, f"one of {', '.join(sorted(_DTYPES))}")
     return chosen
 

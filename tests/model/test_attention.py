@@ -1,0 +1,193 @@
+"""packed_attention against the plain formula, one sequence at a time."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twinkle.errors import UnsupportedError
+from twinkle.model.attention import Packing, packed_attention
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+TOLERANCE = 1e-5
+
+LENGTHS = {
+    "one sequence": (13,),
+    "one token": (1,),
+    "ragged": (5, 1, 17, 9),
+    "runs of equal lengths": (4, 4, 4, 7, 7, 1, 1, 12),
+    "equal lengths apart": (6, 3, 6, 3),
+}
+
+
+def tensors(tokens: int, *, kv_heads: int = KV_HEADS, value_size: int = SIZE) -> tuple[Tensor, Tensor, Tensor]:
+    """query (1, H, T, D), key (1, J, T, D), value (1, J, T, D')."""
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = (HEADS, SIZE), (kv_heads, SIZE), (kv_heads, value_size)
+    query, key, value = (
+        torch.randn(1, heads, tokens, size, generator=generator).mul_(1.5).requires_grad_() for heads, size in shapes
+    )
+    return query, key, value
+
+
+def plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Loops over sequences, heads and tokens: softmax of the scores of the tokens in reach."""
+    rows = []
+    start = 0
+    for length in lengths:
+        for position in range(length):
+            first = start if window is None else max(start, start + position - window + 1)
+            reach = slice(first, start + position + 1)
+            rows.append(
+                torch.stack(
+                    [
+                        _attend(query[0, head, start + position], key, value, head, reach, scaling, softcap)
+                        for head in range(HEADS)
+                    ]
+                )
+            )
+        start += length
+    return torch.stack(rows)[None]
+
+
+def _attend(
+    q_D: Tensor, key: Tensor, value: Tensor, head: int, reach: slice, scaling: float | None, softcap: float | None
+) -> Tensor:
+    shared = head * key.shape[1] // HEADS  # neighbouring query heads share a key/value head
+    scores = key[0, shared, reach] @ q_D * (1 / math.sqrt(SIZE) if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.softmax(-1) @ value[0, shared, reach]
+
+
+def check(lengths: Sequence[int], *, scaling=None, window=None, softcap=None, kv_heads=KV_HEADS, value_size=SIZE):
+    """Values and gradients agree."""
+    inputs = tensors(sum(lengths), kv_heads=kv_heads, value_size=value_size)
+    packing = Packing.of(tuple(lengths), torch.device("cpu"))
+    ours, weights = packed_attention(
+        nn.Identity(), *inputs, None, packing=packing, scaling=scaling, sliding_window=window, softcap=softcap
+    )
+    theirs = plain(*inputs, lengths, scaling, window, softcap)
+    assert weights is None
+    assert ours.shape == (1, sum(lengths), HEADS, value_size)
+    assert_close(ours, theirs)
+    direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0))
+    for left, right in zip(
+        torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(theirs, inputs, direction), strict=True
+    ):
+        assert_close(left, right)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """Relative to the whole tensor; where a token sees itself alone, the gradient of query and key is zero."""
+    error = (ours - theirs).norm().item()
+    assert error <= TOLERANCE * max(1.0, theirs.norm().item()), error
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_lengths(lengths: tuple[int, ...]) -> None:
+    check(lengths)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
+@pytest.mark.parametrize("lengths", [(5, 8, 8, 17), (2, 7)])
+def test_sliding_windows_count_the_token_itself(lengths: tuple[int, ...], window: int) -> None:
+    check(lengths, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scaling", [None, 0.2])
+def test_softcap(window: int | None, scaling: float | None) -> None:
+    check((5, 8, 8, 11), softcap=1.5, window=window, scaling=scaling)
+
+
+def test_scaling() -> None:
+    check((5, 8), scaling=0.7)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_shared_key_value_heads(kv_heads: int, softcap: float | None) -> None:
+    check((5, 8, 8), kv_heads=kv_heads, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_values_of_another_size(softcap: float | None) -> None:
+    """As in multi-head latent attention."""
+    check((5, 8), value_size=4, softcap=softcap)
+
+
+def test_bf16_is_near_fp32() -> None:
+    lengths = (5, 8, 8, 17)
+    inputs = [x.detach() for x in tensors(sum(lengths))]
+    packing = Packing.of(lengths, torch.device("cpu"))
+    for softcap in (None, 2.0):
+        exact, _ = packed_attention(nn.Identity(), *inputs, None, packing=packing, softcap=softcap)
+        rounded, _ = packed_attention(
+            nn.Identity(), *(x.bfloat16() for x in inputs), None, packing=packing, softcap=softcap
+        )
+        assert rounded.dtype == torch.bfloat16
+        assert (rounded.float() - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_neighbours_do_not_meet() -> None:
+    """To the bit, and NaN does not spread either."""
+    query, key, value = (x.detach() for x in tensors(13))
+    packing = Packing.of((4, 4, 5), torch.device("cpu"))
+    before, _ = packed_attention(nn.Identity(), query, key, value, None, packing=packing)
+    for x in (query, key, value):
+        x[:, :, 4:8] = float("nan")
+    after, _ = packed_attention(nn.Identity(), query, key, value, None, packing=packing)
+    others = [*range(4), *range(8, 13)]
+    assert torch.equal(after[:, others], before[:, others])
+    assert after[:, 4:8].isnan().all()
+
+
+def test_packing_knows_where_sequences_end() -> None:
+    packing = Packing.of((3, 1, 5), torch.device("cpu"))
+    assert packing.ends_N1.tolist() == [0, 3, 4, 9]
+    assert packing.ends_N1.dtype == torch.int32
+    assert packing.longest == 8  # the next power of two: an upper bound
+    assert Packing.of((1,), torch.device("cpu")).longest == 1
+
+
+@pytest.mark.parametrize("wrong", [{"packing": None}, {"attention_mask": torch.ones(1, 1, 5, 5)}, {"dropout": 0.1}])
+def test_what_packing_cannot_do_is_refused(wrong: dict) -> None:
+    query, key, value = tensors(5)
+    arguments = {"attention_mask": None, "packing": Packing.of((5,), torch.device("cpu")), **wrong}
+    with pytest.raises(UnsupportedError, match="Identity cannot run packed"):
+        packed_attention(nn.Identity(), query, key, value, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("size", [8, 64, 128])
+def test_the_kernel_is_the_formula(size: int, window: int | None) -> None:
+    """varlen_attn on CUDA in bf16 against SDPA in fp32."""
+    lengths = (5, 1, 17, 17, 40)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, sum(lengths), size, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    inputs = [x.bfloat16().float() for x in inputs]
+    exact, _ = packed_attention(
+        nn.Identity(), *inputs, None, packing=Packing.of(lengths, torch.device("cpu")), sliding_window=window
+    )
+    cuda = torch.device("cuda")
+    kernel, _ = packed_attention(
+        nn.Identity(),
+        *(x.to(cuda, torch.bfloat16) for x in inputs),
+        None,
+        packing=Packing.of(lengths, cuda),
+        sliding_window=window,
+    )
+    assert (kernel.float().cpu() - exact).norm() <= 0.01 * exact.norm()
