@@ -1,4 +1,4 @@
-"""Small models, built here; two threads, so that the tests run alike on any machine."""
+"""What the tests of the trainer share. Their small models are in reference.py and tiny_models.py."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -12,11 +12,19 @@ from twinkle.model import Trainer, adopt_model
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """On models this small threads only wait for each other: on a busy machine two are ten times slower than one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

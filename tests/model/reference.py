@@ -1,9 +1,9 @@
 """The plain way to train: a Transformers model with PEFT adapters, one tenant, one sequence at a time.
 
-Losses are written out from full logits, the optimizer is ``torch.optim.AdamW``, clipping is torch's own; of Twinkle only
-the request types are used. The models are small and random, and their weights large enough that attention and positions
-matter: a token that leaks from one sequence into another shows. Beside it lie the data and the comparisons that several
-tests share.
+Losses are written out from full logits, the optimizer is ``torch.optim.AdamW``, clipping is torch's own; of Twinkle
+only the request types are used. The models are small and random, and their weights large enough that attention and
+positions matter: a token that leaks from one sequence into another shows. Data and comparisons that several tests share
+are here, too.
 """
 
 import copy
@@ -38,33 +38,33 @@ def _llama(seed: int, **config: object) -> PreTrainedModel:
 
 def toy_llama(**changes: object) -> PreTrainedModel:
     """A fresh copy of a model 64 wide."""
-    config = dict(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-    )
+    config = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+    }
     return copy.deepcopy(_llama(0, **(config | changes)))
 
 
 def wide_llama(**changes: object) -> PreTrainedModel:
     """A fresh copy of a model 512 wide: toys are bit-equal where real models are not."""
-    config = dict(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.04,
-        tie_word_embeddings=False,
-    )
+    config = {
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.04,
+        "tie_word_embeddings": False,
+    }
     return copy.deepcopy(_llama(1, **(config | changes)))
 
 
@@ -224,9 +224,9 @@ def random_datum(model: PreTrainedModel, loss: str, length: int, seed: int, widt
     """A sequence with all that ``loss`` needs.
 
     width: K of (T, K) targets; 0 for (T,). The sampling log-probabilities lie around those of the base model, so that
-    ratios fall on both sides of the usual clip bounds; about a fifth of the tokens, a prompt, has advantage 0. Weights
-    and advantages have both signs but lean to the positive: a loss near zero, left over from large terms that cancel,
-    would have no digits to compare.
+    the ratios of tokens and of sequences fall on both sides of the usual clip bounds; about a fifth of the tokens, a
+    prompt, has advantage 0. Weights and advantages have both signs but lean to the positive: a loss near zero, left
+    over from large terms that cancel, would have no digits to compare.
     """
     rng = np.random.default_rng(seed)
     vocab = model.config.vocab_size
@@ -239,7 +239,7 @@ def random_datum(model: PreTrainedModel, loss: str, length: int, seed: int, widt
     advantages = rng.uniform(-0.5, 1.5, length)
     advantages[: length // 5] = 0.0
     extras = {
-        "logprobs": known + rng.uniform(-0.6, 0.6, length) + rng.uniform(-0.2, 0.2),
+        "logprobs": known + rng.uniform(-0.6, 0.6, length) + rng.uniform(-0.5, 0.5),
         "advantages": advantages,
     }
     if loss == "gspo":

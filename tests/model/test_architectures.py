@@ -1,7 +1,5 @@
 """Every family: a packed batch of two tenants is each sequence alone on the plain model with PEFT."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -33,15 +31,6 @@ LENGTHS = {"a": (19, 5, 33), "b": (70, 1, 19, 19, LONG, LONG + 1)}
 # Gradients of the gates of Qwen3.5's linear attention: the plain model itself is 2e-5 away from float64, because it
 # exponentiates sums of logarithms over a block; padding changes their rounding. Measured: 2e-5.
 GRADIENT_TOLERANCE = {"qwen3_5": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Products this small take longer on two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def specs(family: str) -> dict[str, LoraSpec]:

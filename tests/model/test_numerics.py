@@ -1,14 +1,15 @@
 """A tenant gets the same numbers alone, in any company, however the batch is cut, and from PEFT + Transformers + torch.
 
-Equal means, in fp32 (DESIGN section 4, invariant 1): weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses and
-log-probabilities |Δ| ≤ 1e-5·max(1, |x|).
+Equal means, in fp32 (DESIGN section 4, invariant 1): weights and gradients ‖a − b‖₂/‖b‖₂ ≤ 1e-5 for each tensor, losses
+and log-probabilities |Δ| ≤ 1e-5·max(1, |x|).
 
-Adam's eps. GEMMs of another shape differ in the last bits, so a gradient has a relative error δ of about 1e-6 (measured
-below, mostly in the attention's q and k). Where eps is far below the gradient's size σ, Adam's first step is the sign of
-the gradient, which no δ > 0 determines near zero: about δ of all elements flip, and the weights' relative error is about
-√δ = 1e-3 whatever the implementation. With eps it is about δ·√(σ/eps). The strict comparison of weights therefore takes
-eps within a factor of about ten of σ (which is 0.1 to 3 here); ``test_the_default_eps`` states what holds at 1e-12, and
-test_optimizer.py compares the optimizer itself, given equal gradients, at any eps.
+Adam's eps. GEMMs of another shape differ in the last bits, so gradients have a relative error δ of about 1e-6 (mostly
+in q and k of the attention). Where eps is far below the gradient's size σ, Adam's first step is the gradient's sign,
+which no δ > 0 determines near zero: some of the elements smaller than δ·σ flip, whatever the implementation, and one
+that does is a relative error of 2/√n in a tensor of n elements. With eps the error is about δ·√(σ/eps). The strict
+comparison of weights therefore takes an eps within a factor of ten or so of σ, which is 0.1 to 3 here;
+``test_the_default_eps`` says what holds at 1e-12, and test_optimizer.py compares the optimizer itself, given equal
+gradients, at any eps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +209,7 @@ def test_another_order_and_other_slots_change_nothing(model: str, make_trainer: 
 
 @pytest.mark.parametrize("name", ["rank 1", "rank 100"])
 def test_the_default_eps(name: str, make_trainer: MakeTrainer) -> None:
-    """With eps 1e-12 losses and log-probabilities still agree to 1e-5, weights to √δ only; see the top of this file."""
+    """Losses and log-probabilities still agree to 1e-5, weights but for flipped signs; see the top of this file."""
 
     def params(name: str, step: int) -> AdamParams:
         return AdamParams(learning_rate=1e-3)
@@ -219,7 +220,7 @@ def test_the_default_eps(name: str, make_trainer: MakeTrainer) -> None:
     for left, right in zip(ours, theirs, strict=True):
         assert_logprobs_close(left.logprobs, right.logprobs)
         assert_numbers_close(left.loss, right.loss)
-        assert_tensors_close(left.weights, right.weights, tolerance=5e-3)
+        assert_tensors_close(left.weights, right.weights, tolerance=5e-2)
 
 
 @pytest.mark.parametrize("model", MODELS)

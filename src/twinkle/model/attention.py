@@ -113,13 +113,15 @@ def _by_runs(
         # (heads, n·L, D) → (n, heads, L, D)
         q, k, v = (x[:, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (q_HTD, k_JTD, v_JTD))
         mask = None if window is None or length <= window else _window_mask(length, window, q.device)
+        if q.device.type == "cpu":  # half precision is slower there, and its backward much slower
+            q, k, v = q.float(), k.float(), v.float()
         if softcap is None:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
         else:
             out = _plain(q, k, v, mask, scale, softcap)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        outputs.append(out.to(q_HTD.dtype).transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(outputs).unsqueeze(0)
 

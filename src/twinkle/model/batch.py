@@ -45,7 +45,7 @@ class SegmentLora:
     indices: tuple[int, ...]  # of the requests
     scaling_G1: Tensor | None  # None where all are 1
     leaves: dict[str, BoundLora]
-    gradient_GP: Tensor | None  # fp32, zero at first; None when nothing is trained
+    gradient_GP: Tensor | None  # fp32; None when nothing is trained
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _segment_lora(parts: Sequence[Part], bound: Segment, device: torch.device, t
         leaves[target.name] = BoundLora(bound, a_GRI, b_GOR)
     scalings = [part.adapter.spec.scaling for part in parts]
     scaling_G1 = None if set(scalings) == {1.0} else torch.tensor(scalings, device=device).unsqueeze(1)
-    gradient_GP = torch.zeros(rows_GP.shape, device=device) if train else None
+    gradient_GP = torch.empty(rows_GP.shape, device=device) if train else None  # harvest fills it, the head adds
     return SegmentLora(stack.layout, tuple(part.index for part in parts), scaling_G1, leaves, gradient_GP)
 
 
@@ -161,8 +161,11 @@ def _head_lora(segments: Sequence[SegmentLora], bounds: Sequence[Segment], head:
         if segment.layout.has(head):
             leaf = segment.leaves[head]
             lora = BoundLora(bound, leaf.a_GRI.detach(), leaf.b_GOR.detach())
-            gradients = (None, None) if segment.gradient_GP is None else segment.layout.views(segment.gradient_GP, head)
-            result.append(HeadLora(lora, *gradients))
+            if segment.gradient_GP is None:
+                result.append(HeadLora(lora))
+            else:
+                da_GRI, db_GOR = segment.layout.views(segment.gradient_GP, head)
+                result.append(HeadLora(lora, da_GRI.zero_(), db_GOR.zero_()))
     return tuple(result)
 
 

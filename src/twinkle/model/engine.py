@@ -35,8 +35,7 @@ class Engine:
     ) -> None:
         self.architecture = architecture
         self.device = device
-        if device.type == "cuda":
-            fuse_norms(model)
+        fuse_norms(model)
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self._decoder = model.base_model

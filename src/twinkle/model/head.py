@@ -10,6 +10,7 @@ Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets a 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class ChunkedHead:
     def logprobs(self, hidden_TH: Tensor, targets_TK: Tensor, lora: Sequence[HeadLora] = ()) -> Tensor:
         """log p(target), (T, K) fp32, without gradient."""
         chunks = self._chunks(len(hidden_TH))
-        return torch.cat([self._chunk(hidden_TH, targets_TK, lora, rows).logprobs_CK for rows in chunks])
+        return torch.cat([self._chunk(hidden_TH, targets_TK, lora, rows).softmax.logprobs_CK for rows in chunks])
 
     def logprobs_and_gradient(
         self, hidden_TH: Tensor, targets_TK: Tensor, coefficients: Coefficients, lora: Sequence[HeadLora] = ()
@@ -61,9 +62,9 @@ class ChunkedHead:
         gradient_TH = torch.empty_like(hidden_TH)
         for rows in self._chunks(len(hidden_TH)):
             chunk = self._chunk(hidden_TH, targets_TK, lora, rows)
-            logprobs_TK[rows] = chunk.logprobs_CK
-            coefficients_CK = coefficients(rows.start, rows.stop, chunk.logprobs_CK)
-            dlogits_CV = self._dlogits(chunk, targets_TK[rows], coefficients_CK)
+            logprobs_TK[rows] = chunk.softmax.logprobs_CK
+            coefficients_CK = coefficients(rows.start, rows.stop, chunk.softmax.logprobs_CK)
+            dlogits_CV = chunk.softmax.gradient(coefficients_CK, self.spec.weight_VH.dtype)
             gradient_CH = torch.mm(dlogits_CV, self.spec.weight_VH, out=gradient_TH[rows])
             for part, h_CR in zip(chunk.lora, chunk.inner, strict=True):
                 _lora_gradient(part, h_CR, dlogits_CV, chunk.hidden_CH, gradient_CH)
@@ -77,14 +78,11 @@ class ChunkedHead:
         logits_CV = self._base_logits(hidden_CH)
         clipped = [part for each in lora if (part := _clip(each, rows.start, rows.stop)) is not None]
         inner, lora_CV = _lora_logits(clipped, hidden_CH, logits_CV.shape)
-        kernels = self._use_kernels(logits_CV)
-        if not kernels:
-            logits_CV, lora_CV = self._finished(logits_CV, lora_CV), None
-        norm_C1 = _log_normalizer(logits_CV, lora_CV) if kernels else torch.logsumexp(logits_CV, -1, keepdim=True)
-        picked_CK = logits_CV.gather(1, targets_TK[rows])
-        if lora_CV is not None:
-            picked_CK = picked_CK + lora_CV.gather(1, targets_TK[rows])
-        return _Chunk(hidden_CH, logits_CV, lora_CV, norm_C1, picked_CK - norm_C1, clipped, inner)
+        if self._use_kernels(logits_CV):
+            softmax: _Softmax = _KernelSoftmax(logits_CV, lora_CV, targets_TK[rows])
+        else:
+            softmax = _PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows])
+        return _Chunk(hidden_CH, softmax, clipped, inner)
 
     def _use_kernels(self, logits_CV: Tensor) -> bool:
         return logits_CV.is_cuda and self.spec.scale == 1.0 and self.spec.softcap is None
@@ -107,39 +105,65 @@ class ChunkedHead:
             logits_CV.div_(self.spec.softcap).tanh_().mul_(self.spec.softcap)
         return logits_CV
 
-    def _dlogits(self, chunk: "_Chunk", targets_CK: Tensor, coefficients_CK: Tensor) -> Tensor:
-        """Σ_k c_k (onehot_k − p), (C, V), and back through cap and scale. Uses up the chunk's logits."""
-        dtype = self.spec.weight_VH.dtype
-        if self._use_kernels(chunk.logits_CV):
-            from twinkle.model.head_kernels import logits_gradient
 
-            return logits_gradient(chunk.logits_CV, chunk.lora_CV, chunk.norm_C1, targets_CK, coefficients_CK, dtype)
-        slope_CV = None if self.spec.softcap is None else 1 - (chunk.logits_CV / self.spec.softcap) ** 2
-        dlogits_CV = chunk.logits_CV.sub_(chunk.norm_C1).exp_().mul_(-coefficients_CK.sum(1, keepdim=True))
-        for k in range(targets_CK.shape[1]):  # one target a row at a time: no two writes to one place
-            dlogits_CV.scatter_add_(1, targets_CK[:, k : k + 1], coefficients_CK[:, k : k + 1])
-        if slope_CV is not None:
-            dlogits_CV *= slope_CV
-        if self.spec.scale != 1.0:
-            dlogits_CV *= self.spec.scale
+class _Softmax(Protocol):
+    """The logits of a chunk, asked first for log-probabilities, then at most once for their gradient."""
+
+    logprobs_CK: Tensor
+
+    def gradient(self, coefficients_CK: Tensor, dtype: torch.dtype) -> Tensor:
+        """Σ_k c_k (onehot(target_k) − p) with respect to the head's product h W.T, (C, V). Uses up the logits."""
+
+
+class _PlainSoftmax:
+    """In torch operations, each in place: a chunk of logits is the largest tensor there is."""
+
+    def __init__(self, logits_CV: Tensor, spec: HeadSpec, targets_CK: Tensor) -> None:
+        self._spec = spec
+        self._targets_CK = targets_CK
+        self._slope_CV = None if spec.softcap is None else 1 - (logits_CV / spec.softcap) ** 2
+        picked_CK = logits_CV.gather(1, targets_CK)
+        highest_C1 = logits_CV.amax(1, keepdim=True)
+        self._exp_CV = logits_CV.sub_(highest_C1).exp_()
+        self._total_C1 = self._exp_CV.sum(1, keepdim=True)
+        self.logprobs_CK = picked_CK - highest_C1 - self._total_C1.log()
+
+    def gradient(self, coefficients_CK: Tensor, dtype: torch.dtype) -> Tensor:
+        dlogits_CV = self._exp_CV.mul_(-coefficients_CK.sum(1, keepdim=True) / self._total_C1)
+        for k in range(self._targets_CK.shape[1]):  # one target a row at a time: no two writes to one place
+            dlogits_CV.scatter_add_(1, self._targets_CK[:, k : k + 1], coefficients_CK[:, k : k + 1])
+        if self._slope_CV is not None:
+            dlogits_CV *= self._slope_CV
+        if self._spec.scale != 1.0:
+            dlogits_CV *= self._spec.scale
         return dlogits_CV.to(dtype)
+
+
+class _KernelSoftmax:
+    """In two kernels. They need Triton, which CUDA builds of torch bring."""
+
+    def __init__(self, logits_CV: Tensor, lora_CV: Tensor | None, targets_CK: Tensor) -> None:
+        from twinkle.model.head_kernels import log_normalizer
+
+        self._logits_CV, self._lora_CV, self._targets_CK = logits_CV, lora_CV, targets_CK
+        self._norm_C1 = log_normalizer(logits_CV, lora_CV)
+        picked_CK = logits_CV.gather(1, targets_CK)
+        if lora_CV is not None:
+            picked_CK = picked_CK + lora_CV.gather(1, targets_CK)
+        self.logprobs_CK = picked_CK - self._norm_C1
+
+    def gradient(self, coefficients_CK: Tensor, dtype: torch.dtype) -> Tensor:
+        from twinkle.model.head_kernels import logits_gradient
+
+        return logits_gradient(self._logits_CV, self._lora_CV, self._norm_C1, self._targets_CK, coefficients_CK, dtype)
 
 
 @dataclass(frozen=True)
 class _Chunk:
     hidden_CH: Tensor
-    logits_CV: Tensor
-    lora_CV: Tensor | None  # what LoRA adds to the logits, where it has not been added yet
-    norm_C1: Tensor
-    logprobs_CK: Tensor
+    softmax: _Softmax
     lora: list[HeadLora]  # clipped to the chunk
     inner: list[Tensor]  # hidden A.T of each
-
-
-def _log_normalizer(logits_CV: Tensor, lora_CV: Tensor | None) -> Tensor:
-    from twinkle.model.head_kernels import log_normalizer  # needs Triton, which CUDA builds of torch bring
-
-    return log_normalizer(logits_CV, lora_CV)
 
 
 def _lora_logits(lora: Sequence[HeadLora], hidden_CH: Tensor, shape: torch.Size) -> tuple[list[Tensor], Tensor | None]:

@@ -54,8 +54,12 @@ class LoraLinear(nn.Module):
         self.bound: tuple[BoundLora, ...] = ()
 
     @property
-    def weight(self) -> Tensor:  # transformers code reads dtype and device from here
+    def weight(self) -> Tensor:  # model code reads these of its linear layers
         return self.weight_OI
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.bias_O
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.bound:

@@ -44,12 +44,18 @@ class AdapterPool:
         """Take in a new adapter; it starts in host memory and comes to the device when it is first used."""
         if adapter.adapter_id in self._adapters:
             raise AdapterExistsError(adapter.adapter_id)
+        self.put(adapter)
+
+    def put(self, adapter: Adapter) -> None:
+        """Like :meth:`add`, in the place of any adapter with the same id."""
         if not self.fit([adapter]):
             needed = _bytes_of([adapter])
             raise CapacityError(
                 f"adapter {adapter.adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
                 f"{self.budget_bytes / 2**20:.0f} MiB are set aside for adapters"
             )
+        if adapter.adapter_id in self._adapters:
+            self.remove(adapter.adapter_id)
         self._adapters[adapter.adapter_id] = adapter
 
     def remove(self, adapter_id: str) -> None:

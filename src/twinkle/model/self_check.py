@@ -117,7 +117,7 @@ def _row(layout: RowLayout, seed: int) -> Tensor:
 def _plain(model: PreTrainedModel, layout: RowLayout, row_P: Tensor, tokens: IntArray) -> FloatArray:
     ids_T = torch.from_numpy(tokens).to(model.device)
     with _hooks(model, layout, row_P):
-        logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+        logits_TV = model(input_ids=ids_T[None]).logits[0]  # as anyone would call it: without a cache some differ
     rows = _scored(len(tokens))
     logprobs_SV = logits_TV[rows].float().log_softmax(-1)
     return logprobs_SV.gather(1, ids_T[rows][:, None])[:, 0].cpu().numpy()

@@ -208,9 +208,7 @@ class Trainer:
         fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))
         fresh.gradient_P = None if snapshot.gradient is None else torch.from_numpy(snapshot.gradient.copy())
         fresh.step = snapshot.step
-        if adapter_id in self._pool:
-            self._pool.remove(adapter_id)
-        self._pool.add(fresh)
+        self._pool.put(fresh)
 
     def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None:
         """Write a directory that PEFT can load; with ``optimizer`` also all that training on needs."""
