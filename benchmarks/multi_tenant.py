@@ -41,6 +41,7 @@ MODELS = {
     "8b": "random://llama-8b",
 }
 MIXED_RANKS = (8, 16, 32, 128)
+PROSE = Path(__file__).parents[1] / "LICENSE"
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 # Largest relative difference (of the whole gradient, ‖Δ‖/‖g‖) that counts as equal. In bf16 both round at every layer,
 # and PEFT keeps its adapters in fp32.
@@ -92,12 +93,18 @@ def ideal_tenant(args: argparse.Namespace) -> int:
 
 
 def make_tenants(args: argparse.Namespace) -> list[Batch]:
+    """Random tokens for random weights. A trained model gets prose: on noise its bf16 gradients are noise too."""
     generator = np.random.default_rng(0)
-    vocab_size = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path).vocab_size
+    tokenizer = hub.load_tokenizer(MODELS[args.model])
+    prose = np.array(tokenizer.encode(PROSE.read_text()) * (1 + args.length // 1000))
 
     def datum() -> Datum:
         length = int(generator.integers(32, 1025)) if args.mixed else args.length
-        ids = generator.integers(0, vocab_size, length + 1)
+        if args.model == "demo":
+            start = int(generator.integers(0, len(prose) - length))
+            ids = prose[start : start + length + 1]
+        else:
+            ids = generator.integers(0, len(tokenizer), length + 1)
         return Datum(ids[:-1], ids[1:])
 
     return [[datum() for _ in range(args.seqs)] for _ in range(args.tenants)]

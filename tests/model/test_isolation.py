@@ -495,7 +495,7 @@ def test_gradients_that_overflow_in_their_sum_fail_too(make_trainer: MakeTrainer
     (result,) = trainer.forward_backward([TrainItem("a", [part])])
     assert isinstance(result, TrainResult)
     before = states(trainer)
-    (result,) = trainer.forward_backward([TrainItem("a", [part] * trainer.snapshot("a").weights.size)])
+    (result,) = trainer.forward_backward([TrainItem("a", [part] * used_parameters(trainer, "a").sum())])
     assert isinstance(result, TrainFailure)
     assert isinstance(result.error, NonFiniteError)
     assert_same_states(states(trainer), before)

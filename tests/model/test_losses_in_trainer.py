@@ -216,6 +216,22 @@ def test_gradients_equal_finite_differences(loss: str, part: str, make_trainer: 
     assert numeric == pytest.approx(gradient @ direction, rel=1e-3)
 
 
+@pytest.mark.parametrize("loss", FORMULAS)
+def test_gradients_follow_each_tenants_own_configuration(loss: str, make_trainer: MakeTrainer) -> None:
+    """Equal losses of several tenants are evaluated together; their configurations and sequences stay apart."""
+    items = [
+        request(loss, "a", seed=1),
+        replace(request(loss, "b", seed=1), loss_config=CONFIGS[loss]),
+        request(loss, "c", seed=2, lengths=(21, 5)),
+    ]
+    together = ready_trainer(make_trainer, "a", "b", "c")
+    together.forward_backward(items)
+    alone = ready_trainer(make_trainer, "a", "b", "c")
+    for item in items:
+        alone.forward_backward([item])
+        assert_tensors_close(together.gradients(item.adapter_id), alone.gradients(item.adapter_id))
+
+
 @pytest.mark.parametrize("width", [0, 3])
 def test_a_loss_computed_by_the_client(width: int, make_trainer: MakeTrainer) -> None:
     """Score, differentiate by the log-probabilities, send the negative gradient as weights: Tinker's custom losses."""

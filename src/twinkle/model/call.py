@@ -140,7 +140,11 @@ class Call:
         for gradient in computed.gradients:
             request = self._requests[gradient.index]
             request.finite = request.finite and gradient.finite
-            request.gradient_P = gradient.row_P if request.gradient_P is None else request.gradient_P + gradient.row_P
+            if request.gradient_P is None:
+                request.gradient_P = gradient.row_P
+            else:  # finite parts may overflow together
+                request.gradient_P = request.gradient_P + gradient.row_P
+                request.finite = request.finite and bool(request.gradient_P.sum().isfinite())
         for index in batch.items:
             if self._requests[index].complete and index not in self._results:
                 self._finish(index, self._requests[index])

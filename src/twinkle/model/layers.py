@@ -51,7 +51,7 @@ class TenantLayer(nn.Module):
         if batch.packing is not None:
             kwargs["packing"] = batch.packing
         lora = batch.lora[self.index]
-        run: Callable[..., Tensor] = run_layer
+        run: Callable[..., Tensor] = _run_eagerly
         if self.compiled is not None and batch.one_stack and torch.is_grad_enabled():
             run = self.compiled
             if not hidden_states.requires_grad:  # the first layer: the same code as for the others, not a second one
@@ -76,6 +76,22 @@ def run_layer(
     for linear in linears.values():
         linear.bound = ()
     return output
+
+
+def _run_eagerly(
+    inner: nn.Module,
+    linears: Mapping[str, LoraLinear],
+    lora: BoundLayer,
+    hidden_states: Tensor,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Tensor:
+    """The same; recomputation leaves the layer by an exception as soon as it has what it needs."""
+    try:
+        return run_layer(inner, linears, lora, hidden_states, args, kwargs)
+    finally:
+        for linear in linears.values():
+            linear.bound = ()
 
 
 def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLayer]:

@@ -1,6 +1,7 @@
 """AdamW on one adapter's flat row: torch's own, with every hyper-parameter given anew at each step."""
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -56,5 +57,7 @@ def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
 
 
 def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInputError(field, value, text)
+    if not abs(value) <= sys.float_info.max or not allowed(value):  # also an int that no float holds
         raise InvalidInputError(field, value, text)

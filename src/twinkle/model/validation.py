@@ -3,10 +3,12 @@
 What passes here cannot fail another tenant: shapes agree, token ids exist, numbers are finite.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
 from twinkle.loss import TokenLoss, get_loss, resolve_config
@@ -41,8 +43,8 @@ class CheckedItem:
 def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedItem:
     loss = get_loss(item.loss)
     config = resolve_config(loss, item.loss_config)
-    if len(item.data) == 0:
-        raise InvalidInputError("data", [], "at least one datum")
+    if not isinstance(item.data, Sequence) or len(item.data) == 0:
+        raise InvalidInputError("data", item.data, "a sequence of at least one datum")
     data = tuple(
         _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length) for index, datum in enumerate(item.data)
     )
@@ -50,6 +52,8 @@ def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedI
 
 
 def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max_length: int) -> CheckedDatum:
+    if not isinstance(datum, Datum):
+        raise InvalidInputError(where, datum, "a Datum")
     tokens = _token_ids(datum.tokens, f"{where}.tokens", vocab_size)
     if tokens.ndim != 1 or not 0 < tokens.shape[0] <= max_length:
         raise InvalidInputError(f"{where}.tokens", f"shape {tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
@@ -73,11 +77,14 @@ def _loss_inputs(datum: Datum, where: str, loss: TokenLoss, shape: tuple[int, ..
             inputs[name] = _floats(given[name], f"{where}.{name}", shape)
         elif name in loss.inputs:
             raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss.name!r} needs it")
+    low, high = inputs.get("clip_low_threshold"), inputs.get("clip_high_threshold")
+    if low is not None and high is not None and (low > high).any():
+        raise InvalidInputError(f"{where}.clip_low_threshold", float(low[low > high][0]), "at most clip_high_threshold")
     return inputs
 
 
 def _token_ids(values: IntArray, field: str, vocab_size: int) -> IntArray:
-    array = np.asarray(values)
+    array = _array(values, field)
     if array.dtype.kind not in "iu":
         raise InvalidInputError(field, f"dtype {array.dtype}", "an integer array")
     if array.size and (array.min() < 0 or array.max() >= vocab_size):
@@ -86,8 +93,15 @@ def _token_ids(values: IntArray, field: str, vocab_size: int) -> IntArray:
     return array.astype(np.int64, copy=False)
 
 
+def _array(values: object, field: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:  # ragged lists, for one
+        raise InvalidInputError(field, values, "an array of numbers") from error
+
+
 def _floats(values: FloatArray, field: str, shape: tuple[int, ...]) -> FloatArray:
-    array = np.asarray(values)
+    array = _array(values, field)
     if array.dtype.kind not in "fiub":
         raise InvalidInputError(field, f"dtype {array.dtype}", "a float array")
     if array.shape != shape:
