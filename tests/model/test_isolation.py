@@ -731,3 +731,32 @@ def test_a_missing_seed_is_drawn_and_recorded(make_trainer: MakeTrainer) -> None
     trainer.create_adapter("again", one)
     for name, values in trainer.weights("one").items():
         np.testing.assert_array_equal(trainer.weights("again")[name], values)
+
+
+MALFORMED = {
+    "no item": (None, "item"),
+    "unhashable adapter_id": (TrainItem(["a"], [datum()]), "adapter_id"),
+    "loss is None": (TrainItem("a", [datum()], None), "loss"),
+    "loss_config is None": (TrainItem("a", [datum()], loss_config=None), "loss_config"),
+    "extras is None": (TrainItem("a", [replace(datum(), extras=None)]), "data[0].extras"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_request_of_wrong_types_fails_alone(make_trainer: MakeTrainer, kind: str) -> None:
+    bad, field = MALFORMED[kind]
+    trainer = trained(make_trainer)
+    before = states(trainer)
+    (result,) = trainer.forward_backward([bad])
+    assert isinstance(result, TrainFailure)
+    assert str(result.error).startswith(f"{field}: ")
+    assert_same_states(states(trainer), before)
+
+
+@pytest.mark.parametrize("name", ["weights", "exp_avg", "gradient"])
+def test_a_snapshot_of_wrong_size_changes_nothing(make_trainer: MakeTrainer, name: str) -> None:
+    trainer = trained(make_trainer)
+    before = states(trainer)
+    with pytest.raises(InvalidInputError, match=f"snapshot.{name}"):
+        trainer.restore("a", replace(trainer.snapshot("a"), **{name: np.zeros(1, np.float32)}))
+    assert_same_states(states(trainer), before)

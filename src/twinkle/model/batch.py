@@ -80,7 +80,7 @@ def build_batch(
         )
         bounds.append(Segment(row, row + sum(sizes), Groups.of(sizes, device), whole))
         head_bounds.append(Segment(head_row, head_row + sum(head_sizes), Groups.of(head_sizes, device), whole))
-        segments.append(_segment_lora(members, bounds[-1], device, train))
+        segments.append(_segment_lora(members, bounds[-1], architecture.head.name, device, train))
         row += sum(sizes)
         head_row += sum(head_sizes)
     tokens = [datum.tokens for datum in data]
@@ -116,11 +116,16 @@ def harvest(batch: DeviceBatch) -> list[GradientRow]:
     for segment in batch.segments:
         assert segment.gradient_GP is not None
         for name, lora in segment.leaves.items():
-            da, db = segment.layout.views(segment.gradient_GP, name)
-            if lora.a_GRI.grad is not None and lora.b_GOR.grad is not None:  # the head adds to its rows itself
-                da.copy_(lora.a_GRI.grad)
-                db.copy_(lora.b_GOR.grad)
-                lora.a_GRI.grad = lora.b_GOR.grad = None
+            if not lora.a_GRI.requires_grad:
+                continue  # the head has added to its rows itself
+            for place, leaf in zip(
+                segment.layout.views(segment.gradient_GP, name), (lora.a_GRI, lora.b_GOR), strict=True
+            ):
+                if leaf.grad is None:  # the model never ran this layer
+                    place.zero_()
+                else:
+                    place.copy_(leaf.grad)
+                    leaf.grad = None
         if segment.scaling_G1 is not None:  # the leaves hold scaled B, the master weights unscaled
             segment.gradient_GP[:, segment.layout.a_size :].mul_(segment.scaling_G1)
         indices += segment.indices
@@ -129,14 +134,15 @@ def harvest(batch: DeviceBatch) -> list[GradientRow]:
     return list(map(GradientRow, indices, rows, torch.cat(sums).isfinite().tolist()))
 
 
-def _segment_lora(parts: Sequence[Part], bound: Segment, device: torch.device, train: bool) -> SegmentLora:
+def _segment_lora(parts: Sequence[Part], bound: Segment, head: str, device: torch.device, train: bool) -> SegmentLora:
     stack = parts[0].adapter.stack
     slots = [part.adapter.slot for part in parts]
     assert all(slot is not None for slot in slots), "adapters of a batch must be resident"
     rows_GP = stack.gather([slot for slot in slots if slot is not None])
     leaves = {}
     for target in stack.layout.targets:
-        a_GRI, b_GOR = (view.detach().requires_grad_(train) for view in stack.layout.views(rows_GP, target.name))
+        leaf = train and target.name != head  # the head's gradient does not come from autograd
+        a_GRI, b_GOR = (view.detach().requires_grad_(leaf) for view in stack.layout.views(rows_GP, target.name))
         leaves[target.name] = BoundLora(bound, a_GRI, b_GOR)
     scalings = [part.adapter.spec.scaling for part in parts]
     scaling_G1 = None if set(scalings) == {1.0} else torch.tensor(scalings, device=device).unsqueeze(1)

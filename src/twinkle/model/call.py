@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinkle.errors import CapacityError, NonFiniteError, TwinkleError
+from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.adapter import Adapter
 from twinkle.model.batch import Part
 from twinkle.model.engine import Computed, Engine
@@ -67,6 +67,10 @@ class Call:
         architecture = self._engine.architecture
         longest = min(architecture.max_length, self.budget.longest)
         try:
+            if not isinstance(item, TrainItem):
+                raise InvalidInputError("item", type(item), "a TrainItem")
+            if not isinstance(item.adapter_id, str):
+                raise InvalidInputError("adapter_id", item.adapter_id, "a string")
             adapter = self._pool.get(item.adapter_id)
             checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest)
         except TwinkleError as error:

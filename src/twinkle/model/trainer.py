@@ -203,6 +203,10 @@ class Trainer:
         fresh = self._blank(adapter_id, check_spec(snapshot.spec))
         if fresh.layout.digest != snapshot.layout:
             raise InvalidInputError("snapshot.layout", snapshot.layout, f"{fresh.layout.digest} (another base model?)")
+        for name in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
+            array = vars(snapshot)[name]
+            if array is not None and array.shape != (fresh.layout.size,):
+                raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({fresh.layout.size},)")
         fresh.weights_P.copy_(torch.from_numpy(snapshot.weights))
         fresh.exp_avg_P.copy_(torch.from_numpy(snapshot.exp_avg))
         fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))

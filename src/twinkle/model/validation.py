@@ -41,6 +41,9 @@ class CheckedItem:
 
 
 def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedItem:
+    for field, expected in (("loss", str), ("loss_config", Mapping)):
+        if not isinstance(vars(item)[field], expected):
+            raise InvalidInputError(field, vars(item)[field], f"a {expected.__name__}")
     loss = get_loss(item.loss)
     config = resolve_config(loss, item.loss_config)
     if not isinstance(item.data, Sequence) or len(item.data) == 0:
@@ -54,6 +57,8 @@ def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedI
 def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max_length: int) -> CheckedDatum:
     if not isinstance(datum, Datum):
         raise InvalidInputError(where, datum, "a Datum")
+    if not isinstance(datum.extras, Mapping):
+        raise InvalidInputError(f"{where}.extras", datum.extras, "a Mapping from names to arrays")
     tokens = _token_ids(datum.tokens, f"{where}.tokens", vocab_size)
     if tokens.ndim != 1 or not 0 < tokens.shape[0] <= max_length:
         raise InvalidInputError(f"{where}.tokens", f"shape {tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
