@@ -83,7 +83,7 @@ def grouped_outer(left_TK: Tensor, right_TN: Tensor, groups: Groups) -> Tensor:
 
 
 def _one_kernel(rows: Tensor, inner: int, outer: int, groups: Groups) -> bool:
-    """A few large groups are quicker to launch one by one, and can add in place."""
+    """A few large groups are launched one by one: by launch counts that is no slower, and they add in place."""
     aligned = inner % _ALIGNMENT == 0 and outer % _ALIGNMENT == 0
     many = len(groups.sizes) > _FEW_GROUPS
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and many

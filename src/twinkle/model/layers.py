@@ -78,17 +78,10 @@ def run_layer(
     return output
 
 
-def _run_eagerly(
-    inner: nn.Module,
-    linears: Mapping[str, LoraLinear],
-    lora: BoundLayer,
-    hidden_states: Tensor,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> Tensor:
+def _run_eagerly(inner: nn.Module, linears: Mapping[str, LoraLinear], *rest: Any) -> Tensor:
     """The same; recomputation leaves the layer by an exception as soon as it has what it needs."""
     try:
-        return run_layer(inner, linears, lora, hidden_states, args, kwargs)
+        return run_layer(inner, linears, *rest)
     finally:
         for linear in linears.values():
             linear.bound = ()
