@@ -8,7 +8,7 @@ MATRIX ?= 5.5.4 5.19.0
 VENV := .venv
 STAMP := $(VENV)/.setup-stamp
 MATRIX_VENV := .venv-tf-
-EXTRAS := transformers,client,dev
+EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
 TORCH_RANGE := torch>=2.11,<2.14

@@ -1,0 +1,1 @@
+"""Sampling: generate with the base model and with published adapter versions."""
