@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
-from twinkle.model.attention import Packing
+from twinkle.model.attention import CachedAttention, Packing
 from twinkle.model.lora import BoundLora, LoraLinear
 
 BoundLayer = Mapping[str, tuple[BoundLora, ...]]  # linear layer, named within its decoder layer → its adapters
@@ -29,6 +29,7 @@ class LayerBatch:
     one_stack: bool  # all rows belong to adapters of one layout
     lora: tuple[BoundLayer, ...]  # one entry a decoder layer
     recompute: bool
+    cached: tuple[CachedAttention, ...] | None = None  # sampling: one entry a decoder layer, in place of packing
 
 
 class TenantLayer(nn.Module):
@@ -50,6 +51,8 @@ class TenantLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: object, batch: LayerBatch, **kwargs: object) -> Tensor:
         if batch.packing is not None:
             kwargs["packing"] = batch.packing
+        if batch.cached is not None:
+            kwargs["cached"] = batch.cached[self.index]
         lora = batch.lora[self.index]
         run: Callable[..., Tensor] = _run_eagerly
         if self.compiled is not None and batch.one_stack and torch.is_grad_enabled():

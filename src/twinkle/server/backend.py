@@ -45,8 +45,10 @@ class ServedModel:
     name: str
     aliases: tuple[str, ...]
     trainer: TrainingBackend
-    sampler: Sampler
+    sampler: Sampler | None  # None: the model is for training only
+    architecture: str
     max_context_length: int
     tokens_per_batch: int
     tokenizer_dir: str | None
+    tokenizer_id: str | None  # what clients on other machines can load
     memory: str  # how memory is divided, for people

@@ -1,0 +1,367 @@
+"""The model service: accepts ops for the adapters of one base model, runs them in shared batches, keeps its promises.
+
+The life of an op: ``submit`` journals it and hands a ticket to the scheduler; the pump takes batches from the scheduler
+to the compute thread; outcomes settle futures at once and go to the journal behind them. If the process dies in
+between, ``recover`` starts from each adapter's last snapshot and runs the journalled ops again, in order; clients find
+the same futures under the same ids.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from twinkle.errors import NotFoundError, QuotaError, TwinkleError
+from twinkle.server.backend import ServedModel
+from twinkle.server.checkpoints import Checkpoints
+from twinkle.server.compute import Compute
+from twinkle.server.execution import Execution
+from twinkle.server.files import DataDir, read_snapshot
+from twinkle.server.futures import Futures
+from twinkle.server.ids import split_request_id
+from twinkle.server.recovery import Replay, read_replay
+from twinkle.server.scheduler import Batch, Scheduler
+from twinkle.server.scheduler_sequence import Conflict, Refusal, Ticket, TooLate
+from twinkle.server.snapshots import Snapshots
+from twinkle.server.state import Store
+from twinkle.server.types import Op, OpKind, Outcome, RunRecord, TrainPass
+from twinkle.server.wire import responses
+
+logger = logging.getLogger(__name__)
+
+# Ids of futures that never had a place in a sequence: the number is far beyond any sequence.
+_REFUSED_FROM = 10**18
+
+
+@dataclass
+class LiveAdapter:
+    """What the service knows of an adapter beside its ops."""
+
+    run: RunRecord
+    loaded: bool  # whether the trainer holds it, or will once its creation has run
+    last_request_at: float = 0.0
+    ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
+    replays: dict[int, Replay] = field(default_factory=dict)  # those that had an outcome before the restart
+
+
+class ModelService:
+    def __init__(
+        self,
+        model: ServedModel,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        *,
+        merge: bool = True,
+        max_queued_ops: int = 1024,
+        futures: Futures | None = None,
+    ) -> None:
+        self.model = model
+        self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
+        self.busy_seconds = 0.0
+        self._store = store
+        self._compute = compute
+        self._files = files
+        self._futures = futures or Futures()
+        self._max_queued_ops = max_queued_ops
+        self._execution = Execution(model)
+        self._checkpoints = Checkpoints(model, store, compute, files)
+        self._snapshots = Snapshots(model, store, compute, files)
+        self._adapters: dict[str, LiveAdapter] = {}
+        self._refused_ids = itertools.count(_REFUSED_FROM)
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pump: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring back what was there before, then work."""
+        for run in await self._store.runs.in_state("live"):
+            if run.model_name == self.model.name:
+                await self._recover(run)
+        self._pump = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Finish what is on the device, put every changed adapter on disk, and end."""
+        self._stopping = True
+        self._wake.set()
+        if self._pump is not None:
+            await self._pump
+        await asyncio.gather(*self._tasks)
+        for adapter_id in self._snapshots.changed():
+            await self._snapshots.finish_writing()
+            await self._snapshot(adapter_id)
+        await self._snapshots.finish_writing()
+
+    async def _recover(self, run: RunRecord) -> None:
+        snapshot = await self._store.snapshots.get(run.run_id)
+        applied = -1 if snapshot is None else snapshot.seq
+        adapter = LiveAdapter(run, loaded=snapshot is None)  # without one, its creation is among the ops to replay
+        self._adapters[run.run_id] = adapter
+        self.scheduler.add_adapter(
+            run.run_id,
+            run.tenant_id,
+            next_seq=applied + 1,
+            failed_seq=None if snapshot is None else snapshot.failed_seq,
+        )
+        replays = await read_replay(self._store, run, applied)
+        for replay in replays:
+            adapter.replays[replay.op.seq] = replay
+            self._enqueue(adapter, replay.op)
+        if replays:
+            logger.info("replaying %d ops of %s from %d", len(replays), run.run_id, applied + 1)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def create(self, run: RunRecord, op: Op) -> str:
+        """A new adapter. The same run may arrive again, when a client did not hear our answer."""
+        if run.run_id not in self._adapters:
+            accepted = await self._store.ops.accept_run(run, op, digest_of(op.body), time.time())
+            if accepted.record is None or accepted.record.digest != digest_of(op.body):
+                return self.refuse(run.run_id, f"model_seq_id {run.number} was used before with another request")
+            if run.run_id not in self._adapters:  # it may have come twice at once
+                adapter = LiveAdapter(run, loaded=True)
+                self._adapters[run.run_id] = adapter
+                self.scheduler.add_adapter(run.run_id, run.tenant_id)
+                self._enqueue(adapter, op)
+        return op.request_id
+
+    async def submit(self, op: Op) -> str:
+        """Accept an op; returns the id of its future once the op is safe on disk."""
+        adapter = self._adapters.get(op.adapter_id)
+        if adapter is None:
+            raise NotFoundError("model", op.adapter_id)
+        self._check_quota(adapter, op)
+        accepted = await self._store.ops.accept(op, digest_of(op.body), time.time())
+        if accepted.record.digest != digest_of(op.body):
+            return self.refuse(op.adapter_id, _conflict(op))
+        if accepted.created:
+            adapter.last_request_at = time.time()
+            message = self._enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
+            if message is not None:
+                self._settle(op, responses.failed(message, "user"))
+        return op.request_id
+
+    async def wait(self, request_id: str, adapter_id: str, seq: int, timeout: float) -> Outcome | None:
+        """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more)."""
+        if request_id in self._futures:
+            return await self._futures.wait(request_id, timeout, time.time())
+        outcome = await self._store.ops.outcome(adapter_id, seq)
+        if outcome is None:
+            raise NotFoundError("request", request_id)
+        return outcome
+
+    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> None:
+        """Take an adapter off the device and keep its last state as a checkpoint. What still waits fails."""
+        adapter = self._adapters.pop(run.run_id, None)
+        if adapter is None:
+            return
+        waiting = self.scheduler.remove_adapter(run.run_id)
+        if adapter.loaded or await self._restore(run.run_id):
+            note = await self._checkpoints.park(run, why, keep_seconds)
+        else:
+            note = f"session {run.session_id} {why}, and its adapter could not be read from disk"
+        for ticket in waiting:
+            self._settle(adapter.ops[ticket.seq], responses.failed(note, "user"))
+        await self._store.runs.set_state(run.run_id, "parked", note)
+        await self._store.snapshots.delete(run.run_id)
+        self._snapshots.forget(run.run_id)
+        await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
+        logger.info("%s left the device: its session %s", run.run_id, why)
+
+    def run(self, run_id: str) -> RunRecord | None:
+        adapter = self._adapters.get(run_id)
+        return None if adapter is None else adapter.run
+
+    def adapters_of(self, tenant_id: str) -> int:
+        return sum(adapter.run.tenant_id == tenant_id for adapter in self._adapters.values())
+
+    def last_requests(self) -> dict[str, float]:
+        """When each adapter was last asked for something, as far as that is news."""
+        return {run_id: a.last_request_at for run_id, a in self._adapters.items() if a.last_request_at}
+
+    def queued(self, run_id: str) -> int:
+        adapter = self._adapters.get(run_id)
+        return 0 if adapter is None else len(adapter.ops)
+
+    def sweep(self, now: float) -> list[tuple[str, int]]:
+        """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
+        self._futures.sweep(now)
+        parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
+        return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
+
+    def release_waiters(self) -> None:
+        self._futures.close()
+
+    def _check_quota(self, adapter: LiveAdapter, op: Op) -> None:
+        """A request that fills a gap before waiting ones is always let in: without it they would wait in vain."""
+        fills_gap = bool(adapter.ops) and op.seq < max(adapter.ops)
+        depth = self.scheduler.waiting(adapter.run.tenant_id)
+        if depth >= self._max_queued_ops and not fills_gap:
+            raise QuotaError("queued ops", depth, self._max_queued_ops)
+
+    def _enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
+        """Hand an op to the scheduler; returns why it was not taken, if so."""
+        tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, digest_of(op.body))
+        adapter.ops.setdefault(op.seq, op)
+        self._futures.promise(op.request_id)
+        submitted = self.scheduler.submit(ticket, time.monotonic())
+        if isinstance(submitted, Conflict | TooLate):
+            del adapter.ops[op.seq]
+            self._futures.forget(op.request_id)
+            return submitted.message
+        self._wake.set()
+        return None
+
+    def refuse(self, adapter_id: str, message: str) -> str:
+        """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
+        request_id = f"{adapter_id}:{next(self._refused_ids)}"
+        self._futures.promise(request_id)
+        self._futures.settle(request_id, responses.failed(message, "user"), time.time())
+        return request_id
+
+    # --- the pump -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            now = time.monotonic()
+            for refusal in self.scheduler.refusals(now):
+                await self._refuse(refusal)
+            batch = self.scheduler.next_batch()
+            if batch is not None:
+                await self._run_batch(batch)
+            due = self._snapshots.due(now)
+            if due is not None:
+                await self._snapshot(due)
+            if batch is None and due is None:
+                await self._sleep(now)
+
+    async def _sleep(self, now: float) -> None:
+        deadlines = [t for t in (self.scheduler.next_deadline(), self._snapshots.next_due()) if t is not None]
+        timeout = max(0.0, min(deadlines) - now) if deadlines else None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout)
+
+    async def _run_batch(self, batch: Batch) -> None:
+        ready = [(ticket, self._adapters[ticket.adapter_id].ops[ticket.seq]) for ticket in batch.tickets]
+        ready = [(ticket, op) for ticket, op in ready if not self._replayed_without_running(ticket, op)]
+        ready = [(ticket, op) for ticket, op in ready if await self._load(ticket, op)]
+        slow = [pair for pair in ready if pair[1].kind in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD)]
+        quick = [pair for pair in ready if pair not in slow]
+        for ticket, op in slow:  # these wait for disk and database: other adapters go on meanwhile
+            self._background(self._run_slow(ticket, op))
+        if quick:
+            started = time.perf_counter()
+            outcomes = await self._compute.run(lambda: self._execute([op for _, op in quick]))
+            self.busy_seconds += time.perf_counter() - started
+            for (ticket, op), outcome in zip(quick, outcomes, strict=True):
+                self._finish(ticket, op, outcome)
+
+    def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
+        if ops[0].kind.is_pass:
+            return self._execution.passes(ops[0].kind, ops)
+        return self._execution.short_barriers(ops)
+
+    async def _run_slow(self, ticket: Ticket, op: Op) -> None:
+        self._finish(ticket, op, await self._checkpoints.run(op, self._adapters[op.adapter_id].run))
+
+    def _replayed_without_running(self, ticket: Ticket, op: Op) -> bool:
+        """After a restart: what failed fails again, what only wrote files is not written twice."""
+        replay = self._adapters[op.adapter_id].replays.get(op.seq)
+        if replay is None or replay.outcome is None or replay.must_run:
+            return False
+        self._finish(ticket, op, replay.outcome)
+        return True
+
+    async def _load(self, ticket: Ticket, op: Op) -> bool:
+        """Bring the adapter from its snapshot to the trainer, once."""
+        adapter = self._adapters[op.adapter_id]
+        adapter.loaded = adapter.loaded or await self._restore(op.adapter_id)
+        if not adapter.loaded:
+            message = f"the adapter of {op.adapter_id} could not be read from disk; load one of its checkpoints"
+            self._finish(ticket, op, responses.failed(message, "server"))
+        return adapter.loaded
+
+    async def _restore(self, run_id: str) -> bool:
+        try:
+            record = await self._store.snapshots.get(run_id)
+            assert record is not None, "an adapter that is not loaded has a snapshot"
+            snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
+            await self._compute.run(lambda: self.model.trainer.restore(run_id, snapshot))
+        except TwinkleError:
+            logger.exception("snapshot of %s cannot be restored", run_id)
+            return False
+        return True
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        adapter = self._adapters[refusal.ticket.adapter_id]
+        op = adapter.ops[refusal.ticket.seq]
+        if refusal.drops_gradient:
+            await self._compute.run(lambda: self._execution.drop_window(op.adapter_id))
+        self._settle(op, responses.failed(refusal.message, "user"))
+
+    def _finish(self, ticket: Ticket, op: Op, outcome: Outcome) -> None:
+        self.scheduler.finish(ticket, failed=outcome.failed)
+        self._settle(op, outcome)
+        self._wake.set()
+
+    def _settle(self, op: Op, outcome: Outcome) -> None:
+        """Tell whoever waits, then write it down. What is lost in between is computed again."""
+        adapter = self._adapters.get(op.adapter_id)
+        replay = None
+        if adapter is not None:
+            adapter.ops.pop(op.seq, None)
+            replay = adapter.replays.pop(op.seq, None)
+        if replay is not None and replay.outcome is not None:
+            if outcome.failed and not replay.outcome.failed:
+                logger.error("replay of %s failed, though it had succeeded before", op.request_id)
+            outcome = replay.outcome
+        else:
+            self._background(self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time()))
+        self._futures.settle(op.request_id, outcome, time.time())
+        if adapter is not None and op.kind is not OpKind.FORWARD:
+            self._snapshots.note(op.adapter_id, time.monotonic(), urgent=op.kind is OpKind.LOAD)
+
+    async def _snapshot(self, adapter_id: str) -> None:
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None or not adapter.loaded or adapter_id not in self.model.trainer.adapter_ids():
+            self._snapshots.forget(adapter_id)
+            return
+        position = self.scheduler.position(adapter_id)
+        if position is None:  # one of its ops is running and may change it
+            self._snapshots.postpone(adapter_id, time.monotonic())
+        else:
+            await self._snapshots.take(adapter_id, position.seq, position.failed_seq)
+
+    def _background(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def status(self) -> dict[str, object]:
+        numbers = self.scheduler.numbers()
+        return {
+            "adapters": len(self._adapters),
+            "queued_ops": sum(numbers.waiting.values()),
+            "ops": numbers.ops,
+            "batches": numbers.pass_batches,
+            "merge_ratio": round(numbers.merge_ratio, 2),
+            "trained_tokens": sum(numbers.tokens.values()),
+            "training_seconds": round(self.busy_seconds, 3),
+        }
+
+
+def digest_of(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+def _conflict(op: Op) -> str:
+    return f"seq_id {op.seq} of model {op.adapter_id} was used before with another request; each request needs its own"
