@@ -3,11 +3,7 @@
 import re
 from importlib.resources import files
 
-import pytest
 from google.protobuf.descriptor import FieldDescriptor
-
-pytest.importorskip("tinker")
-
 from tinker.proto import tinker_public_pb2 as sdk
 
 from twinkle.server.wire import tinker_pb2 as ours

@@ -22,7 +22,7 @@ from twinkle.sampler.types import Finished, SampleFailure, SampleRequest, Sample
 from twinkle.sampler.validation import Limits, check_request
 
 _TURN_SECONDS = 0.05  # no pass begins later in a turn
-_CHUNK_TOKENS = {"cuda": 2048, "cpu": 128}  # of a prompt, computed in one pass
+_CHUNK_TOKENS = {"cuda": 2048, "cpu": 64}  # of a prompt, computed in one pass
 _CACHE_SHARE = 1 / 3  # of the adapters' memory, where the budget is left open
 
 

@@ -6,9 +6,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from types import FrameType
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 import uvloop
@@ -72,22 +71,30 @@ class _Server(uvicorn.Server):
         super().__init__(settings)
         self.app = app
         self.announcement = announcement
-        self.loop = asyncio.get_running_loop()
-
-    @property
-    def gateway(self) -> Gateway:
-        gateway: Gateway = self.app.state.gateway
-        return gateway
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             print(self.announcement, flush=True)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        print(f"{signal.Signals(sig).name}: finishing what runs", file=sys.stderr, flush=True)
-        self.loop.call_soon_threadsafe(self.gateway.release_waiters)  # a signal may come in the middle of anything
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would end by the same signal after a clean shutdown; a drained server has exit code 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end, number)
+        yield
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.should_exit:
+            self.force_exit = True  # asked twice: do not wait for open connections
+            return
+        print(f"{number.name}: finishing what runs", file=sys.stderr, flush=True)
+        self.should_exit = True
+        gateway: Gateway = self.app.state.gateway
+        gateway.release_waiters()
 
 
 @asynccontextmanager
@@ -129,6 +136,7 @@ def _services(
         files,
         merge=merge,
         max_queued_ops=limits.max_queued_ops_per_tenant,
+        max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
     )
     if model.sampler is None:
@@ -139,6 +147,7 @@ def _services(
         compute,
         files,
         max_waiting=limits.max_waiting_samples_per_tenant,
+        max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
     )
     return Services(model, training, sampling)

@@ -5,6 +5,7 @@ forgotten after a while; what nobody fetched stays longer.
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from twinkle.server.types import Outcome
@@ -12,6 +13,7 @@ from twinkle.server.types import Outcome
 
 @dataclass
 class _Promise:
+    tenant_id: str
     outcome: Outcome | None = None
     settled_at: float | None = None
     delivered_at: float | None = None
@@ -31,22 +33,30 @@ class Futures:
     closed: bool = False
     _promises: dict[str, _Promise] = field(default_factory=dict)
     _delivered: list[str] = field(default_factory=list)
+    _unfetched_bytes: Counter[str] = field(default_factory=Counter)  # by tenant
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
 
-    def promise(self, request_id: str) -> None:
-        self._promises.setdefault(request_id, _Promise())
+    def promise(self, request_id: str, tenant_id: str) -> None:
+        self._promises.setdefault(request_id, _Promise(tenant_id))
+
+    def unfetched_bytes(self, tenant_id: str) -> int:
+        """How much is kept for a tenant that it has not asked for yet."""
+        return self._unfetched_bytes[tenant_id]
 
     def settle(self, request_id: str, outcome: Outcome, now: float) -> None:
         promise = self._promises.get(request_id)
         if promise is not None and promise.outcome is None:
             promise.outcome = outcome
             promise.settled_at = now
+            self._unfetched_bytes[promise.tenant_id] += len(outcome.body)
             promise.wake()
 
     def forget(self, request_id: str) -> None:
-        self._promises.pop(request_id, None)
+        promise = self._promises.pop(request_id, None)
+        if promise is not None and promise.outcome is not None and promise.delivered_at is None:
+            self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
 
     async def wait(self, request_id: str, timeout: float, now: float) -> Outcome | None:
         """The outcome, or None when there is none yet after ``timeout`` seconds."""
@@ -55,6 +65,7 @@ class Futures:
             await self._sleep(promise, timeout)
         if promise.outcome is not None and promise.delivered_at is None:
             promise.delivered_at = now
+            self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
             self._delivered.append(request_id)
         return promise.outcome
 
@@ -83,7 +94,7 @@ class Futures:
     def sweep(self, now: float) -> None:
         """Forget what has been kept long enough."""
         for request_id in [key for key, promise in self._promises.items() if self._is_old(promise, now)]:
-            del self._promises[request_id]
+            self.forget(request_id)
 
     def _is_old(self, promise: _Promise, now: float) -> bool:
         if promise.delivered_at is not None:

@@ -267,11 +267,16 @@ class Gateway:
 
     async def _expire(self, now: float) -> None:
         """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints."""
-        for session in await self.store.sessions.silent(now - self.config.limits.session_timeout_seconds):
+        limits = self.config.limits
+        for session in await self.store.sessions.silent(now - limits.session_timeout_seconds):
             runs = await self.store.runs.of_session(session.session_id)
             if not any(self.services[run.model_name].training.queued(run.run_id) for run in runs):
                 logger.info("session %s expired", session.session_id)
                 await self.end_session(session, "expired")
+        for sampling in await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds):
+            await self.store.sampling_sessions.delete(sampling.sampling_session_id)
+            assert sampling.directory is not None, "an unnamed version has files"
+            await asyncio.to_thread(self.files.remove, sampling.directory)
         await self.store.runs.touch(
             {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
         )

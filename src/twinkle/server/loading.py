@@ -25,7 +25,7 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
     budget = None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
     trainer = Trainer.from_pretrained(
         args.model_id,
-        device=args.device,
+        device=args.compute_device,
         dtype=args.dtype,
         memory_budget_bytes=budget,
         max_tokens_per_batch=args.max_tokens_per_batch,

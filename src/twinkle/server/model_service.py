@@ -58,6 +58,7 @@ class ModelService:
         *,
         merge: bool = True,
         max_queued_ops: int = 1024,
+        max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
     ) -> None:
         self.model = model
@@ -68,6 +69,7 @@ class ModelService:
         self._files = files
         self._futures = futures or Futures()
         self._max_queued_ops = max_queued_ops
+        self._max_unfetched_bytes = max_unfetched_bytes
         self._execution = Execution(model)
         self._checkpoints = Checkpoints(model, store, compute, files)
         self._snapshots = Snapshots(model, store, compute, files)
@@ -205,13 +207,16 @@ class ModelService:
         depth = self.scheduler.waiting(adapter.run.tenant_id)
         if depth >= self._max_queued_ops and not fills_gap:
             raise QuotaError("queued ops", depth, self._max_queued_ops)
+        unfetched = self._futures.unfetched_bytes(adapter.run.tenant_id)
+        if unfetched >= self._max_unfetched_bytes:
+            raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
 
     def _enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
         tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
         ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, digest_of(op.body))
         adapter.ops.setdefault(op.seq, op)
-        self._futures.promise(op.request_id)
+        self._futures.promise(op.request_id, adapter.run.tenant_id)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             del adapter.ops[op.seq]
@@ -223,7 +228,7 @@ class ModelService:
     def refuse(self, adapter_id: str, message: str) -> str:
         """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
         request_id = f"{adapter_id}:{next(self._refused_ids)}"
-        self._futures.promise(request_id)
+        self._futures.promise(request_id, adapter_id)
         self._futures.settle(request_id, responses.failed(message, "user"), time.time())
         return request_id
 

@@ -44,6 +44,7 @@ class SamplerService:
         files: DataDir,
         *,
         max_waiting: int = 4096,
+        max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
     ) -> None:
         self.model = model
@@ -54,6 +55,7 @@ class SamplerService:
         self._files = files
         self._futures = futures or Futures()
         self._max_waiting = max_waiting
+        self._max_unfetched_bytes = max_unfetched_bytes
         self._waiting: list[_Waiting] = []
         self._tenants: dict[str, str] = {}  # of every request under way
         self._last_used: dict[str, float] = {}  # by version
@@ -77,7 +79,10 @@ class SamplerService:
         waiting = Counter(self._tenants.values())[session.tenant_id]
         if waiting >= self._max_waiting:
             raise QuotaError("waiting samples", waiting, self._max_waiting)
-        self._futures.promise(request.request_id)
+        unfetched = self._futures.unfetched_bytes(session.tenant_id)
+        if unfetched >= self._max_unfetched_bytes:
+            raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
+        self._futures.promise(request.request_id, session.tenant_id)
         self._tenants[request.request_id] = session.tenant_id
         self._waiting.append(_Waiting(request, session))
         self._wake.set()

