@@ -18,14 +18,16 @@ from twinkle.sampler import (
     SamplingParams,
     TorchSampler,
 )
-from twinkle.sampler.cache import BLOCK
 
-END = 2  # of the toys
 SPECS = {
     "a": LoraSpec(rank=4, seed=1),
     "b": LoraSpec(rank=12, seed=2, train_mlp=False, train_unembed=True),
     "c": LoraSpec(rank=3, seed=3),
 }
+
+
+END = 2  # of the tokenizer
+BYTES = ["<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>"]  # é, €
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
@@ -38,9 +40,6 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<pad>"
     )
-
-
-BYTES = ["<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>"]  # é, €
 
 
 def toy_trainer(specs: dict[str, LoraSpec] | None = None, model: PreTrainedModel | None = None) -> Trainer:
@@ -123,6 +122,3 @@ def assert_same_samples(ours: SampleResult, theirs: SampleResult) -> None:
         np.testing.assert_array_equal(left.tokens, right.tokens)
         assert_numbers_close(left.logprobs, right.logprobs)
         assert left.stop_reason == right.stop_reason
-
-
-__all__ = ["BLOCK", "BYTES", "END", "SPECS"]

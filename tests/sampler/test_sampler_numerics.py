@@ -184,3 +184,24 @@ def test_a_cache_of_a_few_blocks_gives_the_same() -> None:
         for left, right in zip(results[name].sequences, result.sequences, strict=True):
             np.testing.assert_array_equal(left.tokens, right.tokens)
             assert_numbers_close(left.logprobs, right.logprobs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "phi3-longrope", "qwen2-sliding"])
+def test_samples_of_one_prompt_while_others_come_and_go(family: str) -> None:
+    """Without a cache, across the switch of longrope, and beyond a window; with room for two, then one by one."""
+    model = tiny_model(family)
+    trainer = tiny_trainer(model)
+    add_trained_adapter(trainer, "a", SPECS["b"], model)
+    large = toy_sampler(trainer)
+    options = {} if large._cache is None else {"kv_budget_bytes": blocks(large, 4)}
+    sampler = toy_sampler(trainer, max_sequences=2, **options)
+    asked = {f"{version}{length}": (version, prompt(length)) for version in ("a", None) for length in (4, 14, 30)}
+    results = run(
+        sampler,
+        [request(name, version, each, 3, max_tokens=20, temperature=0) for name, (version, each) in asked.items()],
+    )
+    model.generation_config.eos_token_id = None
+    for name, (version, tokens) in asked.items():
+        plain = reference(model, trainer, version) if version else model
+        expected = generate(plain, tokens, 20)
+        assert [sequence.tokens.tolist() for sequence in results[name].sequences] == [expected] * 3

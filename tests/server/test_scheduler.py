@@ -383,3 +383,27 @@ def test_barriers_without_end_do_not_hold_up_passes():
     submit(scheduler, "trainer", [BACKWARD])
 
     assert [run(scheduler)[0] for _ in range(5)] == ["saver:0", "saver:1", "saver:2", "trainer:0", "saver:3"]
+
+
+def test_passes_without_end_do_not_hold_up_barriers():
+    scheduler = Scheduler(10, max_skips=0)  # every pass is overdue at once
+    scheduler.add_adapter("saver", "saver")
+    submit(scheduler, "saver", [SAVE] * 3)
+    for name in "ab":
+        scheduler.add_adapter(name, name)
+        submit(scheduler, name, [BACKWARD] * 3)
+
+    assert [run(scheduler)[0] for _ in range(6)] == ["saver:0", "a:0", "saver:1", "b:0", "saver:2", "a:1"]
+
+
+def test_a_forward_is_not_held_up_by_its_own_tenants_backwards():
+    scheduler = Scheduler(30, max_skips=3)
+    scheduler.add_adapter("light", "light")
+    submit(scheduler, "light", [BACKWARD] * 100, tokens=2)
+    scheduler.add_adapter("eval", "heavy")
+    scheduler.add_adapter("train", "heavy")
+    submit(scheduler, "eval", [FORWARD])
+    submit(scheduler, "train", [BACKWARD] * 20, tokens=20)
+
+    batches = [run(scheduler) for _ in range(5)]
+    assert ["eval:0"] in batches

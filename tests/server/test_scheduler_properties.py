@@ -1,7 +1,7 @@
 """The scheduler against a slow, obvious model of itself, under schedules that nobody would write by hand.
 
-The model says exactly what a submission is answered, what is ready, and what is refused and when. Which of the ready
-ops go into a batch is the scheduler's choice: there the test checks what every choice must keep to.
+The model says exactly what a submission is answered, what is ready, what is refused and when, and which op leads a
+batch. For the rest of a batch the test checks what every choice must keep to.
 """
 
 from dataclasses import dataclass, field
@@ -100,8 +100,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running: list[Ticket] = []
         self.accepted: set[str] = set()
         self.ended: set[str] = set()
-        self.lines: dict[str, list[str]] = {tenant: [] for tenant in TENANTS}  # ready passes, longest-ready first
-        self.passed_over = dict.fromkeys(TENANTS, 0)  # batches that went by the first of a line
+        self.batches = 0
+        self.barriers_last = False
+        self.ready: dict[str, int] = {}  # adapters with a ready pass, longest-ready first: batches when it became ready
+        self.shares = dict.fromkeys(TENANTS, 0)
+        self.floor = 0
+        self.turns = dict.fromkeys(TENANTS, 0)  # batches when the longest-ready pass of a tenant last started
+        self.passed_over: dict[str, tuple[str, int]] = {}  # a tenant's longest-ready pass, batches that went by it
         self.barriers_passed_over = 0
 
     # --- what may happen ----------------------------------------------------------------------------------------------
@@ -149,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             adapter.bodies[ticket.seq] = ticket.digest
             adapter.waiting[ticket.seq] = ticket
             adapter.arrived[ticket.seq] = self.now
-        self.update_lines([name])
+        self.update_ready([name])
 
     @rule(seconds=st.sampled_from([0.5, 10.0, 60.0, GAP_TIMEOUT]))
     def wait(self, seconds: float) -> None:
@@ -164,26 +169,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end(refusal.ticket)
         assert found == expected
         assert self.scheduler.refusals(self.now) == []
-        self.update_lines(list(found))
+        self.update_ready(list(found))
 
     @rule()
     def start_batch(self) -> None:
         ready = {name: ticket for name, each in self.adapters.items() if (ticket := each.ready()) is not None}
+        lead = self.lead({name for name, ticket in ready.items() if not ticket.kind.is_pass})
         batch = self.scheduler.next_batch()
         assert (batch is not None) == bool(ready)
         if batch is None:
             return
+        assert batch.tickets[0].adapter_id == lead if lead else batch.kind is BatchKind.BARRIERS
+        self.batches += 1
+        self.barriers_last = lead is None
         self.count_passed_over(batch)
         for ticket in batch.tickets:
-            adapter = self.adapters[ticket.adapter_id]
-            assert adapter.waiting.pop(ticket.seq) == ticket
-            assert ticket.seq == adapter.next_seq
-            adapter.next_seq += 1
+            self.start(ticket)
         self.check_batch(batch, ready)
         for ticket in batch.tickets:
             self.adapters[ticket.adapter_id].running.append(ticket)
         self.running += batch.tickets
-        self.update_lines([])
+        self.update_ready([])
+
+    def start(self, ticket: Ticket) -> None:
+        adapter = self.adapters[ticket.adapter_id]
+        assert adapter.waiting.pop(ticket.seq) == ticket
+        assert ticket.seq == adapter.next_seq
+        adapter.next_seq += 1
+        self.shares[adapter.tenant] += ticket.tokens
+        if self.firsts().get(adapter.tenant) == ticket.adapter_id:
+            self.turns[adapter.tenant] = self.batches
+        self.ready.pop(ticket.adapter_id, None)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), failed=st.booleans())
@@ -205,18 +221,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if adapter is not None:
             adapter.running.remove(ticket)
             adapter.end(ticket, failed, ran=True)
-            self.update_lines([ticket.adapter_id])
+            self.update_ready([ticket.adapter_id])
 
     @precondition(lambda self: self.adapters)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.adapters)))
         adapter = self.adapters.pop(name)
+        self.ready.pop(name, None)
         tickets = self.scheduler.remove_adapter(name)
         assert tickets == [adapter.waiting[seq] for seq in sorted(adapter.waiting)]
         for ticket in tickets:
             self.end(ticket)
-        self.update_lines([])
 
     @precondition(lambda self: any(not each.running for each in self.adapters.values()))
     @rule(data=st.data())
@@ -228,12 +244,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert position == Position(adapter.next_seq - 1, adapter.failed_seq)
         waiting = self.scheduler.remove_adapter(name)
         self.scheduler.add_adapter(name, adapter.tenant, position.seq + 1, position.failed_seq)
-        self.lines[adapter.tenant] = [each for each in self.lines[adapter.tenant] if each != name]
+        self.ready.pop(name, None)
         for ticket in waiting:
             assert self.scheduler.submit(ticket, self.now) == Accepted()
             adapter.arrived[ticket.seq] = self.now
         adapter.bodies = {seq: each.digest for seq, each in adapter.waiting.items()}
-        self.update_lines([name])
+        self.update_ready([name])
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 
@@ -261,27 +277,49 @@ class SchedulerMachine(RuleBasedStateMachine):
             left += [ticket for name in names if (ticket := self.adapters[name].ready()) is not None]
             assert not [each for each in left if each.kind in kinds and tokens + each.tokens <= BUDGET]
 
+    def firsts(self) -> dict[str, str]:
+        """The adapter with the longest-ready pass of each tenant, longest-ready first."""
+        firsts: dict[str, str] = {}
+        for name in self.ready:
+            firsts.setdefault(self.adapters[name].tenant, name)
+        return firsts
+
+    def lead(self, barriers: set[str]) -> str | None:
+        """The adapter whose pass must lead the next batch; None if barriers come first, or nothing is ready."""
+        firsts = self.firsts()
+        if not firsts:
+            return None
+        waits = {tenant: self.batches - max(self.turns[tenant], self.ready[name]) for tenant, name in firsts.items()}
+        overdue = max(waits.values()) >= MAX_SKIPS
+        if barriers and not (overdue and self.barriers_last):
+            return None
+        least = min(firsts, key=self.shares.__getitem__)
+        self.floor = max(self.floor, self.shares[least])
+        return firsts[max(firsts, key=waits.__getitem__) if overdue else least]
+
     def count_passed_over(self, batch: Batch) -> None:
         names = {ticket.adapter_id for ticket in batch.tickets}
-        for tenant, line in self.lines.items():
-            if line and line[0] not in names:
-                self.passed_over[tenant] += 1
-                assert self.passed_over[tenant] <= MAX_SKIPS + 2 * len(TENANTS)
+        before = self.passed_over
+        self.passed_over = {}
+        for tenant, name in self.firsts().items():
+            if name not in names:
+                known, count = before.get(tenant, (name, 0))
+                self.passed_over[tenant] = (name, count + 1 if known == name else 1)
+                assert self.passed_over[tenant][1] <= MAX_SKIPS + 2 * len(TENANTS)
         barriers = [each for each in self.adapters.values() if (ready := each.ready()) and not ready.kind.is_pass]
-        self.barriers_passed_over = self.barriers_passed_over + 1 if barriers and batch.kind != "barriers" else 0
+        self.barriers_passed_over = self.barriers_passed_over + 1 if barriers and not self.barriers_last else 0
         assert self.barriers_passed_over <= 1
 
-    def update_lines(self, candidates: list[str]) -> None:
-        """Drop from the lines what is ready no more, and append the candidates that became ready."""
-        for tenant, line in self.lines.items():
-            before = line[:1]
-            line[:] = [name for name in line if name in self.adapters and self.adapters[name].ready() is not None]
-            for name in candidates:
-                ticket = self.adapters[name].ready() if name in self.adapters else None
-                if ticket and ticket.kind.is_pass and self.adapters[name].tenant == tenant and name not in line:
-                    line.append(name)
-            if line[:1] != before:
-                self.passed_over[tenant] = 0
+    def update_ready(self, candidates: list[str]) -> None:
+        """Drop what is ready no more, and append those of the candidates that became ready."""
+        heads = {name: ticket for name, each in self.adapters.items() if (ticket := each.ready()) is not None}
+        self.ready = {name: since for name, since in self.ready.items() if name in heads}
+        for name in candidates:
+            if name in heads and heads[name].kind.is_pass and name not in self.ready:
+                tenant = self.adapters[name].tenant
+                if tenant not in self.firsts():
+                    self.shares[tenant] = max(self.shares[tenant], self.floor)
+                self.ready[name] = self.batches
 
     @invariant()
     def numbers_agree(self) -> None:
@@ -309,9 +347,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 class UnmergedMachine(SchedulerMachine):
     merge = False
-
-    def count_passed_over(self, batch: Batch) -> None:
-        """Ready barriers do not all go at once here, so that the bounds on waiting are others."""
 
 
 TestScheduler = SchedulerMachine.TestCase

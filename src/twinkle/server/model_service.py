@@ -264,6 +264,7 @@ class ModelService:
         for ticket, op in slow:  # these wait for disk and database: other adapters go on meanwhile
             self._background(self._run_slow(ticket, op))
         if quick:
+            logger.debug("batch: %s", " ".join(op.request_id for _, op in quick))
             started = time.perf_counter()
             outcomes = await self._compute.run(lambda: self._execute([op for _, op in quick]))
             self.busy_seconds += time.perf_counter() - started

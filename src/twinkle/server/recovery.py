@@ -22,6 +22,8 @@ _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     for request in (OptimStepRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest, LoadWeightsRequest)
 }
 
+_UNLIMITED = 2**62  # what was accepted under an earlier limit is not refused now
+
 # Ops that change the adapter; the others only read it, and their files are there already.
 _CHANGES = (OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD)
 
@@ -59,7 +61,11 @@ def _decode(run: RunRecord, record: OpRecord, body: bytes) -> Op:
     if record.kind is OpKind.CREATE:
         return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
     try:
-        return decode_forward_backward(body) if record.kind.is_pass else to_op(_REQUESTS[record.kind], body)
+        return (
+            decode_forward_backward(body, max_tokens=_UNLIMITED)
+            if record.kind.is_pass
+            else to_op(_REQUESTS[record.kind], body)
+        )
     except UserError as error:  # it was accepted by an older version of this server
         return Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)
 

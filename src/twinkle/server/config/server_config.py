@@ -52,9 +52,7 @@ class ServerConfig(BaseModel):
         tuple[Directory, ...],
         Field(strict=False),
         Rule(_no_dirs_yet, "an empty list; requests that name directories come with the native protocol"),
-    ] = Field(
-        default=(), description="Directories beside `data_dir` that requests may name; all others are refused."
-    )
+    ] = Field(default=(), description="Directories beside `data_dir` that requests may name; all others are refused.")
     http_options: HttpOptions = Field(default_factory=HttpOptions, description="Where the server listens.")
     auth: AuthConfig = Field(default_factory=AuthConfig, description="Who may use the server.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one tenant may take.")

@@ -7,7 +7,7 @@ from random import SystemRandom
 
 import numpy as np
 
-from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.errors import InvalidInputError
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.types import (
     Finished,
@@ -129,7 +129,7 @@ class MockSampler:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is under way already")
         if request.version_id is not None and request.version_id not in self.version_ids():
-            raise UnknownNameError("sampler version", request.version_id, self.version_ids())
+            raise InvalidInputError("version_id", request.version_id, "a published version")
         prompt, vocab_size = request.prompt, self._trainer.vocab_size
         if not 0 < len(prompt) < self.max_length:
             raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"1 to {self.max_length - 1}")

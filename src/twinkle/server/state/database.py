@@ -18,10 +18,12 @@ the calls.
 
 import asyncio
 import errno
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -40,6 +42,9 @@ Parameters = Mapping[str, object]
 
 _GROUP = 512  # most writes of one transaction
 _READERS = 4
+_CHECKPOINT_WRITES = 256  # each changes a few pages of 4 KiB
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,14 @@ class Cursor:
     """Runs statements in the transaction of whoever was given it."""
 
     def __init__(self, driver_cursor: Any, engine: Engine, compiled: dict[Statement, _Compiled]) -> None:
-        self._driver_cursor = driver_cursor
+        self.driver_cursor = driver_cursor
         self._engine = engine
         self._compiled = compiled
 
     def rows(self, statement: Select[Any], parameters: Parameters) -> list[Row]:
         compiled = self._compile(statement)
-        self._driver_cursor.execute(compiled.sql, compiled.values(parameters))
-        return [dict(zip(compiled.columns, row, strict=True)) for row in self._driver_cursor.fetchall()]
+        self.driver_cursor.execute(compiled.sql, compiled.values(parameters))
+        return [dict(zip(compiled.columns, row, strict=True)) for row in self.driver_cursor.fetchall()]
 
     def row(self, statement: Select[Any], parameters: Parameters) -> Row | None:
         """The only row, if there is one."""
@@ -90,18 +95,18 @@ class Cursor:
     def execute(self, statement: UpdateBase, parameters: Parameters) -> int:
         """The number of rows it changed."""
         compiled = self._compile(statement)
-        self._driver_cursor.execute(compiled.sql, compiled.values(parameters))
-        return int(self._driver_cursor.rowcount)
+        self.driver_cursor.execute(compiled.sql, compiled.values(parameters))
+        return int(self.driver_cursor.rowcount)
 
     def execute_many(self, statement: UpdateBase, parameters: Iterable[Parameters]) -> int:
         """The number of rows they changed together."""
         compiled = self._compile(statement)
-        self._driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
-        return int(self._driver_cursor.rowcount)
+        self.driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
+        return int(self.driver_cursor.rowcount)
 
     def command(self, sql: str) -> None:
         """Transaction control."""
-        self._driver_cursor.execute(sql)
+        self.driver_cursor.execute(sql)
 
     def _compile(self, statement: Statement) -> _Compiled:
         known = self._compiled.get(statement)
@@ -137,6 +142,7 @@ class Database:
 
     def __init__(self, url: URL, loop: asyncio.AbstractEventLoop) -> None:
         self.transactions = 0  # committed by the writer
+        self._writes = 0  # since the last checkpoint
         self._loop = loop
         self._engine = sqlite.open_engine(url)
         self._compiled: dict[Statement, _Compiled] = {}
@@ -203,6 +209,7 @@ class Database:
             if group:
                 results = self._commit(group, connection, cursor)
                 self._wake(group, results)
+                self._maintain(len(group))
 
     def _next_group(self) -> tuple[list[_Write], bool]:
         """All writes that wait (at least one), and whether the store is being closed."""
@@ -218,41 +225,45 @@ class Database:
         return group, False
 
     def _commit(self, group: Sequence[_Write], connection: PoolProxiedConnection, cursor: Cursor) -> list[Any]:
-        """The results in order, failures as :class:`_Failure`: whatever went wrong is the caller's, as in a pool.
+        """The results in order, failures as :class:`_Failure`: whatever goes wrong is the caller's, as in a pool.
 
-        Hardly ever does one fail, so all are run without precautions first, and again with them if one did.
+        Hardly ever does one fail. If one does, nothing of the transaction is left, and each gets one of its own.
         """
-        for attempt in (_plainly, _guarded):
-            try:
-                cursor.command(sqlite.BEGIN_WRITE)
-                results = [attempt(write.work, cursor) for write in group]
-                connection.commit()
-            except Exception as error:  # noqa: BLE001
+        try:
+            return self._transact(group, connection, cursor)
+        except Exception as error:  # noqa: BLE001
+            if len(group) == 1:
+                return [_Failure(_typed(error))]
+        return [result for write in group for result in self._commit([write], connection, cursor)]
+
+    def _transact(self, group: Sequence[_Write], connection: PoolProxiedConnection, cursor: Cursor) -> list[Any]:
+        try:
+            cursor.command(sqlite.BEGIN_WRITE)
+            results = [write.work(cursor) for write in group]
+            connection.commit()
+        except BaseException:
+            with suppress(Exception):  # if the transaction is still there, the next BEGIN fails
                 connection.rollback()
-                failure = _Failure(_typed(error))
-            else:
-                self.transactions += 1
-                return results
-        return [failure] * len(group)
+            raise
+        self.transactions += 1
+        return results
 
     def _wake(self, group: Sequence[_Write], results: Sequence[Any]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_resolve, group, results)
 
+    def _maintain(self, writes: int) -> None:
+        """Every now and then, let a reader's thread do what would otherwise delay a commit."""
+        self._writes += writes
+        if self._writes >= _CHECKPOINT_WRITES:
+            self._writes = 0
+            self._readers.submit(self._checkpoint)
 
-def _plainly(work: Callable[[Cursor], Any], cursor: Cursor) -> Any:
-    return work(cursor)
-
-
-def _guarded(work: Callable[[Cursor], Any], cursor: Cursor) -> Any:
-    cursor.command("SAVEPOINT guard")
-    try:
-        result = work(cursor)
-    except Exception as error:  # noqa: BLE001 - the caller's, as above
-        cursor.command("ROLLBACK TO SAVEPOINT guard")
-        result = _Failure(_typed(error))
-    cursor.command("RELEASE SAVEPOINT guard")
-    return result
+    def _checkpoint(self) -> None:
+        try:
+            self._read(lambda cursor: sqlite.checkpoint(cursor.driver_cursor))
+        except Exception:  # nothing is lost: the next one does the work of this one
+            _logger.exception("checkpointing the database failed")
 
 
 def _typed(error: Exception) -> Exception:

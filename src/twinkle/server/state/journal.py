@@ -43,7 +43,7 @@ class Journal:
         self._fd: int | None = None
         self._end = 0  # where the next blob of that segment goes
         if writable:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
             segments = self.segments()
             if segments:
                 self._segment = segments[-1]

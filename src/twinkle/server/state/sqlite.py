@@ -9,7 +9,7 @@ from sqlalchemy import URL, Engine, create_engine, event, make_url
 
 from twinkle.errors import UnsupportedError
 
-__all__ = ["BEGIN_WRITE", "database_url", "is_disk_full", "open_engine"]
+__all__ = ["BEGIN_WRITE", "checkpoint", "database_url", "is_disk_full", "open_engine"]
 
 # The default BEGIN takes the write lock at the first write, and fails there when another process wrote in between.
 BEGIN_WRITE = "BEGIN IMMEDIATE"
@@ -19,6 +19,7 @@ _PRAGMAS = (
     "PRAGMA synchronous=NORMAL",  # no fsync a commit: what is committed survives our death, not a power failure
     "PRAGMA busy_timeout=10000",  # ms: a command-line tool may be writing
     "PRAGMA foreign_keys=ON",
+    "PRAGMA wal_autocheckpoint=16384",  # pages of 4 KiB: a limit that checkpoint() keeps commits away from
 )
 
 
@@ -42,6 +43,12 @@ def open_engine(url: URL) -> Engine:
     engine = create_engine(url, connect_args={"check_same_thread": False})
     event.listen(engine, "connect", _configure)
     return engine
+
+
+def checkpoint(driver_cursor: Any) -> None:
+    """Copy what the WAL holds into the database, which takes some fsyncs, without getting in the writer's way."""
+    driver_cursor.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    driver_cursor.fetchall()
 
 
 def is_disk_full(error: BaseException) -> bool:

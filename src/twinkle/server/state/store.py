@@ -45,8 +45,10 @@ class Store:
         try:
             _update_schema(data_dir, database_url, self._lock)
             secret = read_secret(data_dir / "secret")
-            self._bodies = Journal(data_dir / "journal" / "bodies", segment_bytes, writable=lock)
-            self._outcomes = Journal(data_dir / "journal" / "outcomes", segment_bytes, writable=lock)
+            journal_dir = data_dir / "journal"
+            journal_dir.mkdir(mode=0o700, exist_ok=True)
+            self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable=lock)
+            self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable=lock)
             self._database = Database(database_url, loop)
         except BaseException:
             _release(self._lock)

@@ -6,7 +6,6 @@ default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown
 train or sample otherwise than asked.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -290,19 +289,6 @@ def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
     except UserError as error:
         payload = Refused(str(error))
     return Op(place.model_id, place.seq_id, request_type.kind, payload, body)
-
-
-def decode_op(kind: OpKind, body: bytes) -> Op:
-    """:func:`to_op` for bodies that were kept with their kind."""
-    return to_op(_SEQUENCED[kind], body)
-
-
-_SEQUENCED: Mapping[OpKind, type[SequencedRequest]] = {
-    OpKind.OPTIM_STEP: OptimStepRequest,
-    OpKind.SAVE: SaveWeightsRequest,
-    OpKind.PUBLISH: SaveWeightsForSamplerRequest,
-    OpKind.LOAD: LoadWeightsRequest,
-}
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

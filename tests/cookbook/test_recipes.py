@@ -1,0 +1,64 @@
+"""Recipes of tinker-cookbook, unmodified, train the demo model through the server. ``make test-cookbook`` runs these."""
+
+import json
+import urllib.request
+from statistics import fmean
+
+import pytest
+from recipe_runs import INSTRUCT_MODEL, Bench, Run
+
+pytestmark = pytest.mark.cookbook
+
+STEPS = 12
+SMALL = {"batch_size": 8, "max_steps": STEPS, "max_length": 256, "learning_rate": 1e-3}
+
+
+def test_sl_loop(bench: Bench) -> None:
+    run = bench.start("sl_loop", "sl_loop", save_every=5, **SMALL).finish()
+    losses = run.metric("train_mean_nll")
+    assert list(losses) == list(range(STEPS))
+    assert falls(losses)
+    assert [record["name"] for record in run.checkpoints] == ["000005", "000010", "final"]
+    assert run.complaints == []
+
+
+def test_chat_sl_goes_on_after_an_interruption(bench: Bench) -> None:
+    """Saves everything every 4 steps, enough to resume every 2, of which it deletes the last but one itself."""
+    options = {**SMALL, "model_name": INSTRUCT_MODEL, "save_every": 4, "rolling_save_every": 2, "eval_every": 4}
+    first = bench.start("chat_sl.train", "chat_sl", **options).kill_when(lambda run: 4 in run.metric("progress"))
+    saved = first.checkpoints[-1]
+    second = bench.start("chat_sl.train", "chat_sl", behavior_if_log_dir_exists="resume", **options).finish()
+
+    before, after = first.metric("train_mean_nll"), second.metric("train_mean_nll")
+    assert f"Resumed training from {saved['state_path']}" in second.said
+    assert "Renderer metadata matches" in second.said
+    assert list(after) == list(range(saved["batch"], STEPS))
+    # The recipe saves while the step is still running, so that the checkpoint knows this step's batch already.
+    assert after[saved["batch"]] < before[saved["batch"]]
+    assert falls(before | after)
+    assert falls(first.metric("test/nll") | second.metric("test/nll"))  # through the sampler
+    assert first.complaints == second.complaints == []
+    assert kept_checkpoints(bench, second) == {
+        f"{kind}/{name}" for kind in ("weights", "sampler_weights") for name in (*periodic_saves(saved), "final")
+    }
+
+
+def falls(metric: dict[int, float]) -> bool:
+    """The last third of a curve is far below its first point."""
+    values = [metric[step] for step in sorted(metric)]
+    return fmean(values[-(-len(values) * 2 // 3) :]) < values[0] / 4
+
+
+def periodic_saves(saved: dict[str, int]) -> list[str]:
+    return [f"{step:06d}" for step in range(saved["batch"], STEPS) if step % 4 == 0]
+
+
+def kept_checkpoints(bench: Bench, run: Run) -> set[str]:
+    """What the server still has of the model that the run trained last."""
+    model_id = run.checkpoints[-1]["state_path"].removeprefix("tinker://").partition("/")[0]
+    request = urllib.request.Request(
+        f"{bench.url}/api/v1/training_runs/{model_id}/checkpoints",
+        headers={"X-API-Key": bench.environment["TINKER_API_KEY"]},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return {checkpoint["checkpoint_id"] for checkpoint in json.load(answer)["checkpoints"]}
