@@ -105,7 +105,7 @@ def test_a_finished_session_says_how_to_go_on(server: Server, request: pytest.Fi
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
     step(training, 1)
     before = look(training)
-    service.close()
+    service.close("success").result()
     again = server.service(request.node.name)
     resumed = again.create_training_client_from_state_with_optimizer(f"tinker://{training.model_id}/weights/parked")
     assert same(look(resumed), before)

@@ -1,4 +1,4 @@
-"""A server with the demo model, and a directory in which the cookbook finds without a network what it asks a hub for."""
+"""A server with the demo model, and a directory in which the cookbook finds what it would ask a hub for."""
 
 import json
 import os
@@ -39,7 +39,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(_announced_url(server, log), PYTHON, directory / "hub", directory / "runs", _environment(directory))
     finally:
         server.terminate()
-        code = server.wait(60)
+        try:
+            code = server.wait(60)
+        finally:
+            server.kill()
     said = log.read_text()
     assert code == 0, said
     assert not re.search(r" (WARNING|ERROR|CRITICAL) |Traceback", said), said

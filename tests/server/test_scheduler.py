@@ -397,13 +397,13 @@ def test_passes_without_end_do_not_hold_up_barriers():
 
 
 def test_a_forward_is_not_held_up_by_its_own_tenants_backwards():
+    """The light tenant always leads, with backwards; the heavy one's training joins, its evaluation cannot."""
     scheduler = Scheduler(30, max_skips=3)
-    scheduler.add_adapter("light", "light")
-    submit(scheduler, "light", [BACKWARD] * 100, tokens=2)
-    scheduler.add_adapter("eval", "heavy")
-    scheduler.add_adapter("train", "heavy")
+    for name, tenant in (("light", "light"), ("eval", "heavy"), ("train", "heavy")):
+        scheduler.add_adapter(name, tenant)
+    submit(scheduler, "light", [BACKWARD, OPTIM] * 20, tokens=2)
     submit(scheduler, "eval", [FORWARD])
     submit(scheduler, "train", [BACKWARD] * 20, tokens=20)
 
     batches = [run(scheduler) for _ in range(5)]
-    assert ["eval:0"] in batches
+    assert batches == [["light:0", "train:0"], ["light:1"], ["light:2", "train:1"], ["light:3"], ["eval:0"]]

@@ -204,6 +204,24 @@ def test_sampling_sessions_are_created_once_for_a_number(tmp_path):
     with_store(tmp_path, check)
 
 
+def test_unnamed_versions_of_sessions_that_ended_are_abandoned(tmp_path):
+    async def check(store: Store):
+        for name in ("over", "alive", "recent"):
+            await store.sessions.create(session(name, last_seen=900.0 if name == "recent" else 100.0))
+            named = sampling_session(1, name, version_id="v", model_path="tinker://x")
+            await store.sampling_sessions.create(named)
+            await store.sampling_sessions.create(sampling_session(2, name, version_id=f"{name}:sample:2"))
+        await store.sessions.set_state("over", "expired")
+        await store.sessions.set_state("recent", "finished")
+        (abandoned,) = await store.sampling_sessions.abandoned(before=500.0)
+        assert abandoned.sampling_session_id == "over:sample:2"
+        await store.sampling_sessions.delete("over:sample:2")
+        assert await store.sampling_sessions.abandoned(before=500.0) == ()
+        assert [sampling.number for sampling in await store.sampling_sessions.of_session("over")] == [1]
+
+    with_store(tmp_path, check)
+
+
 def test_an_adapter_has_one_snapshot(tmp_path):
     async def check(store: Store):
         await begin(store)

@@ -27,8 +27,8 @@ class Execution:
     def __init__(self, model: ServedModel) -> None:
         self._trainer: TrainingBackend = model.trainer
 
-    def passes(self, kind: OpKind, ops: Sequence[Op]) -> list[Outcome]:
-        """One device batch: forward or forward_backward of many adapters."""
+    def passes(self, ops: Sequence[Op]) -> list[Outcome]:
+        """One device batch: forward or forward_backward, all alike, of many adapters."""
         outcomes: dict[int, Outcome] = {}
         items: list[tuple[int, TrainItem]] = []
         for index, op in enumerate(ops):
@@ -39,7 +39,7 @@ class Execution:
                 assert isinstance(op.payload, Refused), op.payload
                 outcomes[index] = responses.failed(op.payload.message, "user")
         if items:
-            run = self._trainer.forward_backward if kind is OpKind.FORWARD_BACKWARD else self._trainer.forward
+            run = self._trainer.forward_backward if ops[0].kind is OpKind.FORWARD_BACKWARD else self._trainer.forward
             try:
                 results = run([item for _, item in items])
             except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
@@ -77,7 +77,11 @@ class Execution:
                     self._trainer.create_adapter(op.adapter_id, spec)
                 return responses.created(op.adapter_id)
             case OptimStep(params):
-                return responses.stepped(self._trainer.optim_step(op.adapter_id, params))
+                try:
+                    return responses.stepped(self._trainer.optim_step(op.adapter_id, params))
+                except TwinkleError:
+                    self._trainer.zero_grad(op.adapter_id)  # the window is closed: the next one starts clean
+                    raise
             case Refused(message):
                 return responses.failed(message, "user")
             case _:

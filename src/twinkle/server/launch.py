@@ -16,8 +16,7 @@ from twinkle.server.config import ServerConfig, default_config, load_config
 _START_SECONDS = 600.0
 
 
-def launch_server(config_path: str | Path | None = None) -> None:
-    """Serve what the file says, or the demo model without one; returns when the server was shut down."""
+def launch(config_path: str | Path | None = None) -> None:
     config, notes = (default_config(), []) if config_path is None else load_config(config_path)
     run_server(config, notes)
 

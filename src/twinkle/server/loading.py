@@ -44,5 +44,5 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         tokens_per_batch=trainer.memory.tokens,
         tokenizer_dir=folder,
         tokenizer_id=name if scheme in ("", "hf") and not is_path(args.model_id) else None,
-        memory=str(trainer.memory),
+        memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
     )

@@ -13,19 +13,20 @@ import itertools
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 from twinkle.errors import NotFoundError, QuotaError, TwinkleError
 from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import Checkpoints
 from twinkle.server.compute import Compute
-from twinkle.server.execution import Execution
+from twinkle.server.execution import Execution, unexpected
 from twinkle.server.files import DataDir, read_snapshot
 from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
-from twinkle.server.recovery import Replay, read_replay
+from twinkle.server.live_adapter import LiveAdapter, Place, Task
+from twinkle.server.recovery import read_replay
 from twinkle.server.scheduler import Batch, Scheduler
-from twinkle.server.scheduler_sequence import Conflict, Refusal, Ticket, TooLate
+from twinkle.server.scheduler_sequence import Conflict, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import Store
 from twinkle.server.types import Op, OpKind, Outcome, RunRecord, TrainPass
@@ -35,17 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Ids of futures that never had a place in a sequence: the number is far beyond any sequence.
 _REFUSED_FROM = 10**18
-
-
-@dataclass
-class LiveAdapter:
-    """What the service knows of an adapter beside its ops."""
-
-    run: RunRecord
-    loaded: bool  # whether the trainer holds it, or will once its creation has run
-    last_request_at: float = 0.0
-    ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
-    replays: dict[int, Replay] = field(default_factory=dict)  # those that had an outcome before the restart
+# Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
+_FURTHEST_AHEAD = 10_000
 
 
 class ModelService:
@@ -95,7 +87,7 @@ class ModelService:
         self._wake.set()
         if self._pump is not None:
             await self._pump
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for adapter_id in self._snapshots.changed():
             await self._snapshots.finish_writing()
             await self._snapshot(adapter_id)
@@ -104,7 +96,8 @@ class ModelService:
     async def _recover(self, run: RunRecord) -> None:
         snapshot = await self._store.snapshots.get(run.run_id)
         applied = -1 if snapshot is None else snapshot.seq
-        adapter = LiveAdapter(run, loaded=snapshot is None)  # without one, its creation is among the ops to replay
+        # Without a snapshot its creation is among the ops to replay.
+        adapter = LiveAdapter(run, Place.NOWHERE if snapshot is None else Place.DISK)
         self._adapters[run.run_id] = adapter
         self.scheduler.add_adapter(
             run.run_id,
@@ -128,7 +121,7 @@ class ModelService:
             if accepted.record is None or accepted.record.digest != digest_of(op.body):
                 return self.refuse(run.run_id, f"model_seq_id {run.number} was used before with another request")
             if run.run_id not in self._adapters:  # it may have come twice at once
-                adapter = LiveAdapter(run, loaded=True)
+                adapter = LiveAdapter(run, Place.NOWHERE)
                 self._adapters[run.run_id] = adapter
                 self.scheduler.add_adapter(run.run_id, run.tenant_id)
                 self._enqueue(adapter, op)
@@ -140,6 +133,9 @@ class ModelService:
         if adapter is None:
             raise NotFoundError("model", op.adapter_id)
         self._check_quota(adapter, op)
+        if op.seq > adapter.highest_seq + _FURTHEST_AHEAD:
+            allowed = f"at most {_FURTHEST_AHEAD} beyond the last one, {adapter.highest_seq}"
+            return self.refuse(op.adapter_id, f"seq_id: got {op.seq}, allowed: {allowed}")
         accepted = await self._store.ops.accept(op, digest_of(op.body), time.time())
         if accepted.record.digest != digest_of(op.body):
             return self.refuse(op.adapter_id, _conflict(op))
@@ -147,7 +143,7 @@ class ModelService:
             adapter.last_request_at = time.time()
             message = self._enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
             if message is not None:
-                self._settle(op, responses.failed(message, "user"))
+                self._settle(adapter, op, responses.failed(message, "user"))
         return op.request_id
 
     async def wait(self, request_id: str, adapter_id: str, seq: int, timeout: float) -> Outcome | None:
@@ -165,12 +161,12 @@ class ModelService:
         if adapter is None:
             return
         waiting = self.scheduler.remove_adapter(run.run_id)
-        if adapter.loaded or await self._restore(run.run_id):
+        if await self._load(adapter):
             note = await self._checkpoints.park(run, why, keep_seconds)
         else:
             note = f"session {run.session_id} {why}, and its adapter could not be read from disk"
         for ticket in waiting:
-            self._settle(adapter.ops[ticket.seq], responses.failed(note, "user"))
+            self._settle(adapter, adapter.ops[ticket.seq], responses.failed(note, "user"))
         await self._store.runs.set_state(run.run_id, "parked", note)
         await self._store.snapshots.delete(run.run_id)
         self._snapshots.forget(run.run_id)
@@ -216,6 +212,7 @@ class ModelService:
         tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
         ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, digest_of(op.body))
         adapter.ops.setdefault(op.seq, op)
+        adapter.highest_seq = max(adapter.highest_seq, op.seq)
         self._futures.promise(op.request_id, adapter.run.tenant_id)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
@@ -238,8 +235,7 @@ class ModelService:
         while not self._stopping:
             self._wake.clear()
             now = time.monotonic()
-            for refusal in self.scheduler.refusals(now):
-                await self._refuse(refusal)
+            await self._refuse_all(self.scheduler.refusals(now))
             batch = self.scheduler.next_batch()
             if batch is not None:
                 await self._run_batch(batch)
@@ -256,76 +252,89 @@ class ModelService:
             await asyncio.wait_for(self._wake.wait(), timeout)
 
     async def _run_batch(self, batch: Batch) -> None:
-        ready = [(ticket, self._adapters[ticket.adapter_id].ops[ticket.seq]) for ticket in batch.tickets]
-        ready = [(ticket, op) for ticket, op in ready if not self._replayed_without_running(ticket, op)]
-        ready = [(ticket, op) for ticket, op in ready if await self._load(ticket, op)]
-        slow = [pair for pair in ready if pair[1].kind in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD)]
-        quick = [pair for pair in ready if pair not in slow]
-        for ticket, op in slow:  # these wait for disk and database: other adapters go on meanwhile
-            self._background(self._run_slow(ticket, op))
-        if quick:
-            logger.debug("batch: %s", " ".join(op.request_id for _, op in quick))
-            started = time.perf_counter()
-            outcomes = await self._compute.run(lambda: self._execute([op for _, op in quick]))
-            self.busy_seconds += time.perf_counter() - started
-            for (ticket, op), outcome in zip(quick, outcomes, strict=True):
-                self._finish(ticket, op, outcome)
+        tasks = [self._task(ticket) for ticket in batch.tickets]
+        try:
+            tasks = [task for task in tasks if not await self._repeat_outcome(task) and await self._is_here(task)]
+            slow = [task for task in tasks if task.op.kind in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD)]
+            quick = [task for task in tasks if task not in slow]
+            for task in slow:  # these wait for disk and database: other adapters go on meanwhile
+                self._background(self._run_slow(task))
+            if quick:
+                await self._run_quick(quick)
+        except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
+            for task in tasks:
+                if not task.finished:
+                    self._finish(task, unexpected(error, task.op.request_id))
 
-    def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
-        if ops[0].kind.is_pass:
-            return self._execution.passes(ops[0].kind, ops)
-        return self._execution.short_barriers(ops)
+    async def _run_quick(self, tasks: Sequence[Task]) -> None:
+        ops = [task.op for task in tasks]
+        logger.debug("batch: %s", " ".join(op.request_id for op in ops))
+        started = time.perf_counter()
+        run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
+        outcomes = await self._compute.run(lambda: run(ops))
+        self.busy_seconds += time.perf_counter() - started
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if task.op.kind is OpKind.CREATE and not outcome.failed:
+                task.adapter.place = Place.TRAINER
+            self._finish(task, outcome)
 
-    async def _run_slow(self, ticket: Ticket, op: Op) -> None:
-        self._finish(ticket, op, await self._checkpoints.run(op, self._adapters[op.adapter_id].run))
+    async def _run_slow(self, task: Task) -> None:
+        self._finish(task, await self._checkpoints.run(task.op, task.adapter.run))
 
-    def _replayed_without_running(self, ticket: Ticket, op: Op) -> bool:
+    async def _repeat_outcome(self, task: Task) -> bool:
         """After a restart: what failed fails again, what only wrote files is not written twice."""
-        replay = self._adapters[op.adapter_id].replays.get(op.seq)
+        replay = task.adapter.replays.get(task.op.seq)
         if replay is None or replay.outcome is None or replay.must_run:
             return False
-        self._finish(ticket, op, replay.outcome)
+        if task.op.kind is OpKind.OPTIM_STEP:  # it closed its window all the same
+            await self._compute.run(partial(self._execution.drop_window, task.op.adapter_id))
+        self._finish(task, replay.outcome)
         return True
 
-    async def _load(self, ticket: Ticket, op: Op) -> bool:
-        """Bring the adapter from its snapshot to the trainer, once."""
-        adapter = self._adapters[op.adapter_id]
-        adapter.loaded = adapter.loaded or await self._restore(op.adapter_id)
-        if not adapter.loaded:
-            message = f"the adapter of {op.adapter_id} could not be read from disk; load one of its checkpoints"
-            self._finish(ticket, op, responses.failed(message, "server"))
-        return adapter.loaded
+    async def _is_here(self, task: Task) -> bool:
+        """Whether the op can run; brings the adapter from its snapshot to the trainer, once."""
+        if task.op.kind is OpKind.CREATE or await self._load(task.adapter):
+            return True
+        message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
+        self._finish(task, responses.failed(message, "user"))
+        return False
 
-    async def _restore(self, run_id: str) -> bool:
-        try:
-            record = await self._store.snapshots.get(run_id)
-            assert record is not None, "an adapter that is not loaded has a snapshot"
-            snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
-            await self._compute.run(lambda: self.model.trainer.restore(run_id, snapshot))
-        except TwinkleError:
-            logger.exception("snapshot of %s cannot be restored", run_id)
-            return False
-        return True
+    async def _load(self, adapter: LiveAdapter) -> bool:
+        run_id = adapter.run.run_id
+        if adapter.place is Place.DISK:
+            try:
+                record = await self._store.snapshots.get(run_id)
+                assert record is not None, "an adapter that is on disk has a snapshot"
+                snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
+                await self._compute.run(lambda: self.model.trainer.restore(run_id, snapshot))
+                adapter.place = Place.TRAINER
+            except TwinkleError:
+                logger.exception("snapshot of %s cannot be restored", run_id)
+        return adapter.place is Place.TRAINER
 
-    async def _refuse(self, refusal: Refusal) -> None:
-        adapter = self._adapters[refusal.ticket.adapter_id]
-        op = adapter.ops[refusal.ticket.seq]
-        if refusal.drops_gradient:
-            await self._compute.run(lambda: self._execution.drop_window(op.adapter_id))
-        self._settle(op, responses.failed(refusal.message, "user"))
+    async def _refuse_all(self, refusals: Sequence[Refusal]) -> None:
+        tasks = [(refusal, self._task(refusal.ticket)) for refusal in refusals]
+        for refusal, task in tasks:
+            if refusal.drops_gradient:
+                await self._compute.run(partial(self._execution.drop_window, task.op.adapter_id))
+            self._settle(task.adapter, task.op, responses.failed(refusal.message, "user"))
+            # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
+            self._snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
 
-    def _finish(self, ticket: Ticket, op: Op, outcome: Outcome) -> None:
-        self.scheduler.finish(ticket, failed=outcome.failed)
-        self._settle(op, outcome)
+    def _task(self, ticket: Ticket) -> Task:
+        adapter = self._adapters[ticket.adapter_id]
+        return Task(ticket, adapter, adapter.ops[ticket.seq])
+
+    def _finish(self, task: Task, outcome: Outcome) -> None:
+        task.finished = True
+        self.scheduler.finish(task.ticket, failed=outcome.failed)
+        self._settle(task.adapter, task.op, outcome)
         self._wake.set()
 
-    def _settle(self, op: Op, outcome: Outcome) -> None:
+    def _settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Tell whoever waits, then write it down. What is lost in between is computed again."""
-        adapter = self._adapters.get(op.adapter_id)
-        replay = None
-        if adapter is not None:
-            adapter.ops.pop(op.seq, None)
-            replay = adapter.replays.pop(op.seq, None)
+        adapter.ops.pop(op.seq, None)
+        replay = adapter.replays.pop(op.seq, None)
         if replay is not None and replay.outcome is not None:
             if outcome.failed and not replay.outcome.failed:
                 logger.error("replay of %s failed, though it had succeeded before", op.request_id)
@@ -333,12 +342,12 @@ class ModelService:
         else:
             self._background(self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time()))
         self._futures.settle(op.request_id, outcome, time.time())
-        if adapter is not None and op.kind is not OpKind.FORWARD:
+        if op.kind is not OpKind.FORWARD:
             self._snapshots.note(op.adapter_id, time.monotonic(), urgent=op.kind is OpKind.LOAD)
 
     async def _snapshot(self, adapter_id: str) -> None:
         adapter = self._adapters.get(adapter_id)
-        if adapter is None or not adapter.loaded or adapter_id not in self.model.trainer.adapter_ids():
+        if adapter is None or adapter.place is not Place.TRAINER:
             self._snapshots.forget(adapter_id)
             return
         position = self.scheduler.position(adapter_id)
@@ -350,7 +359,13 @@ class ModelService:
     def _background(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        """What could not be written down is lost at most until it is computed again."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("background work failed", exc_info=task.exception())
 
     def status(self) -> dict[str, object]:
         numbers = self.scheduler.numbers()
