@@ -26,7 +26,7 @@ from twinkle.server.ids import split_request_id
 from twinkle.server.live_adapter import LiveAdapter, Place, Task
 from twinkle.server.recovery import read_replay
 from twinkle.server.scheduler import Batch, Scheduler
-from twinkle.server.scheduler_sequence import Conflict, Refusal, RefusalReason, Ticket, TooLate
+from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import Store
 from twinkle.server.types import Op, OpKind, Outcome, RunRecord, TrainPass
@@ -211,14 +211,14 @@ class ModelService:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
         tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
         ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, digest_of(op.body))
+        submitted = self.scheduler.submit(ticket, time.monotonic())
+        if isinstance(submitted, Conflict | TooLate):
+            return submitted.message
+        if isinstance(submitted, Duplicate) and op.seq not in adapter.ops:
+            return f"seq_id {op.seq} was answered long ago, and its result is not kept any more"
         adapter.ops.setdefault(op.seq, op)
         adapter.highest_seq = max(adapter.highest_seq, op.seq)
         self._futures.promise(op.request_id, adapter.run.tenant_id)
-        submitted = self.scheduler.submit(ticket, time.monotonic())
-        if isinstance(submitted, Conflict | TooLate):
-            del adapter.ops[op.seq]
-            self._futures.forget(op.request_id)
-            return submitted.message
         self._wake.set()
         return None
 
