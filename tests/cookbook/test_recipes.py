@@ -9,7 +9,7 @@ from recipe_runs import INSTRUCT_MODEL, Bench, Run
 pytestmark = pytest.mark.cookbook
 
 STEPS = 12
-SMALL = {"batch_size": 8, "max_steps": STEPS, "max_length": 256, "learning_rate": 1e-3}
+SMALL = {"batch_size": 8, "max_steps": STEPS, "max_length": 256, "learning_rate": 1e-3, "lora_rank": 8}
 
 
 def test_sl_loop(bench: Bench) -> None:

@@ -1,29 +1,38 @@
 """A server that dies at any moment goes on where it was: same ids, same results, every step applied once.
 
-Each story below is told up to its ``yield``; there the server ends, once for all stories, and starts again. It is killed
-with nothing but the journal on disk, killed with snapshots of everything, and told to end by SIGTERM.
+Each story below is told up to its ``yield``; there the server ends, once for all stories, and starts again. It is
+killed with nothing but the journal on disk, killed with snapshots of everything, and told to end by SIGTERM. Stories
+that wait for a gap to be given up yield ``GAP`` first, so that all wait together.
 """
 
 import json
-import signal
 import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
-from running import Server, Tenant, environment, key_for, mock_config, sample_body, training_body
+from running import Server, Tenant, environment, free_port, key_for, mock_config, sample_body, training_body
 
-GAP = 1.0
-PASS = 0.1  # a batch of passes takes this: time to end the server in the middle of things
+GAP = 3.0
+PASS = 0.02  # a batch of passes takes this: time to end the server in the middle of things
 STEPS = "fb os fb os fb os"
 
-Story = Callable[[Tenant], Iterator[None]]
+Story = Callable[[Tenant], Iterator[float | None]]
 STORIES: dict[str, Story] = {}
+LEAVES_WORK: set[str] = set()
 
 
 def story(tell: Story) -> Story:
     STORIES[tell.__name__] = tell
+    return tell
+
+
+def leaves_work(tell: Story) -> Story:
+    """A story that ends with work under way: told last and heard first."""
+    LEAVES_WORK.add(tell.__name__)
     return tell
 
 
@@ -48,10 +57,26 @@ def undisturbed(tenant: Tenant, kinds: str) -> list[bytes]:
     return results(tenant, train(tenant, tenant.model(), kinds))
 
 
-# --- stories: training ------------------------------------------------------------------------------------------------
+# --- stories: work under way ------------------------------------------------------------------------------------------
 
 
 @story
+@leaves_work
+def a_session_that_ends_during_the_replay(tenant):
+    """What was acknowledged before is in the checkpoint that a session leaves behind."""
+    session = tenant.session()
+    model = tenant.model(session)
+    results(tenant, train(tenant, model, "fb os " * 15))
+    yield
+    assert tenant.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}).is_success
+    again = tenant.model()
+    tenant.json(tenant.load(again, 1, f"tinker://{model}/weights/parked"))
+    after = results(tenant, train(tenant, again, "fwd " * 29 + "fb", first=2))[-1]
+    assert after == undisturbed(tenant, "fb os " * 15 + "fb")[-1]
+
+
+@story
+@leaves_work
 def accepted_and_not_run(tenant):
     model = tenant.model()
     requests = train(tenant, model, STEPS)
@@ -60,6 +85,7 @@ def accepted_and_not_run(tenant):
 
 
 @story
+@leaves_work
 def between_two_ops(tenant):
     requests = train(tenant, tenant.model(), STEPS)
     delivered = results(tenant, requests[:2])
@@ -89,6 +115,7 @@ def an_open_window(tenant):
 
 
 @story
+@leaves_work
 def waiting_behind_a_gap(tenant):
     model = tenant.model()
     late = train(tenant, model, "- os fb os")
@@ -132,32 +159,31 @@ def a_failed_forward_spoils_nothing(tenant):
 @story
 def a_refused_gap(tenant):
     """Number 2 never came: 3 and 4 failed, and the adapter goes on."""
-    kinds = "fb - os fb"
-    model = tenant.model()
-    requests = train(tenant, model, kinds)
+    model, twin = tenant.model(), tenant.model()
+    requests, of_twin = (train(tenant, one, "fb - os fb") for one in (model, twin))
+    yield GAP
     delivered = results(tenant, requests)
     assert b"number 2 did not arrive" in delivered[1]
+    assert results(tenant, of_twin) == delivered
+    expected = results(tenant, train(tenant, twin, "os fb os fb", first=5))
     yield
     assert results(tenant, requests) == delivered
-    assert results(tenant, train(tenant, model, "os fb os fb", first=5)) == results(
-        tenant, train(tenant, tenant.model(), f"{kinds} os fb os fb")
-    )[3:]
+    assert results(tenant, train(tenant, model, "os fb os fb", first=5)) == expected
 
 
 @story
 def a_refused_gap_that_was_filled_too_late(tenant):
     """A number that was given up changes nothing when it comes after all, before the end or after it."""
-    kinds = "fb - os"
-    model = tenant.model()
-    delivered = results(tenant, train(tenant, model, kinds))
-    assert b"number 2 did not arrive" in delivered[1]
-    late = tenant.forward_backward(model, 2, forward_only=True)
-    assert "too late" in tenant.error(late)
+    model, twin = tenant.model(), tenant.model()
+    requests, of_twin = (train(tenant, one, "fb - os") for one in (model, twin))
+    yield GAP
+    assert b"number 2 did not arrive" in results(tenant, requests)[1]
+    assert results(tenant, of_twin) == results(tenant, requests)
+    expected = results(tenant, train(tenant, twin, "fb os fb", first=4))
+    assert "too late" in tenant.error(tenant.forward_backward(model, 2, forward_only=True))
     yield
     assert "too late" in tenant.error(tenant.forward_backward(model, 2, forward_only=True))
-    assert results(tenant, train(tenant, model, "fb os fb", first=4)) == results(
-        tenant, train(tenant, tenant.model(), f"{kinds} fb os fb")
-    )[2:]
+    assert results(tenant, train(tenant, model, "fb os fb", first=4)) == expected
 
 
 @story
@@ -178,6 +204,7 @@ def a_number_from_far_away(tenant):
 
 
 @story
+@leaves_work
 def many_models(tenant):
     session = tenant.session()
     models = [tenant.model(session, number) for number in range(5)]
@@ -208,10 +235,11 @@ def a_save_that_was_delivered(tenant):
     assert "a new name" in tenant.error(tenant.save(model, 4, "ck"))
     again = tenant.model()
     tenant.json(tenant.load(again, 1, path))
-    assert results(tenant, train(tenant, again, "fb os fb", first=2))[0] == undisturbed(tenant, "fb os fb")[2]
+    assert results(tenant, train(tenant, again, "fwd fb", first=2))[1] == undisturbed(tenant, "fb os fb")[2]
 
 
 @story
+@leaves_work
 def a_save_that_was_not_delivered(tenant):
     model = tenant.model()
     train(tenant, model, "fb os")
@@ -257,18 +285,19 @@ def an_unnamed_sampler(tenant):
     train(tenant, model, "fb os")
     request = tenant.publish(model, 3)
     sampler = tenant.json(request)["sampling_session_id"]
-    tokens = tenant.tokens(tenant.sample(sampler, 0))
+    sample = tenant.result(tenant.sample(sampler, 0))
     train(tenant, model, "fb os", first=4)
     yield
     assert tenant.json(request)["sampling_session_id"] == sampler
-    assert tenant.tokens(tenant.sample(sampler, 1)) == tokens
+    assert tenant.result(tenant.sample(sampler, 1)) == sample
     assert tenant.get(f"samplers/{sampler}").json()["sampler_id"] == sampler
     newer = tenant.json(tenant.publish(model, 6, 1))["sampling_session_id"]
     assert newer != sampler
-    assert tenant.tokens(tenant.sample(newer, 0)) != tokens
+    assert tenant.result(tenant.sample(newer, 0)) != sample
 
 
 @story
+@leaves_work
 def an_unnamed_sampler_that_was_not_delivered(tenant):
     model = tenant.model()
     requests = [*train(tenant, model, "fb os"), tenant.publish(model, 3), *train(tenant, model, "fb os", first=4)]
@@ -277,7 +306,7 @@ def an_unnamed_sampler_that_was_not_delivered(tenant):
     again = tenant.model()
     train(tenant, again, "fb os")
     expected = tenant.json(tenant.publish(again, 3))["sampling_session_id"]
-    assert tenant.tokens(tenant.sample(sampler)) == tenant.tokens(tenant.sample(expected))
+    assert tenant.result(tenant.sample(sampler)) == tenant.result(tenant.sample(expected))
 
 
 @story
@@ -290,14 +319,15 @@ def named_samplers_and_the_base_model(tenant):
     wanted = [{"model_path": path}, {"base_model": "mock"}]
     bodies = [{"session_id": session, "sampling_session_seq_id": n, **source} for n, source in enumerate(wanted)]
     samplers = [tenant.post("create_sampling_session", body).json()["sampling_session_id"] for body in bodies]
-    tokens = [tenant.tokens(tenant.sample(sampler)) for sampler in samplers]
-    assert tokens[0] != tokens[1]
+    before = [tenant.result(tenant.sample(sampler)) for sampler in samplers]
+    assert before[0] != before[1]
     yield
     assert [tenant.post("create_sampling_session", body).json()["sampling_session_id"] for body in bodies] == samplers
-    assert [tenant.tokens(tenant.sample(sampler, 1)) for sampler in samplers] == tokens
+    assert [tenant.result(tenant.sample(sampler, 1)) for sampler in samplers] == before
 
 
 @story
+@leaves_work
 def a_lost_sample(tenant):
     """Samples are not kept over a restart: 410 makes the SDK send it again."""
     body = {"session_id": tenant.session(), "sampling_session_seq_id": 0, "base_model": "mock"}
@@ -368,43 +398,38 @@ def a_finished_session(tenant):
 class Told:
     """All stories up to the end of the server, which has started again."""
 
-    def __init__(self, server: Server, snapshots: bool, by_signal: bool) -> None:
+    def __init__(self, server: Server, by_signal: bool) -> None:
         self.server = server
-        self.stories: dict[str, Iterator[None]] = {}
-        self.broken: dict[str, BaseException] = {}
-        # Stories that leave something running come last.
-        for name, tell in sorted(STORIES.items(), key=lambda item: "not" in item[0] or "lost" in item[0]):
-            self.stories[name] = tell(Tenant(server.url, key_for(name)))
-            try:
-                next(self.stories[name])
-            except Exception as error:  # noqa: BLE001 - reported by the story's own test
-                self.broken[name] = error
-        if snapshots:
-            self.wait_for_snapshots()
+        self.stories = {name: tell(Tenant(server.url, key_for(name))) for name, tell in STORIES.items()}
+        self.broken: dict[str, Exception] = {}
+        waiting = [name for name in STORIES if name not in LEAVES_WORK and self.tell(name) == GAP]
+        for name in waiting:
+            self.tell(name)
+        for name in LEAVES_WORK:
+            self.tell(name)
         if by_signal:
-            self.exit_code = server.stop()
+            assert server.stop() == 0
         else:
             server.kill()
         server.start()
 
-    def wait_for_snapshots(self) -> None:
-        """Most have one by now; the last ones are not waited for, so that both cases occur."""
-        with sqlite3.connect(self.server.data_dir / "state.db") as database:
-            (count,) = database.execute("SELECT count(*) FROM snapshots").fetchone()
-        database.close()
-        assert count > len(STORIES) / 2
+    def tell(self, name: str) -> float | None:
+        try:
+            return next(self.stories[name])
+        except Exception as error:  # noqa: BLE001 - reported by the story's own test
+            self.broken[name] = error
+            return None
 
 
 @pytest.fixture(scope="module", params=["killed with journals", "killed with snapshots", "ended by SIGTERM"])
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    snapshots = "snapshots" in request.param
-    tuning = {"pass": PASS, "gap": GAP, "snapshot": 0.0 if snapshots else 60.0}
+    tuning = {"pass": PASS, "gap": GAP, "snapshot": 0.0 if "snapshots" in request.param else 60.0}
     server = Server(tmp_path_factory.mktemp("told"), **tuning).start()
-    yield Told(server, snapshots, "SIGTERM" in request.param)
+    yield Told(server, "SIGTERM" in request.param)
     server.close()
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", sorted(STORIES, key=lambda name: name not in LEAVES_WORK))
 def test_goes_on(told: Told, name: str) -> None:
     if name in told.broken:
         raise told.broken[name]
@@ -416,3 +441,107 @@ def test_nothing_unexpected_is_logged(told: Told) -> None:
     log = told.server.log()
     for text in ("Traceback", "ERROR", "CRITICAL", "never retrieved"):
         assert text not in log, log
+
+
+# --- how servers end and begin ----------------------------------------------------------------------------------------
+
+
+def test_sigterm_drains(own_server: Callable[..., Server]) -> None:
+    """What runs is finished, every adapter is on disk, and the next server has nothing to do again."""
+    server = own_server(**{"pass": 0.5, "snapshot": 60.0})
+    tenant = Tenant(server.url, "tml-drain")
+    model = tenant.model()
+    requests = train(tenant, model, "fb os")
+    delivered = results(tenant, requests)
+    running = train(tenant, model, "fb", first=3)
+    with ThreadPoolExecutor() as pool:
+        poll = pool.submit(Tenant(server.url, "tml-drain").poll, running[0])
+        time.sleep(0.2)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 10
+        assert poll.result().status_code in (200, 408)  # a long poll does not hold it up
+    server.tuning["pass"] = 0.0
+    server.start()
+    assert "replaying" not in server.log()
+    assert results(tenant, requests) == delivered
+    assert results(tenant, running) == undisturbed(tenant, "fb os fb")[2:]
+
+
+def launched(server: Server) -> subprocess.CompletedProcess[str]:
+    """A second process with the configuration of ``server``."""
+    command = server.command("launch", "-c", str(server.directory / "config.yaml"))
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+
+
+def test_one_server_a_data_directory_and_port(own_server: Callable[..., Server]) -> None:
+    server = own_server()
+    same_port = launched(server)
+    assert same_port.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{server.port}" in same_port.stderr
+    port, server.port = server.port, free_port()
+    server.configure(mock_config())
+    same_directory = launched(server)
+    assert same_directory.returncode == 1
+    assert f"data directory {server.data_dir} is in use by another server" in same_directory.stderr
+    for ended in (same_port, same_directory):
+        assert "Traceback" not in ended.stderr
+        assert len(ended.stderr.splitlines()) <= 2
+    server.port = port
+    assert server.is_healthy()
+
+
+def test_a_model_that_is_served_no_more(own_server: Callable[..., Server]) -> None:
+    """Its runs and samplers say so, everything else works, and they are back when the model is."""
+    server = own_server(mock_config(), housekeeping=0.1)
+    tenant = Tenant(server.url, "tml-model")
+    model = tenant.model()
+    requests = train(tenant, model, "fb os")
+    sampler = tenant.json(tenant.publish(model, 3))["sampling_session_id"]
+    delivered = results(tenant, requests)
+    assert server.stop() == 0
+    other = json.loads(json.dumps(mock_config()).replace('"model_id": "mock"', '"model_id": "other"'))
+    server.configure(other)
+    server.start()
+    answers = [
+        tenant.post("get_info", {"model_id": model}),
+        tenant.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}}),
+        tenant.poll(requests[0]),
+        tenant.post("asample", sample_body(sampler)),
+    ]
+    assert [answer.status_code for answer in answers] == [400] * 4
+    assert all("'mock'" in answer.json()["detail"] for answer in answers)
+    assert tenant.post(f"sessions/{model.split(':')[0]}/finish", {"reason": {"type": "success"}}).is_success
+    time.sleep(0.3)
+    assert server.stop() == 0
+    assert "housekeeping failed" not in server.log()
+    server.configure(mock_config())
+    server.start()
+    assert results(tenant, requests) == delivered
+    again = tenant.model()
+    wait_until(lambda: f"tinker://{model}/weights/parked" in checkpoints(tenant))
+    tenant.json(tenant.load(again, 1, f"tinker://{model}/weights/parked"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_session_that_was_ending(own_server: Callable[..., Server]) -> None:
+    """A server that died between ending a session and parking its adapters parks them when it starts again."""
+    server = own_server(snapshot=60.0)
+    tenant = Tenant(server.url, "tml-ending")
+    session = tenant.session()
+    model = tenant.model(session)
+    results(tenant, train(tenant, model, "fb os"))
+    server.kill()
+    with closing(sqlite3.connect(server.data_dir / "state.db")) as database:
+        database.execute("UPDATE sessions SET state = 'finished' WHERE session_id = ?", (session,))
+        database.commit()
+    server.start()
+    path = f"tinker://{model}/weights/parked"
+    wait_until(lambda: checkpoints(tenant) == [path])
+    assert path in tenant.error(tenant.optim_step(model, 3))

@@ -181,7 +181,7 @@ class Gateway:
         run = await self.run(op.adapter_id, tenant_id)
         training = self.services[run.model_name].training
         if training.run(run.run_id) is None:
-            return training.refuse(run.run_id, run.note or f"model {run.run_id} is not live any more")
+            return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
         return await training.submit(op)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What the model service knows of an adapter beside its ops, and of an op on its way through the device."""
 
+import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,7 +26,18 @@ class LiveAdapter:
     last_request_at: float = 0.0
     highest_seq: int = 0
     ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
-    replays: dict[int, Replay] = field(default_factory=dict)  # those that had an outcome before the restart
+    replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again)
+    op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
+
+    @property
+    def repeats(self) -> bool:
+        """Whether ops that had ended before a restart are still to be done again."""
+        return any(replay.outcome is not None for replay in self.replays.values())
+
+    async def next_end(self) -> None:
+        """Returns when one more of its ops has ended."""
+        self.op_ended.clear()
+        await self.op_ended.wait()
 
 
 @dataclass

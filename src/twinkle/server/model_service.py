@@ -85,6 +85,8 @@ class ModelService:
         """Finish what is on the device, put every changed adapter on disk, and end."""
         self._stopping = True
         self._wake.set()
+        for adapter in self._adapters.values():
+            adapter.op_ended.set()  # whoever waits for the next one waits in vain
         if self._pump is not None:
             await self._pump
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,15 +118,15 @@ class ModelService:
 
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
-        if run.run_id not in self._adapters:
-            accepted = await self._store.ops.accept_run(run, op, digest_of(op.body), time.time())
-            if accepted.record is None or accepted.record.digest != digest_of(op.body):
-                return self.refuse(run.run_id, f"model_seq_id {run.number} was used before with another request")
-            if run.run_id not in self._adapters:  # it may have come twice at once
-                adapter = LiveAdapter(run, Place.NOWHERE)
-                self._adapters[run.run_id] = adapter
-                self.scheduler.add_adapter(run.run_id, run.tenant_id)
-                self._enqueue(adapter, op)
+        accepted = await self._store.ops.accept_run(run, op, digest_of(op.body), time.time())
+        # Without a record it was created long ago, and nobody knows any more with which request.
+        if accepted.record is not None and accepted.record.digest != digest_of(op.body):
+            return self.refuse(run, f"model_seq_id {run.number} was used before with another request")
+        if accepted.created:
+            adapter = LiveAdapter(run, Place.NOWHERE)
+            self._adapters[run.run_id] = adapter
+            self.scheduler.add_adapter(run.run_id, run.tenant_id)
+            self._enqueue(adapter, op)
         return op.request_id
 
     async def submit(self, op: Op) -> str:
@@ -135,16 +137,25 @@ class ModelService:
         self._check_quota(adapter, op)
         if op.seq > adapter.highest_seq + _FURTHEST_AHEAD:
             allowed = f"at most {_FURTHEST_AHEAD} beyond the last one, {adapter.highest_seq}"
-            return self.refuse(op.adapter_id, f"seq_id: got {op.seq}, allowed: {allowed}")
+            return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
+        if await self._comes_too_late(op):
+            return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
         accepted = await self._store.ops.accept(op, digest_of(op.body), time.time())
         if accepted.record.digest != digest_of(op.body):
-            return self.refuse(op.adapter_id, _conflict(op))
+            return self.refuse(adapter.run, _conflict(op))
         if accepted.created:
             adapter.last_request_at = time.time()
+            self._futures.promise(op.request_id, adapter.run.tenant_id)
             message = self._enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
             if message is not None:
                 self._settle(adapter, op, responses.failed(message, "user"))
         return op.request_id
+
+    async def _comes_too_late(self, op: Op) -> bool:
+        """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
+        if op.seq >= self.scheduler.next_seq(op.adapter_id):
+            return False
+        return await self._store.ops.get(op.adapter_id, op.seq) is None
 
     async def wait(self, request_id: str, adapter_id: str, seq: int, timeout: float) -> Outcome | None:
         """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more)."""
@@ -156,20 +167,28 @@ class ModelService:
         return outcome
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> None:
-        """Take an adapter off the device and keep its last state as a checkpoint. What still waits fails."""
-        adapter = self._adapters.pop(run.run_id, None)
-        if adapter is None:
+        """Take an adapter off the device and keep its last state as a checkpoint.
+
+        What was done before a restart is done again first, what runs is finished, what still waits fails.
+        """
+        adapter = self._adapters.get(run.run_id)
+        while adapter is not None and adapter.repeats and not self._stopping:
+            await adapter.next_end()
+        if adapter is None or self._stopping or self._adapters.pop(run.run_id, None) is None:
             return
-        waiting = self.scheduler.remove_adapter(run.run_id)
+        waiting = [adapter.ops.pop(ticket.seq) for ticket in self.scheduler.remove_adapter(run.run_id)]
+        while adapter.ops:
+            await adapter.next_end()
         if await self._load(adapter):
             note = await self._checkpoints.park(run, why, keep_seconds)
         else:
             note = f"session {run.session_id} {why}, and its adapter could not be read from disk"
-        for ticket in waiting:
-            self._settle(adapter, adapter.ops[ticket.seq], responses.failed(note, "user"))
+        for op in waiting:
+            self._settle(adapter, op, responses.failed(note, "user"))
         await self._store.runs.set_state(run.run_id, "parked", note)
-        await self._store.snapshots.delete(run.run_id)
         self._snapshots.forget(run.run_id)
+        await self._snapshots.finish_writing()
+        await self._store.snapshots.delete(run.run_id)
         await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
         logger.info("%s left the device: its session %s", run.run_id, why)
 
@@ -222,10 +241,10 @@ class ModelService:
         self._wake.set()
         return None
 
-    def refuse(self, adapter_id: str, message: str) -> str:
+    def refuse(self, run: RunRecord, message: str) -> str:
         """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
-        request_id = f"{adapter_id}:{next(self._refused_ids)}"
-        self._futures.promise(request_id, adapter_id)
+        request_id = f"{run.run_id}:{next(self._refused_ids)}"
+        self._futures.promise(request_id, run.tenant_id)
         self._futures.settle(request_id, responses.failed(message, "user"), time.time())
         return request_id
 
@@ -279,7 +298,19 @@ class ModelService:
             self._finish(task, outcome)
 
     async def _run_slow(self, task: Task) -> None:
-        self._finish(task, await self._checkpoints.run(task.op, task.adapter.run))
+        outcome = await self._checkpoints.run(task.op, task.adapter.run)
+        if task.op.kind is OpKind.LOAD and not outcome.failed:
+            await self._keep_loaded(task.op, outcome)
+        self._finish(task, outcome)
+
+    async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
+        """Once the client hears of a load, its source may be replaced or deleted: no replay may need it any more."""
+        try:
+            # In this order: a snapshot covers only ops whose outcome is on record.
+            await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
+            await self._snapshots.take_now(op.adapter_id, op.seq, None)
+        except Exception:  # the trainer loop is an edge; the weights are loaded all the same
+            logger.exception("no snapshot of %s after %s", op.adapter_id, op.request_id)
 
     async def _repeat_outcome(self, task: Task) -> bool:
         """After a restart: what failed fails again, what only wrote files is not written twice."""
@@ -287,7 +318,7 @@ class ModelService:
         if replay is None or replay.outcome is None or replay.must_run:
             return False
         if task.op.kind is OpKind.OPTIM_STEP:  # it closed its window all the same
-            await self._compute.run(partial(self._execution.drop_window, task.op.adapter_id))
+            await self._drop_window(task.adapter)
         self._finish(task, replay.outcome)
         return True
 
@@ -312,11 +343,16 @@ class ModelService:
                 logger.exception("snapshot of %s cannot be restored", run_id)
         return adapter.place is Place.TRAINER
 
+    async def _drop_window(self, adapter: LiveAdapter) -> None:
+        """Forget the gradient since the last optim_step, also where it is still in a snapshot."""
+        if await self._load(adapter):
+            await self._compute.run(partial(self._execution.drop_window, adapter.run.run_id))
+
     async def _refuse_all(self, refusals: Sequence[Refusal]) -> None:
         tasks = [(refusal, self._task(refusal.ticket)) for refusal in refusals]
         for refusal, task in tasks:
             if refusal.drops_gradient:
-                await self._compute.run(partial(self._execution.drop_window, task.op.adapter_id))
+                await self._drop_window(task.adapter)
             self._settle(task.adapter, task.op, responses.failed(refusal.message, "user"))
             # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
             self._snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
@@ -342,8 +378,9 @@ class ModelService:
         else:
             self._background(self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time()))
         self._futures.settle(op.request_id, outcome, time.time())
+        adapter.op_ended.set()
         if op.kind is not OpKind.FORWARD:
-            self._snapshots.note(op.adapter_id, time.monotonic(), urgent=op.kind is OpKind.LOAD)
+            self._snapshots.note(op.adapter_id, time.monotonic())
 
     async def _snapshot(self, adapter_id: str) -> None:
         adapter = self._adapters.get(adapter_id)
@@ -353,8 +390,12 @@ class ModelService:
         position = self.scheduler.position(adapter_id)
         if position is None:  # one of its ops is running and may change it
             self._snapshots.postpone(adapter_id, time.monotonic())
-        else:
+            return
+        try:
             await self._snapshots.take(adapter_id, position.seq, position.failed_seq)
+        except Exception:  # the trainer loop is an edge; the journal still has everything
+            logger.exception("no snapshot of %s", adapter_id)
+            self._snapshots.postpone(adapter_id, time.monotonic())
 
     def _background(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

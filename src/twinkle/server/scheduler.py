@@ -166,6 +166,10 @@ class Scheduler:
         """Where a snapshot taken now would stand; None while an op of the adapter runs."""
         return self._adapters[adapter_id].ops.position
 
+    def next_seq(self, adapter_id: str) -> int:
+        """The number of the op that is the next to start: all below it started, or were given up as missing."""
+        return self._adapters[adapter_id].ops.next_seq
+
     def waiting(self, tenant_id: str) -> int:
         """How many ops of a tenant wait: parked, ready or about to be refused, but not running."""
         tenant = self._tenants.get(tenant_id)

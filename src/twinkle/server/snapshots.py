@@ -29,6 +29,7 @@ class Snapshots:
         self._due_at: dict[str, float] = {}  # changed adapters
         self._not_before = 0.0
         self._writing: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # held from copying an adapter until it is written
 
     def note(self, adapter_id: str, now: float, *, urgent: bool = False) -> None:
         """An op changed this adapter."""
@@ -62,8 +63,13 @@ class Snapshots:
     async def take(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
         """Copy the adapter now, with all ops up to ``seq`` applied, and write it behind the scenes."""
         self._due_at.pop(adapter_id, None)
+        await self._turn.acquire()
         started = time.monotonic()
-        snapshot = await self._compute.run(lambda: self._model.trainer.snapshot(adapter_id))
+        try:
+            snapshot = await self._compute.run(lambda: self._model.trainer.snapshot(adapter_id))
+        except BaseException:
+            self._turn.release()
+            raise
         directory = self._files.snapshot(adapter_id, seq)
         record = SnapshotRecord(adapter_id, seq, self._files.relative(directory), failed_seq, time.time())
 
@@ -75,11 +81,18 @@ class Snapshots:
             except OSError as error:  # the journal still has everything: try again later
                 logger.error("snapshot of %s failed: %s", adapter_id, error)
                 self._due_at.setdefault(adapter_id, time.monotonic() + _INTERVAL_SECONDS)
-            took = time.monotonic() - started
-            self._not_before = time.monotonic() + took / _SHARE
-            self._writing = None
+            finally:
+                took = time.monotonic() - started
+                self._not_before = time.monotonic() + took / _SHARE
+                self._writing = None
+                self._turn.release()
 
         self._writing = asyncio.create_task(write())
+
+    async def take_now(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
+        """:meth:`take`, and return when it is on disk."""
+        await self.take(adapter_id, seq, failed_seq)
+        await self.finish_writing()
 
     async def finish_writing(self) -> None:
         if self._writing is not None:
