@@ -18,7 +18,7 @@ TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook clean
+.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ help: ## list the targets
 	@echo "                         where the default index would bring a CUDA build to a machine without a GPU"
 
 setup: $(STAMP) ## create .venv and install everything needed
+
+demo: $(STAMP) ## train a small model through a server of its own, in about two minutes
+	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
 
 test: $(STAMP) ## run the tests
 	@$(VENV)/bin/pytest -q

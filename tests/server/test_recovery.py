@@ -411,6 +411,7 @@ class Told:
             assert server.stop() == 0
         else:
             server.kill()
+        server.tuning["gap"] = 60.0  # what waits behind a gap may wait until its story goes on
         server.start()
 
     def tell(self, name: str) -> float | None:

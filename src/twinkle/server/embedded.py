@@ -155,12 +155,14 @@ def _services(
 
 async def _keep_house(gateway: Gateway) -> None:
     """Expire, forget and delete, now and then. A failure is logged and tried again."""
+    work = gateway.end_what_was_ending()
     while True:
-        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
         try:
-            await gateway.keep_house(time.time())
+            await work
         except Exception:
             logger.exception("housekeeping failed")
+        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+        work = gateway.keep_house(time.time())
 
 
 def _listen(config: ServerConfig) -> socket.socket:

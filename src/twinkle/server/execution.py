@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from twinkle.errors import TwinkleError, UserError
-from twinkle.model.types import TrainFailure, TrainItem
+from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
 from twinkle.server.types import (
     CreateAdapter,
@@ -43,15 +43,19 @@ class Execution:
             try:
                 results = run([item for _, item in items])
             except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
-                failure = unexpected(error, ops[0].request_id)
-                outcomes |= {index: failure for index, _ in items}
+                outcomes |= {index: unexpected(error, ops[index].request_id) for index, _ in items}
             else:
                 for (index, _), result in zip(items, results, strict=True):
-                    if isinstance(result, TrainFailure):
-                        outcomes[index] = failure_of(result.error, ops[index].request_id)
-                    else:
-                        outcomes[index] = encode_training_result(result)
+                    outcomes[index] = self._encoded(ops[index], result)
         return [outcomes[index] for index in range(len(ops))]
+
+    def _encoded(self, op: Op, result: TrainResult | TrainFailure) -> Outcome:
+        if isinstance(result, TrainFailure):
+            return failure_of(result.error, op.request_id)
+        try:
+            return encode_training_result(result)
+        except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
+            return unexpected(error, op.request_id)
 
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
         """Barriers that touch nothing but the device: creating an adapter and stepping its optimizer."""

@@ -83,11 +83,20 @@ class Gateway:
                 return self._names[candidate]
         raise UnknownNameError("base_model", name, self._names)
 
+    def serving(self, model_name: str) -> Services:
+        """What serves a base model that a record names. The configuration may have changed since it was made."""
+        services = self.services.get(model_name)
+        if services is None:
+            raise UnsupportedError(
+                f"base model {model_name!r} is not served any more; served: {', '.join(self.services)}"
+            )
+        return services
+
     def listed_models(self) -> dict[str, ServedModel]:
         return {name: self.model(name).model for name in self.config.listed_names}
 
     def sampler_of(self, session: SamplingSessionRecord) -> SamplerService:
-        sampling = self.services[session.model_name].sampling
+        sampling = self.serving(session.model_name).sampling
         if sampling is None:
             raise UnsupportedError(f"base_model: {session.base_model!r} is served for training only")
         return sampling
@@ -126,8 +135,21 @@ class Gateway:
         await self.store.sessions.set_state(session.session_id, "finished" if state == "finished" else "expired")
         self._heartbeats.pop(session.session_id, None)
         for run in await self.store.runs.of_session(session.session_id):
-            if run.state == "live":
-                await self.services[run.model_name].training.park(run, state, self.config.limits.parked_adapter_seconds)
+            await self._park(run, state)
+
+    async def end_what_was_ending(self) -> None:
+        """Once, after a start: adapters whose session had ended when the last server did."""
+        for run in await self.store.runs.in_state("live"):
+            session = await self.store.sessions.get(run.session_id)
+            assert session is not None, "a run has a session"
+            if session.state != "active":
+                await self._park(run, session.state)
+
+    async def _park(self, run: RunRecord, why: str) -> None:
+        """Those of a base model that is not served now have to wait until it is."""
+        if run.state == "live" and run.model_name in self.services:
+            training = self.services[run.model_name].training
+            await training.park(run, why, self.config.limits.parked_adapter_seconds)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -165,7 +187,11 @@ class Gateway:
             user_metadata=user_metadata,
         )
         op = Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body)
-        return run_id, await services.training.create(run, op)
+        request_id = await services.training.create(run, op)
+        session = await self.session(session_id, tenant_id)
+        if session.state != "active":  # it ended meanwhile, and did not know of this adapter
+            await self._park(run, session.state)
+        return run_id, request_id
 
     async def run(self, run_id: str, tenant_id: str) -> RunRecord:
         for entry in self.services.values():
@@ -179,7 +205,7 @@ class Gateway:
 
     async def submit(self, op: Op, tenant_id: str) -> str:
         run = await self.run(op.adapter_id, tenant_id)
-        training = self.services[run.model_name].training
+        training = self.serving(run.model_name).training
         if training.run(run.run_id) is None:
             return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
         return await training.submit(op)
@@ -270,7 +296,7 @@ class Gateway:
         limits = self.config.limits
         for session in await self.store.sessions.silent(now - limits.session_timeout_seconds):
             runs = await self.store.runs.of_session(session.session_id)
-            if not any(self.services[run.model_name].training.queued(run.run_id) for run in runs):
+            if not any(entry.training.queued(run.run_id) for run in runs for entry in self.services.values()):
                 logger.info("session %s expired", session.session_id)
                 await self.end_session(session, "expired")
         for sampling in await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds):

@@ -15,7 +15,7 @@ from twinkle.server.types import CheckpointKind
 
 _SCHEMES = ("tinker://", "twinkle://")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,19}")
 
 
 def new_session_id() -> str:
@@ -33,7 +33,7 @@ def sampling_session_id(session_id: str, number: int) -> str:
 def split_request_id(request_id: str) -> tuple[str, int] | None:
     """(owner, sequence number), or None for what cannot be one of ours."""
     owner, _, seq = request_id.rpartition(":")
-    if not owner or not seq.isascii() or not seq.isdigit() or len(seq) > 19:
+    if not owner or not seq.isascii() or not seq.isdigit() or len(seq) > 19 or int(seq) >= 2**63:
         return None
     return owner, int(seq)
 

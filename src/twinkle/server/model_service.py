@@ -288,14 +288,19 @@ class ModelService:
     async def _run_quick(self, tasks: Sequence[Task]) -> None:
         ops = [task.op for task in tasks]
         logger.debug("batch: %s", " ".join(op.request_id for op in ops))
-        started = time.perf_counter()
-        run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
-        outcomes = await self._compute.run(lambda: run(ops))
-        self.busy_seconds += time.perf_counter() - started
+        outcomes = await self._compute.run(partial(self._execute, ops))
         for task, outcome in zip(tasks, outcomes, strict=True):
             if task.op.kind is OpKind.CREATE and not outcome.failed:
                 task.adapter.place = Place.TRAINER
             self._finish(task, outcome)
+
+    def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
+        """In the compute thread."""
+        started = time.perf_counter()
+        run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
+        outcomes = run(ops)
+        self.busy_seconds += time.perf_counter() - started
+        return outcomes
 
     async def _run_slow(self, task: Task) -> None:
         outcome = await self._checkpoints.run(task.op, task.adapter.run)
@@ -417,7 +422,7 @@ class ModelService:
             "batches": numbers.pass_batches,
             "merge_ratio": round(numbers.merge_ratio, 2),
             "trained_tokens": sum(numbers.tokens.values()),
-            "training_seconds": round(self.busy_seconds, 3),
+            "training_seconds": round(self.busy_seconds, 6),
         }
 
 

@@ -113,9 +113,7 @@ class SamplerService:
                 await self._wake.wait()
             self._wake.clear()
             fresh, self._waiting = self._waiting, []
-            started = time.perf_counter()
             outcomes, busy = await self._compute.run(partial(self._turn, fresh))
-            self.busy_seconds += time.perf_counter() - started
             for request_id, outcome in outcomes.items():
                 self._tenants.pop(request_id, None)
                 self._futures.settle(request_id, outcome, time.time())
@@ -124,6 +122,7 @@ class SamplerService:
 
     def _turn(self, fresh: list[_Waiting]) -> tuple[dict[str, Outcome], bool]:
         """Admit what is new, work for a while; returns what is done and whether there is more to do."""
+        started = time.perf_counter()
         outcomes: dict[str, Outcome] = {}
         sampler = self._sampler
         for waiting in fresh:
@@ -142,6 +141,7 @@ class SamplerService:
             for request_id in set(self._tenants) - set(outcomes):
                 sampler.cancel(request_id)
                 outcomes[request_id] = unexpected(error, request_id)
+        self.busy_seconds += time.perf_counter() - started
         return outcomes, sampler.busy
 
     def _encode(self, finished: Finished) -> Outcome:

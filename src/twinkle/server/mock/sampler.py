@@ -22,6 +22,7 @@ from twinkle.server.mock.trainer import SIZE, MockTrainer, features, logprobs, r
 
 _CANDIDATES = 16  # tokens that may follow a token; the end token is one of them
 _TURN = 16  # tokens a sequence gains in one step
+_MAX_TOP = 1024  # as the real sampler
 
 
 @dataclass
@@ -130,6 +131,8 @@ class MockSampler:
             raise ValueError(f"request {request.request_id!r} is under way already")
         if request.version_id is not None and request.version_id not in self.version_ids():
             raise InvalidInputError("version_id", request.version_id, "a published version")
+        if not 0 <= request.topk_prompt_logprobs <= _MAX_TOP:
+            raise InvalidInputError("topk_prompt_logprobs", request.topk_prompt_logprobs, f"0 to {_MAX_TOP}")
         prompt, vocab_size = request.prompt, self._trainer.vocab_size
         if not 0 < len(prompt) < self.max_length:
             raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"1 to {self.max_length - 1}")

@@ -29,6 +29,7 @@ from twinkle.errors import (
     AdapterNotFoundError,
     CheckpointError,
     InvalidInputError,
+    NonFiniteError,
     TwinkleError,
     UnknownNameError,
 )
@@ -235,9 +236,13 @@ class MockTrainer:
             loss += float(terms.sum())
             gradient += np.tensordot(slopes * -np.expm1(lp), phi, axes=lp.ndim)  # dlp/ds = 1 − σ(s)
             results.append(lp.astype(np.float32))
+        earlier = 0.0 if adapter.gradient is None else adapter.gradient
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = (earlier + gradient).astype(np.float32)
+        if not math.isfinite(loss) or not np.isfinite(total).all():
+            raise NonFiniteError(f"loss {item.loss!r} or its gradient holds NaN or infinity: nothing was kept")
         if train:
-            earlier = 0.0 if adapter.gradient is None else adapter.gradient
-            adapter.gradient = (earlier + gradient).astype(np.float32)
+            adapter.gradient = total
         return TrainResult(results, {"loss:sum": loss})
 
 
@@ -247,8 +252,9 @@ def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
         weights = np.ones_like(lp) if datum.weights is None else datum.weights.astype(np.float64)
         return -weights * lp, -weights
     advantages = datum.extras["advantages"].astype(np.float64)
-    ratio = np.exp(np.where(advantages != 0, lp - datum.extras["logprobs"], 0.0))
-    return -ratio * advantages, -ratio * advantages
+    with np.errstate(over="ignore"):
+        ratio = np.exp(np.where(advantages != 0, lp - datum.extras["logprobs"], 0.0))
+        return -ratio * advantages, -ratio * advantages
 
 
 def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
@@ -291,6 +297,8 @@ def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_lengt
 def _check_spec(spec: LoraSpec) -> LoraSpec:
     if not 1 <= spec.rank <= _MAX_RANK:
         raise InvalidInputError("rank", spec.rank, f"an integer in [1, {_MAX_RANK}]")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise InvalidInputError("train_attn, train_mlp, train_unembed", False, "at least one of them true")
     return spec if spec.seed is not None else replace(spec, seed=SystemRandom().randrange(2**63))
 
 

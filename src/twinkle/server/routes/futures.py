@@ -36,4 +36,4 @@ async def _outcome(gateway: Gateway, request_id: str, tenant_id: str) -> Outcome
         session = await gateway.sampling_session(owner, tenant_id)
         return await gateway.sampler_of(session).wait(request_id, _LONG_POLL_SECONDS)
     run = await gateway.run(owner, tenant_id)
-    return await gateway.services[run.model_name].training.wait(request_id, owner, seq, _LONG_POLL_SECONDS)
+    return await gateway.serving(run.model_name).training.wait(request_id, owner, seq, _LONG_POLL_SECONDS)

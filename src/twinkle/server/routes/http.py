@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import ClientDisconnect
 
 from twinkle.errors import (
     GoneError,
@@ -33,7 +35,6 @@ _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (BodyTooLargeError, 413),
     (QuotaError, 429),
     (UserError, 400),
-    (StorageFullError, 507),
 )
 
 
@@ -82,16 +83,33 @@ def is_loopback(request: Request) -> bool:
 def install_error_handlers(app: FastAPI) -> None:
     """No tracebacks, keys or paths of ours to clients."""
 
-    async def expected(_request: Request, error: Exception) -> Response:
+    async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwinkleError)
+        if isinstance(error, StorageFullError):  # its message names our directories
+            logger.error("%s %s: %s", request.method, request.url.path, error)
+            return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
         for kind, status in _STATUS:
             if isinstance(error, kind):
                 return json_response({"detail": str(error)}, status)
-        return await unexpected(_request, error)
+        return await unexpected(request, error)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return json_response({"detail": "internal error; the server's log has the details"}, 500)
 
+    async def invalid(_request: Request, error: Exception) -> Response:
+        """Of a query; bodies are read by us."""
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        value = repr(first["input"])[:120]
+        return json_response({"detail": f"{first['loc'][-1]}: got {value}, {first['msg']}"}, 400)
+
+    async def gone(request: Request, _error: Exception) -> Response:
+        """Whoever left in the middle of a request reads no answer, and is no error of ours."""
+        logger.debug("%s %s: the client is gone", request.method, request.url.path)
+        return Response(status_code=400)
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(TwinkleError, expected)
     app.add_exception_handler(Exception, unexpected)

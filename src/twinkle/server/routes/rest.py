@@ -14,7 +14,7 @@ from twinkle.server.types import CheckpointRecord, RunRecord
 router = APIRouter()
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 
 @router.get("/training_runs")

@@ -48,7 +48,7 @@ async def get_info(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
     run = await gateway.run((await parsed(GetInfoRequest, request)).model_id, tenant_id)
-    model = gateway.services[run.model_name].model
+    model = gateway.serving(run.model_name).model
     data = {"arch": model.architecture, "model_name": run.base_model}
     tokenizer_id = model.tokenizer_dir if is_loopback(request) else model.tokenizer_id
     return json_response(

