@@ -36,6 +36,10 @@ class Engine:
         self.architecture = architecture
         self.device = device
         fuse_norms(model)
+        if device.type == "cuda" and model.dtype == torch.bfloat16:
+            from twinkle.model.grouped_kernels import compile_kernels
+
+            compile_kernels(device)
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self._decoder = model.base_model
@@ -56,24 +60,24 @@ class Engine:
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
         """Log-probabilities and gradients; no adapter is touched."""
         batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute)
-        hidden_TH = self._hidden(batch)
+        with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
+            hidden_TH = self._hidden(batch)
+            with torch.no_grad():
+                logprobs_TK, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
+            if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
+                hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
-            logprobs_TK, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
-        if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
-            hidden_TH.backward(dhidden_TH)
-        with torch.no_grad():
-            gradients = harvest(batch)
+            gradients = harvest(batch, parts)
         return Computed(logprobs_TK.cpu().numpy(), gradients)
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
-        with torch.compiler.set_stance(self._stance):
-            output = self._decoder(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.attention_mask,
-                use_cache=False,
-                batch=batch.layer_batch,
-            )
+        output = self._decoder(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+            batch=batch.layer_batch,
+        )
         hidden_TH = output.last_hidden_state.flatten(0, 1)
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
