@@ -11,11 +11,10 @@ from torch import Tensor
 
 from twinkle.model.grouped import Groups
 from twinkle.model.head import ChunkedHead, HeadSpec
-from twinkle.model.lora import BoundLora, Segment
+from twinkle.model.segments import BoundLora, Segment
 
 pytestmark = pytest.mark.matrix
 
-CPU = torch.device("cpu")
 ROWS = 43
 SIZES = {"toy": (64, 97), "wide": (512, 1000)}  # hidden, vocabulary
 CHUNKS = [1, 7, 16, ROWS, 1000]
@@ -55,7 +54,7 @@ def make_case(size: str, spec: str, segments: str, width: int, seed: int = 0) ->
     )
     lora = tuple(
         BoundLora(
-            Segment(start, start + sum(sizes), Groups(sizes, CPU)),
+            Segment(start, start + sum(sizes), Groups(sizes)),
             normal(len(sizes), 8 * (1 + number), hidden) / hidden**0.5,
             normal(len(sizes), vocab, 8 * (1 + number)) * 0.3,
         )

@@ -18,7 +18,9 @@ from twinkle.model.architecture import Architecture
 from twinkle.model.attention import Packing
 from twinkle.model.grouped import Groups
 from twinkle.model.layers import LayerBatch
-from twinkle.model.lora import BoundLora, LayerLora, Segment, SegmentLora
+from twinkle.model.lora import LayerLora
+from twinkle.model.lora_table import LoraTable
+from twinkle.model.segments import BoundLora, Segment, SegmentLora
 from twinkle.model.validation import CheckedDatum, CheckedItem
 
 
@@ -61,10 +63,9 @@ def build_batch(
     row = head_row = 0
     for _, run in groupby(parts, key=lambda part: id(part.adapter.stack)):
         members = list(run)
-        head_segment = _segment(head_row, [sum(part.lengths) for part in members], device)
-        segment = head_segment
+        segment = head_segment = _segment(head_row, [sum(part.lengths) for part in members])
         if rows_per_sequence is not None:
-            segment = _segment(row, [len(part.data) * rows_per_sequence for part in members], device)
+            segment = _segment(row, [len(part.data) * rows_per_sequence for part in members])
         adapters.append(_segment_lora(members, segment, train))
         if adapters[-1].layout.has(architecture.head.name):
             head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
@@ -73,14 +74,13 @@ def build_batch(
     targets = np.concatenate([np.pad(d.targets, ((0, 0), (0, width - d.targets.shape[1]))) for d in data])
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
     packing = None if architecture.padded else Packing.of(lengths, device)
-    layers = tuple(
-        LayerLora(f"{architecture.layers_path}.{index}.", adapters) for index in range(architecture.layer_count)
-    )
+    table = _table(adapters, architecture)
+    layers = [LayerLora(f"{architecture.layers_path}.{i}.", adapters, table) for i in range(architecture.layer_count)]
     return DeviceBatch(
         ids.to(device),
         positions.to(device),
         None if mask is None else mask.to(device),
-        LayerBatch(packing, layers, recompute),
+        LayerBatch(packing, tuple(layers), recompute),
         None if real_rows is None else real_rows.to(device),
         torch.from_numpy(targets).to(device),
         tuple(adapters),
@@ -113,8 +113,16 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> list[GradientRow]:
     return list(map(GradientRow, (part.index for part in parts), rows, torch.cat(sums).isfinite().tolist()))
 
 
-def _segment(start: int, sizes: Sequence[int], device: torch.device) -> Segment:
-    return Segment(start, start + sum(sizes), Groups(tuple(sizes), device))
+def _segment(start: int, sizes: Sequence[int]) -> Segment:
+    return Segment(start, start + sum(sizes), Groups(tuple(sizes)))
+
+
+def _table(adapters: Sequence[SegmentLora], architecture: Architecture) -> LoraTable | None:
+    """For the kernels, which take bf16 on CUDA; equal groups of one stack are as fast as batched products."""
+    weights_GP, batched = adapters[0].weights_GP, len(adapters) == 1 and adapters[0].segment.groups.equal
+    if not weights_GP.is_cuda or weights_GP.dtype != torch.bfloat16 or batched:
+        return None
+    return LoraTable(adapters, [target.name for target in architecture.linear])
 
 
 def _segment_lora(parts: Sequence[Part], segment: Segment, train: bool) -> SegmentLora:

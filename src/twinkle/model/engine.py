@@ -36,10 +36,6 @@ class Engine:
         self.architecture = architecture
         self.device = device
         fuse_norms(model)
-        if device.type == "cuda" and model.dtype == torch.bfloat16:
-            from twinkle.model.grouped_kernels import compile_kernels
-
-            compile_kernels(device)
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
         self._decoder = model.base_model

@@ -1,8 +1,7 @@
 """Matrix products over consecutive groups of rows, one weight matrix a group.
 
-The rows of a (T, K) matrix are ordered by group, and groups are never empty. How a product is done depends on its
-shape: one batched product for groups of equal size (a single group among them), one Triton kernel for ragged groups in
-bf16 on CUDA, a loop otherwise. All of them write where they are told to, without a temporary.
+The rows of a (T, K) matrix are ordered by group, and groups are never empty. Groups of equal size (a single one among
+them) are one batched product, others a loop. Both write where they are told to, without a temporary.
 
 Shapes: T rows in all, G groups, K inner and N outer features.
 """
@@ -13,15 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-TILE_ROWS = 64  # rows of one group that a CUDA kernel takes at a time
-
 
 @dataclass(frozen=True)
 class Groups:
-    """How T rows fall into consecutive groups; ``device`` is where the rows are."""
+    """How T rows fall into consecutive groups."""
 
     sizes: tuple[int, ...]
-    device: torch.device
 
     def __post_init__(self) -> None:
         assert all(size > 0 for size in self.sizes), "a group has rows"
@@ -29,21 +25,6 @@ class Groups:
     @cached_property
     def equal(self) -> bool:
         return min(self.sizes) == max(self.sizes)
-
-    @cached_property
-    def bounds(self) -> Tensor:
-        """(G + 1,) int32 on the device: 0, then where each group ends."""
-        return torch.tensor((0, *self.sizes)).cumsum(0).to(self.device, torch.int32)
-
-    @cached_property
-    def tiles(self) -> Tensor:
-        """(tiles, 3) int32 on the device: group, first row and end of the group of each tile of TILE_ROWS rows."""
-        tiles, start = [], 0
-        for group, size in enumerate(self.sizes):
-            stop = start + size
-            tiles += [(group, row, stop) for row in range(start, stop, TILE_ROWS)]
-            start = stop
-        return torch.tensor(tiles, dtype=torch.int32).to(self.device)
 
     def batched(self, rows_TK: Tensor) -> Tensor:
         """(G, T/G, K), for groups of equal size."""
@@ -55,10 +36,6 @@ def grouped_mm(out_TN: Tensor, rows_TK: Tensor, weights_GKN: Tensor, groups: Gro
     if groups.equal:
         batched_GnN = groups.batched(out_TN)
         torch.baddbmm(batched_GnN, groups.batched(rows_TK), weights_GKN, beta=beta, out=batched_GnN)
-    elif _has_kernel(rows_TK):
-        from twinkle.model.grouped_kernels import ragged_mm
-
-        ragged_mm(out_TN, rows_TK, weights_GKN, groups.tiles, add=beta == 1)
     else:
         sizes = list(groups.sizes)
         for out, rows, weights in zip(out_TN.split(sizes), rows_TK.split(sizes), weights_GKN.unbind(), strict=True):
@@ -70,10 +47,6 @@ def add_grouped_outer(out_GKN: Tensor, left_TK: Tensor, right_TN: Tensor, groups
     """``out[g] += left[rows of g].T @ right[rows of g]``, the weight gradient of :func:`grouped_mm`, in fp32."""
     if groups.equal:
         _add_bmm(out_GKN, groups.batched(left_TK).transpose(1, 2), groups.batched(right_TN))
-    elif _has_kernel(left_TK):
-        from twinkle.model.grouped_kernels import add_ragged_outer
-
-        add_ragged_outer(out_GKN, left_TK, right_TN, groups.bounds)
     else:
         sizes = list(groups.sizes)
         for out, left, right in zip(out_GKN.split(1), left_TK.split(sizes), right_TN.split(sizes), strict=True):
@@ -88,7 +61,3 @@ def _add_bmm(out_GKN: Tensor, left_GKn: Tensor, right_GnN: Tensor) -> None:
         torch.baddbmm(out_GKN, left_GKn, right_GnN, out_dtype=out_GKN.dtype, out=out_GKN)
     else:
         out_GKN.add_(torch.bmm(left_GKn, right_GnN))
-
-
-def _has_kernel(rows: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype == torch.bfloat16

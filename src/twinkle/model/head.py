@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.grouped import Groups
-from twinkle.model.lora import BoundLora, Segment, add_lora, add_lora_gradient
+from twinkle.model.segments import BoundLora, Segment, add_lora, add_lora_gradient
 
 # (start, stop, lp_CK) → dL/dlp of these rows
 Coefficients = Callable[[int, int, Tensor], Tensor]
@@ -179,7 +179,7 @@ def _clip(lora: BoundLora, start: int, stop: int) -> BoundLora | None:
     overlaps = [min(after, high) - max(before, low) for before, after in pairwise(ends)]
     inside = [index for index, rows in enumerate(overlaps) if rows > 0]
     picked = slice(inside[0], inside[-1] + 1)
-    groups = Groups(tuple(overlaps[picked]), segment.groups.device)
+    groups = Groups(tuple(overlaps[picked]))
     clipped = BoundLora(Segment(low - start, high - start, groups), lora.a_GRI[picked], lora.b_GOR[picked])
     if lora.da_GRI is None or lora.db_GOR is None:
         return clipped

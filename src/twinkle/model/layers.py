@@ -49,7 +49,7 @@ class TenantLayer(nn.Module):
             kwargs["packing"] = batch.packing
         lora = batch.lora[self.index]
         train = torch.is_grad_enabled()
-        if train and not hidden_states.requires_grad and any(lora.bound(linear.name) for linear in self.linears):
+        if train and not hidden_states.requires_grad and any(lora.has(linear.name) for linear in self.linears):
             # The first layer with adapters. Their gradients are made on the way of this one, so it must be asked for.
             hidden_states = hidden_states.detach().requires_grad_()
         train = train and hidden_states.requires_grad
