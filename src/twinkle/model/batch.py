@@ -21,6 +21,7 @@ from twinkle.model.layers import LayerBatch
 from twinkle.model.lora import LayerLora
 from twinkle.model.lora_table import LoraTable
 from twinkle.model.segments import BoundLora, Segment, SegmentLora
+from twinkle.model.transfer import HostCopy, to_device
 from twinkle.model.validation import CheckedDatum, CheckedItem
 
 
@@ -77,12 +78,12 @@ def build_batch(
     table = _table(adapters, architecture)
     layers = [LayerLora(f"{architecture.layers_path}.{i}.", adapters, table) for i in range(architecture.layer_count)]
     return DeviceBatch(
-        ids.to(device),
-        positions.to(device),
-        None if mask is None else mask.to(device),
+        to_device(ids, device),
+        to_device(positions, device),
+        None if mask is None else to_device(mask, device),
         LayerBatch(packing, tuple(layers), recompute),
-        None if real_rows is None else real_rows.to(device),
-        torch.from_numpy(targets).to(device),
+        None if real_rows is None else to_device(real_rows, device),
+        to_device(torch.from_numpy(targets), device),
         tuple(adapters),
         tuple(head_lora),
     )
@@ -97,7 +98,19 @@ class GradientRow:
     finite: bool
 
 
-def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> list[GradientRow]:
+@dataclass(frozen=True)
+class Gradients:
+    """One row a request; :meth:`rows` waits until the device has computed them."""
+
+    indices: tuple[int, ...]  # of the requests
+    rows_P: tuple[Tensor, ...]
+    finite: HostCopy
+
+    def rows(self) -> list[GradientRow]:
+        return list(map(GradientRow, self.indices, self.rows_P, self.finite.array().tolist()))
+
+
+def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
     """After the backward pass: gradients with respect to the master weights."""
     rows: list[Tensor] = []
     sums: list[Tensor] = []
@@ -107,10 +120,11 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> list[GradientRow]:
         scaling_G = list(islice(scalings, len(segment.gradient_GP)))
         if set(scaling_G) != {1.0}:  # the compute copies hold scaled B, the master weights unscaled
             b_rows = segment.gradient_GP[:, segment.layout.a_size :]
-            b_rows.mul_(torch.tensor(scaling_G, device=b_rows.device).unsqueeze(1))
+            b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
         rows += segment.gradient_GP
         sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum so
-    return list(map(GradientRow, (part.index for part in parts), rows, torch.cat(sums).isfinite().tolist()))
+    indices = tuple(part.index for part in parts)
+    return Gradients(indices, tuple(rows), HostCopy.of(torch.cat(sums).isfinite()))
 
 
 def _segment(start: int, sizes: Sequence[int]) -> Segment:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twinkle.model.segments import SegmentLora
+from twinkle.model.transfer import to_device
 
 _A, _B, _DA, _DB = range(4)
 
@@ -25,7 +26,7 @@ class LoraTable:
 
         device = segments[0].weights_GP.device
         addresses = np.concatenate([_addresses(segment, names) for segment in segments], 2)
-        self._addresses_M4G = torch.from_numpy(addresses).to(device)
+        self._addresses_M4G = to_device(torch.from_numpy(addresses), device)
         self._places = {name: place for place, name in enumerate(names)}
         self._rank = max(segment.layout.rank for segment in segments)
         spans: list[tuple[int, int, int, int]] = []
@@ -35,8 +36,8 @@ class LoraTable:
                 spans.append((len(spans), row, row + size, segment.layout.rank))
                 row += size
         tiles = [(g, row, end, rank) for g, start, end, rank in spans for row in range(start, end, TILE_ROWS)]
-        self._spans = torch.tensor(spans, dtype=torch.int32).to(device)
-        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(device)
+        self._spans = to_device(torch.tensor(spans, dtype=torch.int32), device)
+        self._tiles = to_device(torch.tensor(tiles, dtype=torch.int32), device)
 
     def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
         """h = x A.T and y += h B.T."""
