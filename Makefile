@@ -8,17 +8,20 @@ MATRIX ?= 5.5.4 5.19.0
 VENV := .venv
 STAMP := $(VENV)/.setup-stamp
 MATRIX_VENV := .venv-tf-
-EXTRAS := transformers,client,dev
+COOKBOOK_VENV := .venv-cookbook
+# What tests/cookbook runs as a client: the newest of both, and the newest transformers the cookbook accepts.
+COOKBOOK := tinker-cookbook==0.5.8 tinker==0.36.0 transformers==5.5.4
+EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
 TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format bench test-matrix $(MATRIX:%=test-matrix-%) clean
+.PHONY: help setup test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=python3.12      which interpreter a new environment gets (3.11 to 3.13); now $(PYTHON)"
 	@echo "  TORCH_PIP_ARGS='...'   further arguments of 'pip install torch': '--index-url URL' of an index of CPU builds,"
@@ -51,6 +54,9 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 	@echo "numerics tests on transformers $*"
 	@$(MATRIX_VENV)$*/bin/pytest -q -m matrix
 
+test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes of tinker-cookbook, unmodified, against our server
+	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook
+
 clean: ## remove build outputs and caches (environments stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	@find src tests benchmarks cookbook -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -65,6 +71,13 @@ $(MATRIX:%=$(MATRIX_VENV)%/.setup-stamp): $(MATRIX_VENV)%/.setup-stamp: pyprojec
 	@$(call make_venv,$(MATRIX_VENV)$*)
 	@$(call install_torch,$(MATRIX_VENV)$*)
 	@$(call install_twinkle,$(MATRIX_VENV)$*,transformers==$*)
+	@touch $@
+
+$(COOKBOOK_VENV)/.setup-stamp: Makefile
+	@$(call make_venv,$(COOKBOOK_VENV))
+	@$(call install_torch,$(COOKBOOK_VENV))
+	@echo "installing $(COOKBOOK) into $(COOKBOOK_VENV)"
+	@$(COOKBOOK_VENV)/bin/$(PIP_INSTALL) $(COOKBOOK)
 	@touch $@
 
 # (venv) An environment that has a working pip already is kept, whoever made it.

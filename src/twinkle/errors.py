@@ -5,8 +5,10 @@ else that can go wrong for a reason outside the code has a type of its own; our 
 Each type is also a standard-library type, so callers who have never heard of Twinkle catch what they expect.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+# What the package `twinkle` exports. Errors of the server are not for its users and are imported from here by name.
 __all__ = [
     "AdapterExistsError",
     "AdapterNotFoundError",
@@ -90,6 +92,77 @@ class MissingDependencyError(TwinkleError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r} (our extra {extra!r}): pip install {package}")
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+class TwinkleServerError(TwinkleError, RuntimeError):
+    """The server cannot start, or cannot go on, the way it was told to."""
+
+
+class ConfigParseError(TwinkleServerError, ValueError):
+    """A configuration file is not YAML, or its top level is not a mapping."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing wrong with a configuration. ``got`` is the value as it is to be shown to people."""
+
+    field: str
+    got: str
+    allowed: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: got {self.got}, allowed: {self.allowed}"
+
+
+class ConfigError(TwinkleServerError, ValueError):
+    """Keys of a configuration hold values that are not allowed there. ``problems`` has one entry for each."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.problems: tuple[ConfigProblem, ...] = (ConfigProblem(field, _short(value), allowed),)
+        super().__init__(str(self.problems[0]))
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[ConfigProblem], source: str) -> "ConfigError":
+        """All ``problems`` of the file ``source``, one a line."""
+        error = cls(problems[0].field, problems[0].got, problems[0].allowed)
+        error.problems = tuple(problems)
+        error.args = ("\n".join(f"{source}: {problem}" for problem in problems),)
+        return error
+
+
+class UnauthorizedError(TwinkleServerError, PermissionError):
+    """No API key, or one that nobody issued."""
+
+    def __init__(self, wanted: str) -> None:
+        super().__init__(f"API key: missing or unknown, allowed: {wanted}")
+
+
+class NotFoundError(TwinkleServerError, LookupError):
+    """Nothing of the caller's has this id. What belongs to another tenant answers just so."""
+
+    def __init__(self, kind: str, identifier: str) -> None:
+        super().__init__(f"unknown {kind} {_short(identifier)}")
+
+
+class UnknownCheckpointError(NotFoundError, UserError):
+    """The same for a checkpoint's address, which is a field of a request rather than its target."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("checkpoint", path)
+
+
+class GoneError(TwinkleServerError, LookupError):
+    """It was there, and will not come back."""
+
+
+class QuotaError(TwinkleServerError, RuntimeError):
+    """A tenant's limit is reached for now."""
+
+    def __init__(self, what: str, used: int, limit: int) -> None:
+        super().__init__(f"{what}: {used} of {limit} in use; wait until some are done, or ask for a higher limit")
 
 
 def _short(value: object, limit: int = 120) -> str:

@@ -10,6 +10,7 @@ Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimensio
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,16 @@ class Packing:
         return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length())
 
 
+class CachedAttention(Protocol):
+    """Attention of one layer for rows whose earlier keys and values are kept elsewhere: how a sampler hooks in."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Shapes as in :func:`packed_attention`."""
+        ...
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -47,6 +58,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing | None = None,
+    cached: CachedAttention | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -54,14 +66,30 @@ def packed_attention(
     **_transformers: object,  # whatever else a model family passes to every attention implementation
 ) -> tuple[Tensor, None]:
     """query (1, H, T, D), key and value (1, J, T, D) → (1, T, H, D), the layout transformers expects back."""
-    if packing is None or attention_mask is not None or dropout != 0.0:
+    if (packing is None and cached is None) or attention_mask is not None or dropout != 0.0:
         raise UnsupportedError(
             f"{type(module).__name__} cannot run packed: it must be given bounds, no mask, no dropout"
         )
+    if packing is None:
+        assert cached is not None
+        return cached.attend(query, key, value, scaling, sliding_window, softcap), None
+    return attend_packed(query, key, value, packing, scaling, sliding_window, softcap), None
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Every token sees itself and what is before it in its own sequence."""
     if query.is_cuda and softcap is None and _kernel_takes(query, value):
         q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _varlen(q_THD, k_TJD, v_TJD, packing, scaling, sliding_window).unsqueeze(0), None
-    return _by_runs(query[0], key[0], value[0], packing.lengths, scaling, sliding_window, softcap), None
+        return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window).unsqueeze(0)
+    return _by_runs(query[0], key[0], value[0], packing.lengths, scale, window, softcap)
 
 
 def _kernel_takes(query: Tensor, value: Tensor) -> bool:
@@ -121,7 +149,7 @@ def _by_runs(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
         else:
-            out = _plain(q, k, v, mask, scale, softcap)
+            out = softcapped_attention(q, k, v, mask, scale, softcap)
         outputs.append(out.to(q_HTD.dtype).transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(outputs).unsqueeze(0)
@@ -133,7 +161,9 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float) -> Tensor:
+def softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float
+) -> Tensor:
     """softmax(softcap · tanh(q kᵀ · scale / softcap)) v, with the scores in fp32."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)

@@ -17,9 +17,7 @@ from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import Architecture
 from twinkle.model.attention import Packing
 from twinkle.model.grouped import Groups
-from twinkle.model.layers import LayerBatch
-from twinkle.model.lora import LayerLora
-from twinkle.model.lora_table import LoraTable
+from twinkle.model.layers import LayerBatch, bind_layers
 from twinkle.model.segments import BoundLora, Segment, SegmentLora
 from twinkle.model.transfer import HostCopy, to_device
 from twinkle.model.validation import CheckedDatum, CheckedItem
@@ -75,13 +73,11 @@ def build_batch(
     targets = np.concatenate([np.pad(d.targets, ((0, 0), (0, width - d.targets.shape[1]))) for d in data])
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
     packing = None if architecture.padded else Packing.of(lengths, device)
-    table = _table(adapters, architecture)
-    layers = [LayerLora(f"{architecture.layers_path}.{i}.", adapters, table) for i in range(architecture.layer_count)]
     return DeviceBatch(
         to_device(ids, device),
         to_device(positions, device),
         None if mask is None else to_device(mask, device),
-        LayerBatch(packing, tuple(layers), recompute),
+        LayerBatch(packing, bind_layers(adapters, architecture), recompute),
         None if real_rows is None else to_device(real_rows, device),
         to_device(torch.from_numpy(targets), device),
         tuple(adapters),
@@ -129,14 +125,6 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
 
 def _segment(start: int, sizes: Sequence[int]) -> Segment:
     return Segment(start, start + sum(sizes), Groups(tuple(sizes)))
-
-
-def _table(adapters: Sequence[SegmentLora], architecture: Architecture) -> LoraTable | None:
-    """For the kernels, which take bf16 on CUDA; equal groups of one stack are as fast as batched products."""
-    weights_GP, batched = adapters[0].weights_GP, len(adapters) == 1 and adapters[0].segment.groups.equal
-    if not weights_GP.is_cuda or weights_GP.dtype != torch.bfloat16 or batched:
-        return None
-    return LoraTable(adapters, [target.name for target in architecture.linear])
 
 
 def _segment_lora(parts: Sequence[Part], segment: Segment, train: bool) -> SegmentLora:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from twinkle.model.architecture import Architecture
 from twinkle.model.batch import DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
 from twinkle.model.head import ChunkedHead
-from twinkle.model.layers import TenantLayer, install
+from twinkle.model.layers import LayerBatch, TenantLayer, install
 from twinkle.model.norms import fuse_norms
 from twinkle.model.objective import Objective
 from twinkle.model.transfer import HostCopy
@@ -78,15 +78,21 @@ class Engine:
             gradients = harvest(batch, parts)
         return Computed(logprobs, gradients)
 
-    def _hidden(self, batch: DeviceBatch) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
+    ) -> Tensor:
+        """The decoder's output for all rows, those of padding included."""
         output = self._decoder(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
             use_cache=False,
-            batch=batch.layer_batch,
+            batch=layer_batch,
         )
-        hidden_TH = output.last_hidden_state.flatten(0, 1)
+        return output.last_hidden_state.flatten(0, 1)
+
+    def _hidden(self, batch: DeviceBatch) -> Tensor:
+        hidden_TH = self.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask, batch.layer_batch)
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
     def _head(self, batch: DeviceBatch, hidden_TH: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:

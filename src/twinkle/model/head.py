@@ -7,7 +7,7 @@ vocabulary) whatever the batch.
 Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets a row, G groups, R rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -60,6 +60,14 @@ class ChunkedHead:
             for part in chunk.lora:
                 add_lora_gradient(part, dlogits_CV, chunk.hidden_CH, chunk.h_CR, gradient_CH)
         return logprobs_TK, gradient_TH
+
+    def logits(self, hidden_TH: Tensor, lora: Sequence[BoundLora] = ()) -> Iterator[tuple[slice, Tensor]]:
+        """All logits, chunk by chunk: which rows, and their logits (C, V) fp32."""
+        for rows in self._chunks(len(hidden_TH)):
+            hidden_CH = hidden_TH[rows]
+            logits_CV = self._base_logits(hidden_CH)
+            clipped = [part for each in lora if (part := _clip(each, rows.start, rows.stop)) is not None]
+            yield rows, self._finished(logits_CV, _lora_logits(clipped, hidden_CH, logits_CV.shape)[1])
 
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_rows, rows)) for start in range(0, rows, self.chunk_rows)]

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
-from twinkle.model.attention import Packing
+from twinkle.model.attention import CachedAttention, Packing
 from twinkle.model.lora import LayerLora, LoraLinear
+from twinkle.model.lora_table import table_for
+from twinkle.model.segments import SegmentLora
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class LayerBatch:
     packing: Packing | None  # None: the batch is padded and masked instead
     lora: tuple[LayerLora, ...]  # one entry a decoder layer
     recompute: bool
+    cached: tuple[CachedAttention, ...] | None = None  # sampling: one entry a decoder layer, in place of packing
 
 
 class TenantLayer(nn.Module):
@@ -47,6 +50,8 @@ class TenantLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: object, batch: LayerBatch, **kwargs: object) -> Tensor:
         if batch.packing is not None:
             kwargs["packing"] = batch.packing
+        if batch.cached is not None:
+            kwargs["cached"] = batch.cached[self.index]
         lora = batch.lora[self.index]
         train = torch.is_grad_enabled()
         if train and not hidden_states.requires_grad and any(lora.has(linear.name) for linear in self.linears):
@@ -96,3 +101,10 @@ def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLa
     for index, inner in enumerate(layers):
         layers[index] = TenantLayer(inner, index)
     return list(layers)
+
+
+def bind_layers(segments: Sequence[SegmentLora], architecture: Architecture) -> tuple[LayerLora, ...]:
+    """The adapters of a batch for each decoder layer. Rows outside all segments get none."""
+    table = table_for(segments, [target.name for target in architecture.linear])
+    prefixes = [f"{architecture.layers_path}.{index}." for index in range(architecture.layer_count)]
+    return tuple(LayerLora(prefix, segments, table) for prefix in prefixes)

@@ -32,7 +32,7 @@ class LayerLora:
     """
 
     def __init__(self, prefix: str, segments: Sequence[SegmentLora], table: LoraTable | None) -> None:
-        self.width = max(_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments))  # of x A.T
+        self.width = max([_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments)])  # of x A.T
         self.key = torch.tensor(next(_KEYS))
         self._prefix = prefix  # of the names of its linear layers
         self._segments = segments
@@ -67,6 +67,7 @@ class LayerLora:
         return self._bound[name]
 
 
+# Weak: the layers of a batch go with the batch.
 _KEYS = itertools.count()
 _BY_KEY: weakref.WeakValueDictionary[int, LayerLora] = weakref.WeakValueDictionary()
 

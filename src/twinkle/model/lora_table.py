@@ -15,6 +15,14 @@ from twinkle.model.transfer import to_device
 _A, _B, _DA, _DB = range(4)
 
 
+def table_for(segments: Sequence[SegmentLora], names: Sequence[str]) -> "LoraTable | None":
+    """Where the kernels can run (bf16 on CUDA) and are needed: equal groups of one stack are one batched product."""
+    if not segments or (len(segments) == 1 and segments[0].segment.groups.equal):
+        return None
+    weights_GP = segments[0].weights_GP
+    return LoraTable(segments, names) if weights_GP.is_cuda and weights_GP.dtype == torch.bfloat16 else None
+
+
 class LoraTable:
     """Where the A, B and gradients of each group lie, for each linear layer, and which rows are whose.
 
@@ -30,8 +38,8 @@ class LoraTable:
         self._places = {name: place for place, name in enumerate(names)}
         self._rank = max(segment.layout.rank for segment in segments)
         spans: list[tuple[int, int, int, int]] = []
-        row = 0
         for segment in segments:
+            row = segment.segment.start
             for size in segment.segment.groups.sizes:
                 spans.append((len(spans), row, row + size, segment.layout.rank))
                 row += size

@@ -1,8 +1,8 @@
 """How much a batch may hold: measured on the loaded model, divided once, printed."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,7 +51,19 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+    return int(_available_host_bytes() * _CPU_SHARE)
+
+
+def _available_host_bytes(root: Path = Path("/")) -> int:
+    """What the kernel would give us: its file cache counts, and so does the limit of a container."""
+    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].removesuffix("kB")) * 1024
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+    except OSError:  # not in a group of its own
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))
 
 
 def head_chunk_rows(device: torch.device, vocab_size: int) -> int:

@@ -7,20 +7,24 @@ from itertools import count
 import torch
 
 from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from twinkle.model.adapter import STATE_BYTES_PER_PARAMETER, Adapter
+from twinkle.model.adapter import Adapter
 from twinkle.model.stacks import SLOTS_PER_BLOCK, RowLayout, Stack
 
 _HOST = torch.device("cpu")
 
 
 class AdapterPool:
-    """All adapters of a trainer; as many as ``budget_bytes`` allows are resident."""
+    """All adapters of a trainer, and a sampler's frozen versions; as many as ``budget_bytes`` allows are resident.
+
+    Versions have no ids here: their names are the sampler's business, and a tenant's adapter may have the same.
+    """
 
     def __init__(self, budget_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.budget_bytes = budget_bytes
         self._dtype = dtype
         self._device = device
         self._adapters: dict[str, Adapter] = {}
+        self._versions: list[Adapter] = []
         self._stacks: dict[str, Stack] = {}  # by the digest of their layout
         self._clock = count(1)
 
@@ -48,12 +52,7 @@ class AdapterPool:
 
     def put(self, adapter: Adapter) -> None:
         """Like :meth:`add`, in the place of any adapter with the same id."""
-        if not self.fit([adapter]):
-            needed = _bytes_of([adapter])
-            raise CapacityError(
-                f"adapter {adapter.adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
-                f"{self.budget_bytes / 2**20:.0f} MiB are set aside for adapters"
-            )
+        self._require_fit(adapter, self.budget_bytes)
         if adapter.adapter_id in self._adapters:
             self.remove(adapter.adapter_id)
         self._adapters[adapter.adapter_id] = adapter
@@ -62,6 +61,24 @@ class AdapterPool:
         adapter = self.get(adapter_id)
         self._release(adapter)
         del self._adapters[adapter_id]
+
+    def add_version(self, version: Adapter) -> None:
+        """Take in a frozen adapter, to be paged like the others."""
+        self._require_fit(version, self.budget_bytes)
+        self._versions.append(version)
+
+    def remove_version(self, version: Adapter) -> None:
+        self._release(version)
+        self._versions = [other for other in self._versions if other is not version]
+
+    def shrink(self, budget_bytes: int) -> None:
+        """Live with less from now on."""
+        for adapter in self._all():
+            self._require_fit(adapter, budget_bytes)
+        self.budget_bytes = budget_bytes
+        if self._used_bytes() > budget_bytes:
+            for adapter in self._all():
+                self._page_out(adapter)
 
     def resident_ids(self) -> list[str]:
         return [adapter.adapter_id for adapter in self._adapters.values() if adapter.slot is not None]
@@ -79,15 +96,15 @@ class AdapterPool:
             adapter.last_used = now
         if not self._try_make_resident(wanted):
             # Rows of the wanted adapters are scattered over half-empty blocks: start over with compact ones.
-            for adapter in self._adapters.values():
+            for adapter in self._all():
                 self._page_out(adapter)
             done = self._try_make_resident(wanted)
             assert done, "adapters that fit found no room in an empty device"
 
     def _try_make_resident(self, wanted: list[Adapter]) -> bool:
-        keep = {adapter.adapter_id for adapter in wanted}
+        keep = {id(adapter) for adapter in wanted}
         for adapter in wanted:
-            if adapter.slot is None and not self._make_room(adapter.stack, keep):
+            if adapter.slot is None and not self._make_room(adapter, keep):
                 return False
             if adapter.slot is None:
                 adapter.slot = adapter.stack.take()
@@ -95,15 +112,15 @@ class AdapterPool:
                 adapter.refresh_compute_copy()
         return True
 
-    def _make_room(self, stack: Stack, keep: set[str]) -> bool:
-        state_bytes = STATE_BYTES_PER_PARAMETER * stack.layout.size
+    def _make_room(self, wanted: Adapter, keep: set[int]) -> bool:
+        stack = wanted.stack
         while True:
-            needed = state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
+            needed = wanted.state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
             if self._used_bytes() + needed <= self.budget_bytes:
                 if not stack.has_free_slot:
                     stack.add_block()
                 return True
-            idle = [a for a in self._adapters.values() if a.slot is not None and a.adapter_id not in keep]
+            idle = [a for a in self._all() if a.slot is not None and id(a) not in keep]
             if not idle:
                 return False
             self._page_out(min(idle, key=lambda a: a.last_used))
@@ -121,14 +138,22 @@ class AdapterPool:
 
     def _used_bytes(self) -> int:
         blocks = sum(stack.allocated_bytes for stack in self._stacks.values())
-        return blocks + sum(
-            STATE_BYTES_PER_PARAMETER * a.layout.size for a in self._adapters.values() if a.slot is not None
-        )
+        return blocks + sum(adapter.state_bytes for adapter in self._all() if adapter.slot is not None)
+
+    def _all(self) -> list[Adapter]:
+        return [*self._adapters.values(), *self._versions]
+
+    def _require_fit(self, adapter: Adapter, budget_bytes: int) -> None:
+        needed = _bytes_of([adapter])
+        if needed > budget_bytes:
+            raise CapacityError(
+                f"adapter {adapter.adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
+                f"{budget_bytes / 2**20:.0f} MiB are set aside for adapters"
+            )
 
 
 def _bytes_of(adapters: Iterable[Adapter]) -> int:
-    counts = Counter(adapter.stack for adapter in adapters)
-    return sum(
-        -(-count // SLOTS_PER_BLOCK) * stack.block_bytes + count * STATE_BYTES_PER_PARAMETER * stack.layout.size
-        for stack, count in counts.items()
-    )
+    wanted = list(adapters)
+    counts = Counter(adapter.stack for adapter in wanted)
+    blocks = sum(-(-count // SLOTS_PER_BLOCK) * stack.block_bytes for stack, count in counts.items())
+    return blocks + sum(adapter.state_bytes for adapter in wanted)

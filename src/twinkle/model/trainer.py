@@ -5,6 +5,7 @@ memory, and computes them together; a request that is wrong or turns NaN fails a
 touches one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twinkle import hub
-from twinkle.errors import AdapterExistsError, InvalidInputError, TwinkleError
+from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError
 from twinkle.model import checkpoint
 from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import default_dtype, read_architecture
@@ -72,6 +73,7 @@ class Trainer:
         if memory_budget_bytes is not None:
             free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
         self.architecture = read_architecture(model)
+        self.end_tokens = _end_tokens(model)
         reference = plain_logprobs(model, self.architecture)
         chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
         self._engine = Engine(model, self.architecture, self.device, chunk_rows)
@@ -245,6 +247,35 @@ class Trainer:
             raise
         return spec
 
+    # --- what a sampler on the same model needs -----------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def pool(self) -> AdapterPool:
+        return self._pool
+
+    def frozen_copy(self, adapter_id: str) -> Adapter:
+        """The adapter's weights as they are now; training on does not change them."""
+        return Adapter.frozen_copy(self._pool.get(adapter_id))
+
+    def frozen_from_checkpoint(self, directory: str | Path) -> Adapter:
+        """The weights of a directory written by :meth:`save` or by PEFT."""
+        adapter = self._blank(str(directory), check_spec(checkpoint.read_spec(Path(directory))))
+        checkpoint.load_adapter(adapter, Path(directory), optimizer=False)
+        return Adapter.frozen_copy(adapter)
+
+    def set_aside(self, size: int) -> None:
+        """Give up ``size`` bytes of the adapters' memory for another use of the device."""
+        if not 0 <= size < self.memory.adapters:
+            raise CapacityError(
+                f"{size / 2**20:.0f} MiB are asked for, adapters have {self.memory.adapters / 2**20:.0f} MiB"
+            )
+        self._pool.shrink(self.memory.adapters - size)
+        self.memory = dataclasses.replace(self.memory, adapters=self.memory.adapters - size)
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
@@ -273,6 +304,14 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if chosen is None or chosen not in _DTYPES.values():
         raise InvalidInputError("dtype", dtype, f"one of {', '.join(sorted(_DTYPES))}")
     return chosen
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """All that end a turn or a text; a model's configurations may name one, several or none."""
+    configs = (model.generation_config, model.config, model.config.get_text_config())
+    named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in ids if token is not None)
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -1,0 +1,246 @@
+"""A sampler on the trainer's own model: no second copy of the base, and log-probabilities by the trainer's own code.
+
+``step`` is one turn on the device. It begins by bringing the versions of its sequences there (training may have paged
+them out in between), then makes passes over all sequences that run until its time is up; what it leaves behind are
+tokens and the cache. Used from one thread, in turns with training.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from time import perf_counter
+
+import torch
+
+from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError
+from twinkle.model.adapter import Adapter
+from twinkle.model.trainer import Trainer
+from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
+from twinkle.sampler.jobs import Job, Tokenizer
+from twinkle.sampler.model_pass import Computed, ModelPass, probe_shapes
+from twinkle.sampler.schedule import Schedule, Step
+from twinkle.sampler.types import Finished, SampleFailure, SampleRequest, SampleResult
+from twinkle.sampler.validation import Limits, check_request
+
+_TURN_SECONDS = 0.05  # no pass begins later in a turn
+_CHUNK_TOKENS = {"cuda": 2048, "cpu": 64}  # of a prompt, computed in one pass
+_CACHE_SHARE = 1 / 3  # of the adapters' memory, where the budget is left open
+
+
+class TorchSampler:
+    """A :class:`~twinkle.sampler.types.Sampler`."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        tokenizer: Tokenizer | None,
+        *,
+        kv_budget_bytes: int | None = None,
+        max_sequences: int = 64,
+    ) -> None:
+        """Take part of the trainer's memory for a cache of keys and values.
+
+        tokenizer: reads stop strings, which are refused without one, and names an end token beside the model's own.
+        kv_budget_bytes: comes out of the memory that the trainer set aside for adapters; None: up to a third of it.
+        max_sequences: samples that run at the same time.
+        """
+        if max_sequences < 1:
+            raise InvalidInputError("max_sequences", max_sequences, "an integer ≥ 1")
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
+        architecture = trainer.architecture
+        self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, max_sequences)
+        tokens = architecture.max_length if self._cache is None else self._cache.capacity * BLOCK
+        self._limits = Limits(architecture.vocab_size, architecture.max_length, tokens, tokenizer is not None)
+        chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
+        self._schedule = Schedule(
+            self._cache,
+            max_sequences=max_sequences,
+            chunk_tokens=min(chunk, max(BLOCK, trainer.memory.tokens)),
+            length_class=architecture.length_class,
+        )
+        self._pass = ModelPass(trainer.engine, self._cache)
+        self._versions: dict[str, Adapter] = {}
+        self._retired: list[Adapter] = []  # but still used
+        self._jobs: dict[str, Job] = {}
+        self._numbers = count()
+        self._finished: list[Finished] = []
+
+    @property
+    def memory(self) -> str:
+        """For people."""
+        if self._cache is None:
+            return "sampler: no cache, every token computes its whole sequence again"
+        return f"sampler: cache {self._cache.nbytes / 2**30:.2f} GiB = {self._limits.cache_tokens} tokens"
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        self._require_new(version_id)
+        self._add_version(version_id, self._trainer.frozen_copy(adapter_id))
+
+    def load_version(self, version_id: str, directory: str) -> None:
+        self._require_new(version_id)
+        self._add_version(version_id, self._trainer.frozen_from_checkpoint(directory))
+
+    def retire(self, version_id: str) -> None:
+        version = self._versions.pop(version_id, None)
+        if version is not None:
+            self._retired.append(version)
+            self._remove_unused()
+
+    def version_ids(self) -> list[str]:
+        return list(self._versions)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: SampleRequest) -> None:
+        if request.request_id in self._jobs:
+            raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
+        if request.version_id is not None and request.version_id not in self._versions:
+            raise InvalidInputError("version_id", request.version_id, "a published version, or None for the base model")
+        checked = check_request(request, self._limits)
+        ends = frozenset(checked.params.stop_tokens)
+        if checked.params.stop_at_eos:
+            ends |= self._end_tokens
+        version = None if request.version_id is None else self._versions[request.version_id]
+        job = Job(checked, version, next(self._numbers), ends, self._tokenizer)
+        self._jobs[checked.request_id] = job
+        self._schedule.add(job.sequences[0])
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._jobs:
+            self._remove(self._jobs[request_id])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def step(self) -> list[Finished]:
+        deadline = perf_counter() + _TURN_SECONDS
+        present = self._bring_versions()
+        while steps := self._schedule.next_steps(lambda job: job.version is None or id(job.version) in present):
+            for batch in self._batches(steps):
+                self._compute(batch)
+            if perf_counter() >= deadline:
+                break
+        finished, self._finished = self._finished, []
+        return finished
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _bring_versions(self) -> set[int]:
+        """Make versions resident for this turn: those that have waited for longest, as many as fit together."""
+        jobs = self._schedule.candidates()
+        versions = list({id(job.version): job.version for job in jobs if job.version is not None}.values())
+        chosen: list[Adapter] = []
+        for version in sorted(versions, key=lambda each: each.last_used):
+            if not self._trainer.pool.fit([*chosen, version]):
+                break
+            chosen.append(version)
+        self._trainer.pool.make_resident(chosen)
+        self._pass.forget_versions()
+        return {id(version) for version in chosen}
+
+    def _batches(self, steps: list[Step]) -> Iterator[list[Step]]:
+        """Steps that may share a pass: of one length class, and, where rows are padded, within the trainer's budget."""
+        by_class: dict[int, list[Step]] = {}
+        for step in steps:
+            by_class.setdefault(self._trainer.architecture.length_class(step.stop), []).append(step)
+        for alike in by_class.values():
+            if self._cache is not None:
+                yield alike
+                continue
+            batch: list[Step] = []
+            for step in sorted(alike, key=lambda each: each.stop):
+                if batch and (len(batch) + 1) * step.stop > self._trainer.memory.tokens:
+                    yield batch
+                    batch = []
+                batch.append(step)
+            yield batch
+
+    def _compute(self, steps: list[Step]) -> None:
+        steps = [step for step in steps if self._is_live(step.sequence.job)]
+        if not steps:
+            return
+        computed = self._run(steps)
+        if computed is not None:
+            for step, result in zip(steps, computed, strict=True):
+                self._absorb(step, result)
+        elif len(steps) > 1:
+            self._compute(steps[: len(steps) // 2])
+            self._compute(steps[len(steps) // 2 :])
+        else:
+            error = CapacityError(f"a sequence of {steps[0].stop} tokens does not fit this device's memory")
+            self._finish(steps[0].sequence.job, SampleFailure(error))
+
+    def _run(self, steps: list[Step]) -> list[Computed] | None:
+        """None when the device ran out of memory."""
+        try:
+            return self._pass.run([step.sequence.job.piece(step.sequence, step.start, step.stop) for step in steps])
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
+
+    def _absorb(self, step: Step, computed: Computed) -> None:
+        sequence, job = step.sequence, step.sequence.job
+        if not self._is_live(job):  # another of its samples failed in the same pass
+            return
+        self._schedule.computed(step)
+        try:
+            samples = job.absorb(sequence, step.start, computed)
+        except NonFiniteError as error:
+            self._finish(job, SampleFailure(error))
+            return
+        unfinished = [sample for sample in samples if sample.stop_reason is None]
+        if unfinished:
+            self._schedule.keep_stem(sequence)
+        for sample in unfinished:
+            self._schedule.add(sample)
+        if sequence.stop_reason is not None:
+            self._schedule.remove(sequence)
+        if job.done:
+            self._finish(job, job.result())
+
+    def _is_live(self, job: Job) -> bool:
+        return self._jobs.get(job.request.request_id) is job
+
+    def _finish(self, job: Job, outcome: SampleResult | SampleFailure) -> None:
+        self._remove(job)
+        self._finished.append(Finished(job.request.request_id, outcome))
+
+    def _remove(self, job: Job) -> None:
+        for sequence in job.sequences:
+            self._schedule.remove(sequence)
+        del self._jobs[job.request.request_id]
+        self._remove_unused()
+
+    def _require_new(self, version_id: str) -> None:
+        if not isinstance(version_id, str) or not version_id:
+            raise InvalidInputError("version_id", version_id, "a string that is not empty")
+        if version_id in self._versions:
+            raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
+
+    def _add_version(self, version_id: str, version: Adapter) -> None:
+        self._trainer.pool.add_version(version)
+        self._versions[version_id] = version
+
+    def _remove_unused(self) -> None:
+        if not self._retired:
+            return
+        used = {id(job.version) for job in self._jobs.values()}
+        for version in self._retired:
+            if id(version) not in used:
+                self._trainer.pool.remove_version(version)
+        self._retired = [version for version in self._retired if id(version) in used]
+
+
+def _make_cache(trainer: Trainer, budget_bytes: int | None, max_sequences: int) -> KeyValueCache:
+    shapes = probe_shapes(trainer.engine)
+    per_block = BLOCK * token_bytes(shapes, trainer.dtype)
+    if budget_bytes is None:
+        most = (max_sequences * blocks_for(trainer.architecture.max_length) + 1) * per_block
+        budget_bytes = min(int(trainer.memory.adapters * _CACHE_SHARE), most)
+    trainer.set_aside(budget_bytes)
+    return KeyValueCache(shapes, trainer.dtype, trainer.device, budget_bytes)

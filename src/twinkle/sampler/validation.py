@@ -1,0 +1,135 @@
+"""Checks a request before it joins a batch: every mistake names its field and what is allowed there."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+
+from twinkle.errors import InvalidInputError
+from twinkle.model.types import IntArray
+from twinkle.sampler.noise import fresh_seed
+from twinkle.sampler.types import SampleRequest, SamplingParams
+
+MAX_SAMPLES = 1024
+MAX_TOP_LOGPROBS = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the cache can do."""
+
+    vocab_size: int
+    context: int  # tokens of prompt and completion together
+    cache_tokens: int
+    stop_strings: bool  # whether there is a tokenizer to read them with
+
+    @property
+    def tokens(self) -> int:
+        return min(self.context, self.cache_tokens)
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request that is safe to compute, with nothing left open: ``max_tokens`` and ``seed`` are numbers."""
+
+    request_id: str
+    prompt: IntArray
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    num_samples: int
+    prompt_logprobs: bool
+    topk_prompt_logprobs: int
+
+
+def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
+    if not isinstance(request.request_id, str):
+        raise InvalidInputError("request_id", request.request_id, "a string")
+    prompt = _prompt(request.prompt, limits)
+    params = request.params
+    _check_params(params, limits)
+    _require_int("num_samples", request.num_samples, 1, MAX_SAMPLES)
+    _require_int("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, min(MAX_TOP_LOGPROBS, limits.vocab_size))
+    return CheckedRequest(
+        request_id=request.request_id,
+        prompt=prompt,
+        params=params,
+        max_tokens=_max_tokens(params.max_tokens, len(prompt), limits),
+        seed=fresh_seed() if params.seed is None else params.seed,
+        num_samples=request.num_samples,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+    )
+
+
+def _prompt(values: IntArray, limits: Limits) -> IntArray:
+    try:
+        prompt = np.asarray(values)
+    except (TypeError, ValueError) as error:  # ragged lists, for one
+        raise InvalidInputError("prompt", values, "an array of token ids") from error
+    if prompt.ndim != 1 or prompt.size == 0:
+        raise InvalidInputError("prompt", f"shape {prompt.shape}", "(T,) with T ≥ 1")
+    if prompt.dtype.kind not in "iu":
+        raise InvalidInputError("prompt", f"dtype {prompt.dtype}", "an integer array")
+    if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+        worst = prompt.min() if prompt.min() < 0 else prompt.max()
+        raise InvalidInputError("prompt", int(worst), f"token ids in [0, {limits.vocab_size})")
+    if len(prompt) >= limits.tokens:
+        raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"fewer than {limits.tokens} ({_reason(limits)})")
+    return prompt.astype(np.int64)  # a copy: the caller may change theirs
+
+
+def _max_tokens(wanted: int | None, prompt: int, limits: Limits) -> int:
+    left = limits.tokens - prompt
+    if wanted is None:
+        return left
+    if not _is_int(wanted) or not 1 <= wanted <= left:
+        allowed = f"an integer in [1, {left}] after a prompt of {prompt} tokens ({_reason(limits)}), or None"
+        raise InvalidInputError("max_tokens", wanted, allowed)
+    return wanted
+
+
+def _reason(limits: Limits) -> str:
+    if limits.context <= limits.cache_tokens:
+        return f"the context holds {limits.context}"
+    return f"the cache holds {limits.cache_tokens}"
+
+
+def _check_params(params: SamplingParams, limits: Limits) -> None:
+    if not _is_number(params.temperature) or not 0 <= params.temperature < math.inf:
+        raise InvalidInputError("temperature", params.temperature, "a finite number ≥ 0")
+    if not _is_number(params.top_p) or not 0 < params.top_p <= 1:
+        raise InvalidInputError("top_p", params.top_p, "a number in (0, 1]")
+    if not _is_int(params.top_k) or params.top_k < -1:
+        raise InvalidInputError("top_k", params.top_k, "an integer ≥ 1, or -1 (off)")
+    if params.seed is not None and (not _is_int(params.seed) or not -(2**63) <= params.seed < 2**64):
+        raise InvalidInputError("seed", params.seed, "a 64-bit integer or None")
+    for token in _listed("stop_tokens", params.stop_tokens):
+        if not _is_int(token) or not 0 <= token < limits.vocab_size:
+            raise InvalidInputError("stop_tokens", token, f"token ids in [0, {limits.vocab_size})")
+    for text in _listed("stop_strings", params.stop_strings):
+        if not isinstance(text, str) or not text:
+            raise InvalidInputError("stop_strings", text, "strings that are not empty")
+        if not limits.stop_strings:
+            raise InvalidInputError("stop_strings", text, "none: this sampler has no tokenizer")
+
+
+def _listed(field: str, values: Iterable[object]) -> list[object]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidInputError(field, values, "a tuple")
+    return list(values)
+
+
+def _require_int(field: str, value: object, low: int, high: int) -> None:
+    if not _is_int(value) or not low <= value <= high:
+        raise InvalidInputError(field, value, f"an integer in [{low}, {high}]")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

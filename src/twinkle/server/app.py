@@ -1,0 +1,21 @@
+"""The HTTP application: routers by area under ``/api/v1``, one error handler, nothing in between."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+
+import twinkle
+from twinkle.server.routes import futures, rest, sampling, sessions, system, training
+from twinkle.server.routes.http import install_error_handlers
+
+PREFIX = "/api/v1"
+
+
+def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
+    app = FastAPI(title="Twinkle", version=twinkle.__version__, lifespan=lifespan, redirect_slashes=False)
+    for area in (system, sessions, training, futures, sampling, rest):
+        app.include_router(area.router, prefix=PREFIX)
+    install_error_handlers(app)
+    return app

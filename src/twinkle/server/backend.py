@@ -1,0 +1,54 @@
+"""What the service asks of compute: the methods of a :class:`~twinkle.model.Trainer`, without torch in sight.
+
+Everything is called from one thread. Errors of a tenant's making are :class:`~twinkle.errors.UserError`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from twinkle.model.types import AdamParams, AdapterSnapshot, LoraSpec, TrainFailure, TrainItem, TrainResult
+from twinkle.sampler.types import Sampler
+
+
+class TrainingBackend(Protocol):
+    """Many adapters on one frozen model."""
+
+    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
+
+    def remove_adapter(self, adapter_id: str) -> None: ...
+
+    def adapter_ids(self) -> list[str]: ...
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]: ...
+
+    def zero_grad(self, adapter_id: str) -> None: ...
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot: ...
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None: ...
+
+    def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None: ...
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A loaded model and the engines on it. ``name`` is its id in the config; ``tokenizer_dir`` is on this machine."""
+
+    name: str
+    aliases: tuple[str, ...]
+    trainer: TrainingBackend
+    sampler: Sampler | None  # None: the model is for training only
+    architecture: str
+    max_context_length: int
+    tokens_per_batch: int
+    tokenizer_dir: str | None
+    tokenizer_id: str | None  # what clients on other machines can load
+    memory: str  # how memory is divided, for people

@@ -1,0 +1,187 @@
+"""``twinkle-server``: launch, status, keys, check-config, print-config."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from twinkle.errors import TwinkleError
+from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config, describe, load_config
+from twinkle.server.launch import fetch_status, run_server, start_in_background
+from twinkle.server.state import Store
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = _parser().parse_args(given)
+    try:
+        args.run(args, given)
+    except (TwinkleError, OSError) as error:
+        print(f"twinkle-server: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="twinkle-server", description="Post-training as a service.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    launch = commands.add_parser("launch", help="serve; without a config file the demo model on 127.0.0.1:8000")
+    launch.set_defaults(run=_launch)
+    _config_options(launch)
+    launch.add_argument("--log-level", choices=_LOG_LEVELS, default="info")
+    launch.add_argument("--no-wait", action="store_true", help="return once the server answers; it runs on")
+    launch.add_argument(
+        "-t", "--server-type", choices=("tinker", "twinkle"), help="accepted: one server speaks both protocols"
+    )
+
+    check = commands.add_parser("check-config", help="say what is wrong with a config file, and what older keys became")
+    check.set_defaults(run=_check_config)
+    check.add_argument("file", type=Path)
+
+    show = commands.add_parser("print-config", help="print the configuration in effect as commented YAML")
+    show.set_defaults(run=_print_config)
+    _config_options(show)
+
+    status = commands.add_parser("status", help="how a running server is doing")
+    status.set_defaults(run=_status)
+    status.add_argument("--url", default="http://127.0.0.1:8000")
+
+    keys = commands.add_parser("keys", help="API keys, for auth.mode: keys").add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    create = keys.add_parser("create", help="make a key; it is shown once and stored nowhere")
+    create.add_argument("--name", default="", help="what the key is for")
+    create.add_argument("--tenant", default=None, help="an existing tenant's id; without it the key is a new tenant")
+    create.set_defaults(run=_create_key)
+    listing = keys.add_parser("list", help="list keys, without the keys themselves")
+    listing.set_defaults(run=_list_keys)
+    revoke = keys.add_parser("revoke", help="make a key useless")
+    revoke.add_argument("key_id")
+    revoke.set_defaults(run=_revoke_key)
+    for action in (create, listing, revoke):
+        action.add_argument("-c", "--config", type=Path, default=None, metavar="FILE")
+        action.add_argument("--data-dir", type=Path, default=None)
+    return parser
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="YAML configuration")
+    parser.add_argument("--model", default=None, metavar="ID", help=f"model to serve, default {DEFAULT_MODEL}")
+    parser.add_argument("--host", default=None, help="default 127.0.0.1")
+    parser.add_argument("--port", type=int, default=None, help="default 8000; 0 takes any free one")
+    parser.add_argument("--data-dir", type=Path, default=None, help="default ~/.local/share/twinkle")
+    parser.add_argument("--namespace", default=None, help="Ray namespace; no effect on the embedded runtime")
+
+
+def _config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
+    """The file's configuration, or the default one, with what the command line says on top."""
+    if args.config is not None:
+        return load_config(
+            args.config,
+            model=args.model,
+            host=args.host,
+            port=args.port,
+            data_dir=args.data_dir,
+            ray_namespace=args.namespace,
+        )
+    config = default_config(
+        args.model or DEFAULT_MODEL,
+        host=args.host or "127.0.0.1",
+        port=8000 if args.port is None else args.port,
+        data_dir=args.data_dir,
+    )
+    notes = ["--namespace: has no effect on the embedded runtime"] if args.namespace else []
+    return config, notes
+
+
+def _launch(args: argparse.Namespace, given: list[str]) -> None:
+    config, notes = _config(args)
+    if not args.no_wait:
+        run_server(config, notes, args.log_level)
+        return
+    http = config.http_options
+    log_file = config.data_dir / "server.log"
+    arguments = [argument for argument in given[1:] if argument != "--no-wait"]
+    pid = start_in_background(arguments, f"http://{http.host}:{http.port}", log_file)
+    print(f"serving on http://{http.host}:{http.port} as process {pid}; log in {log_file}")
+
+
+def _check_config(args: argparse.Namespace, _given: list[str]) -> None:
+    _, notes = load_config(args.file)
+    for note in notes:
+        print(f"note: {note}")
+    print(f"{args.file}: good")
+
+
+def _print_config(args: argparse.Namespace, _given: list[str]) -> None:
+    config, notes = _config(args)
+    for note in notes:
+        print(f"# note: {note}")
+    print(describe(config))
+
+
+def _status(args: argparse.Namespace, _given: list[str]) -> None:
+    status = fetch_status(args.url)
+    models = status.pop("models")
+    assert isinstance(models, dict)
+    for key, value in status.items():
+        print(f"{key:18} {value:.0f}" if isinstance(value, float) else f"{key:18} {value}")
+    for name, numbers in models.items():
+        print(name)
+        for key, value in numbers.items():
+            print(f"  {key:16} {value}")
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _data_dir(args: argparse.Namespace) -> Path:
+    if args.data_dir is not None:
+        return Path(args.data_dir)
+    return (default_config() if args.config is None else load_config(args.config)[0]).data_dir
+
+
+def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
+    async def create() -> None:
+        store = await Store.open(_data_dir(args), lock=False)
+        record, key = await store.keys.create(args.tenant, args.name, time.time())
+        await store.close()
+        print(key)
+        print(f"id {record.key_id}, tenant {record.tenant_id}; the key is not stored: keep it now", file=sys.stderr)
+
+    asyncio.run(create())
+
+
+def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
+    async def listing() -> None:
+        store = await Store.open(_data_dir(args), lock=False)
+        for record in await store.keys.list():
+            state = "revoked" if record.revoked_at is not None else "active"
+            print(f"{record.key_id}  {record.tenant_id}  {state:8} {_day(record.created_at)}  {record.name}")
+        await store.close()
+
+    asyncio.run(listing())
+
+
+def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
+    async def revoke() -> bool:
+        store = await Store.open(_data_dir(args), lock=False)
+        revoked = await store.keys.revoke(args.key_id, time.time())
+        await store.close()
+        return revoked
+
+    if not asyncio.run(revoke()):
+        print(f"twinkle-server: no active key has the id {args.key_id!r}", file=sys.stderr)
+        sys.exit(1)
+    print(f"revoked {args.key_id}")
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")

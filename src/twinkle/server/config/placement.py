@@ -1,0 +1,194 @@
+"""Where an application runs: device groups and meshes, and the Ray Serve options of its deployment.
+
+The embedded runtime is one process on one device; what asks for more is refused (rules.py), and Serve's options are
+checked here and wait for the Ray runtime.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from twinkle.server.config.allowed import STRICT, Rule, refusal
+
+__all__ = ["AutoscalingConfig", "DeploymentOptions", "DeviceGroup", "DeviceMesh", "RayActorOptions", "RuntimeEnv"]
+
+_DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
+_SIZES = ("world_size", "dp_size", "fsdp_size", "tp_size", "pp_size", "cp_size")
+_OTHER_SIZES = ("ulysses_size", "ep_size", "etp_size", "ep_fsdp_size", "vpp_size")
+
+
+def _device_type(text: str) -> str:
+    if text.lower() not in _DEVICE_TYPES:
+        raise ValueError
+    return _DEVICE_TYPES[text.lower()]
+
+
+def _ranks(value: object) -> object:
+    """A count, or the ranks themselves."""
+    if _is_int(value, at_least=1):
+        return value
+    if isinstance(value, list | tuple) and value and all(_is_int(rank, at_least=0) for rank in value):
+        return tuple(value)
+    raise ValueError
+
+
+def _visible_devices(value: object) -> object:
+    if _is_int(value, at_least=0) or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, list | tuple) and value and all(_is_int(device, at_least=0) for device in value):
+        return tuple(value)
+    raise ValueError
+
+
+def _mesh(value: object) -> object:
+    """Nested lists of ranks, as nested tuples."""
+    if _is_int(value, at_least=0):
+        return value
+    if isinstance(value, list | tuple) and value:
+        return tuple(_mesh(part) for part in value)
+    raise ValueError
+
+
+def _is_int(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+DeviceType = Annotated[str, Rule(_device_type, "cpu, cuda or gpu")]
+Dimension = Literal["dp", "fsdp", "tp", "pp", "cp", "ep", "ep_fsdp"]
+Size = Annotated[int, Field(ge=1)]
+
+
+class DeviceGroup(BaseModel):
+    """The devices of an application. The embedded runtime uses one."""
+
+    model_config = STRICT
+
+    name: str = Field(min_length=1, description="Name of the group.")
+    ranks: Annotated[object, Rule(_ranks, "a number of processes ≥ 1 or a list of ranks")] = Field(
+        default=1, description="Number of processes, or their ranks."
+    )
+    device_type: DeviceType = Field(description="Kind of device.")
+    gpus_per_worker: Size = Field(default=1, description="Devices of one process.")
+    visible_devices: (
+        Annotated[object, Rule(_visible_devices, "a device number, several, or text such as 0,1")] | None
+    ) = Field(default=None, description="Which devices of the machine; null is all.")
+
+    @property
+    def processes(self) -> int:
+        return len(self.ranks) if isinstance(self.ranks, tuple) else int(str(self.ranks))
+
+    @property
+    def device(self) -> str:
+        """The one device as torch names it. An explicit rank or visible device is the index of a GPU."""
+        chosen = self.visible_devices if self.visible_devices is not None else self.ranks
+        named = self.visible_devices is not None or isinstance(self.ranks, tuple)
+        index = str(chosen[0]) if isinstance(chosen, tuple) else str(chosen)
+        return f"cuda:{index}" if named and self.device_type == "cuda" else self.device_type
+
+    @property
+    def visible_count(self) -> int:
+        """How many devices ``visible_devices`` names."""
+        named = self.visible_devices
+        return len(named) if isinstance(named, tuple) else len(str(named).split(","))
+
+
+class DeviceMesh(BaseModel):
+    """How the devices are laid out: either sizes, or `mesh` with `mesh_dim_names`."""
+
+    model_config = STRICT
+
+    device_type: DeviceType | None = Field(default=None, description="Kind of device; null is the group's.")
+    world_size: Size | None = Field(default=None, description="Processes in all; null is the product of the sizes.")
+    dp_size: Size | None = Field(default=None, description="Data parallel size.")
+    fsdp_size: Size | None = Field(default=None, description="Sharded data parallel size.")
+    tp_size: Size | None = Field(default=None, description="Tensor parallel size.")
+    pp_size: Size | None = Field(default=None, description="Pipeline parallel size.")
+    cp_size: Size | None = Field(default=None, description="Context parallel size.")
+    ulysses_size: Size | None = Field(default=None, description="Sequence parallel size (Ulysses).")
+    ep_size: Size | None = Field(default=None, description="Expert parallel size.")
+    etp_size: Size | None = Field(default=None, description="Tensor parallel size of the experts.")
+    ep_fsdp_size: Size | None = Field(default=None, description="Sharding of the experts.")
+    vpp_size: Size | None = Field(default=None, description="Virtual pipeline stages.")
+    sequence_parallel: bool = Field(default=False, description="Split the sequence between tensor parallel ranks.")
+    mesh: Annotated[object, Rule(_mesh, "nested lists of ranks")] | None = Field(
+        default=None, description="The ranks, nested once for each dimension."
+    )
+    mesh_dim_names: Annotated[tuple[Dimension, ...], Field(strict=False)] | None = Field(
+        default=None, description="Names of the dimensions of `mesh`."
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.mesh is None) != (self.mesh_dim_names is None):
+            raise refusal("mesh together with mesh_dim_names, or sizes (dp_size, fsdp_size, …) alone")
+        given = [name for name in _SIZES if getattr(self, name) is not None]
+        if self.mesh is not None and given:
+            raise refusal(f"either mesh with mesh_dim_names or {', '.join(given)}, not both")
+        if self.mesh is not None and self.mesh_dim_names is not None and _depth(self.mesh) != len(self.mesh_dim_names):
+            raise refusal("as many mesh_dim_names as mesh has levels of lists, all of one depth")
+        return self
+
+    def larger_than_one(self) -> list[str]:
+        """The keys that ask for more than one process."""
+        sizes = [name for name in (*_SIZES, *_OTHER_SIZES) if (getattr(self, name) or 1) > 1]
+        return sizes if self.mesh is None or _count(self.mesh) == 1 else ["mesh", *sizes]
+
+
+def _depth(mesh: object) -> int:
+    """Levels of lists; -1 where they differ."""
+    if not isinstance(mesh, tuple):
+        return 0
+    depths = {_depth(part) for part in mesh}
+    return -1 if len(depths) > 1 or -1 in depths else 1 + depths.pop()
+
+
+def _count(mesh: object) -> int:
+    return sum(_count(part) for part in mesh) if isinstance(mesh, tuple) else 1
+
+
+# --- Ray Serve --------------------------------------------------------------------------------------------------------
+
+
+class AutoscalingConfig(BaseModel):
+    """Serve's autoscaling."""
+
+    model_config = STRICT
+
+    min_replicas: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Fewest replicas.")
+    max_replicas: Size | None = Field(default=None, description="Most replicas.")
+    target_ongoing_requests: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Requests in progress that a replica should have."
+    )
+
+
+class RuntimeEnv(BaseModel):
+    """The environment of Ray's worker processes."""
+
+    model_config = STRICT
+
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables, as text.")
+
+
+class RayActorOptions(BaseModel):
+    """What a replica asks of Ray."""
+
+    model_config = STRICT
+
+    num_cpus: Annotated[float, Field(ge=0)] | None = Field(default=None, description="CPUs.")
+    num_gpus: Annotated[float, Field(ge=0)] | None = Field(default=None, description="GPUs.")
+    resources: dict[str, float] | None = Field(default=None, description="Other resources of the cluster.")
+    runtime_env: RuntimeEnv | None = Field(default=None, description="Environment of the replica.")
+
+
+class DeploymentOptions(BaseModel):
+    """Options of the application's Ray Serve deployment. They have no effect on the embedded runtime."""
+
+    model_config = STRICT
+
+    name: str | None = Field(default=None, description="Name of the deployment, for people.")
+    num_replicas: Size | None = Field(default=None, description="Replicas.")
+    max_ongoing_requests: Size | None = Field(default=None, description="Requests in progress on one replica.")
+    autoscaling_config: AutoscalingConfig | None = Field(default=None, description="Autoscaling.")
+    ray_actor_options: RayActorOptions | None = Field(
+        default=None, description="Resources and environment of a replica."
+    )

@@ -1,0 +1,200 @@
+"""What must hold between the sections of a configuration. Each rule looks at valid sections only.
+
+Most of them say what the embedded runtime, one process on one device, cannot do.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from twinkle.errors import InvalidInputError, UserError
+from twinkle.hub import parse_model_id
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
+from twinkle.server.config.placement import DeviceGroup, DeviceMesh
+from twinkle.server.config.sections import AuthConfig, HttpOptions
+from twinkle.server.config.serving import GATEWAY_PREFIX, is_path, served_models
+
+__all__ = ["Broken", "application_rules", "network_rules"]
+
+Location = tuple[str | int, ...]
+Applications = Sequence[ApplicationSpec]
+
+_ONE_DEVICE = "1 (more processes or devices come with the Ray runtime)"
+_SAMPLER_OF_BACKEND = {"transformers": "torch", "mock": "mock"}
+_NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold, at the key that is easiest to change."""
+
+    location: Location
+    value: object
+    allowed: str
+
+
+def network_rules(http: HttpOptions, auth: AuthConfig) -> list[Broken]:
+    """An open server is for this machine only."""
+    if auth.mode == "keys" or auth.allow_open_on_network or http.is_loopback:
+        return []
+    allowed = (
+        "localhost, 127.0.0.0/8 or ::1 while auth.mode is open; to listen here set auth.mode: keys and create keys, "
+        "or, where everybody who reaches the server may use it, auth.allow_open_on_network: true"
+    )
+    return [Broken(("http_options", "host"), http.host, allowed)]
+
+
+def application_rules(applications: Applications) -> list[Broken]:
+    """All that is wrong with the applications taken together."""
+    rules: list[Callable[[Applications], Iterator[Broken]]] = [
+        _no_processor,
+        _names_differ,
+        _one_application_a_model,
+        _routes,
+        _one_device,
+        _model_ids,
+        _mock_computes_nothing,
+        _samplers_have_their_model,
+        _model_names_differ,
+        _supported_models_exist,
+    ]
+    return [broken for rule in rules for broken in rule(applications)]
+
+
+def _no_processor(applications: Applications) -> Iterator[Broken]:
+    for index, application in enumerate(applications):
+        if application.import_path == "processor":
+            allowed = "server, model or sampler (the processor service comes with the native protocol)"
+            yield Broken(("applications", index, "import_path"), "processor", allowed)
+
+
+def _names_differ(applications: Applications) -> Iterator[Broken]:
+    seen: set[str] = set()
+    for index, application in enumerate(applications):
+        if application.name in seen:
+            yield Broken(("applications", index, "name"), application.name, "a name that no other application has")
+        seen.add(application.name)
+
+
+def _one_application_a_model(applications: Applications) -> Iterator[Broken]:
+    seen: set[tuple[str, str]] = set()
+    for index, application in enumerate(applications):
+        args = application.args
+        if isinstance(args, ServerArgs) and ("server", "") in seen:
+            yield Broken(("applications", index, "import_path"), "server", "one server application")
+        if isinstance(args, ModelArgs | SamplerArgs) and (application.import_path, args.model_id) in seen:
+            allowed = (
+                f"one {application.import_path} application for each model_id (replicas come with the Ray runtime)"
+            )
+            yield Broken(("applications", index, "args", "model_id"), args.model_id, allowed)
+        seen.add((application.import_path, args.model_id if isinstance(args, ModelArgs | SamplerArgs) else ""))
+
+
+def _routes(applications: Applications) -> Iterator[Broken]:
+    for index, application in enumerate(applications):
+        route, kind = application.route_prefix, application.import_path
+        wrong_gateway = kind == "server" and route not in (None, GATEWAY_PREFIX)
+        prefix = f"{GATEWAY_PREFIX}/{kind}/"
+        wrong_service = kind in ("model", "sampler") and route is not None and not route.startswith(prefix)
+        if wrong_gateway or wrong_service:
+            allowed = f"null or {GATEWAY_PREFIX if wrong_gateway else prefix + 'NAME'}"
+            yield Broken(("applications", index, "route_prefix"), route, f"{allowed} on the embedded runtime")
+
+
+def _one_device(applications: Applications) -> Iterator[Broken]:
+    for index, application in enumerate(applications):
+        args, at = application.args, ("applications", index, "args")
+        if not isinstance(args, ModelArgs | SamplerArgs):
+            continue
+        if args.nproc_per_node > 1:
+            yield Broken((*at, "nproc_per_node"), args.nproc_per_node, _ONE_DEVICE)
+        if args.device_group is not None:
+            yield from _one_in_group(args.device_group, (*at, "device_group"))
+        if args.device_mesh is not None:
+            yield from _one_in_mesh(args.device_mesh, (*at, "device_mesh"))
+
+
+def _one_in_group(group: DeviceGroup, at: Location) -> Iterator[Broken]:
+    if group.processes > 1:
+        yield Broken((*at, "ranks"), group.ranks, _ONE_DEVICE)
+    if group.gpus_per_worker > 1:
+        yield Broken((*at, "gpus_per_worker"), group.gpus_per_worker, _ONE_DEVICE)
+    if group.visible_count > 1:
+        yield Broken((*at, "visible_devices"), group.visible_devices, "one device (more come with the Ray runtime)")
+
+
+def _one_in_mesh(mesh: DeviceMesh, at: Location) -> Iterator[Broken]:
+    values = mesh.model_dump(mode="json")
+    for key in mesh.larger_than_one():
+        yield Broken((*at, key), values[key], _ONE_DEVICE if key != "mesh" else "one rank")
+
+
+def _model_ids(applications: Applications) -> Iterator[Broken]:
+    for index, application in enumerate(applications):
+        args = application.args
+        if not isinstance(args, ModelArgs) or args.backend == "mock" or is_path(args.model_id):
+            continue
+        try:
+            parse_model_id(args.model_id)
+        except UserError as error:
+            allowed = error.allowed if isinstance(error, InvalidInputError) else f"a model that exists ({error})"
+            yield Broken(("applications", index, "args", "model_id"), args.model_id, allowed)
+
+
+def _mock_computes_nothing(applications: Applications) -> Iterator[Broken]:
+    for index, application in enumerate(applications):
+        if isinstance(application.args, ModelArgs) and application.args.backend == "mock":
+            values = application.args.model_dump()
+            for key in _NOT_FOR_MOCK:
+                if values[key] not in (None, False):
+                    allowed = "nothing with backend: mock, which has no use for it"
+                    yield Broken(("applications", index, "args", key), values[key], allowed)
+
+
+def _samplers_have_their_model(applications: Applications) -> Iterator[Broken]:
+    models = {one.args.model_id: one.args for one in applications if isinstance(one.args, ModelArgs)}
+    for index, application in enumerate(applications):
+        if isinstance(application.args, SamplerArgs):
+            yield from _sampler_rules(application.args, models, ("applications", index, "args"))
+
+
+def _sampler_rules(sampler: SamplerArgs, models: dict[str, ModelArgs], at: Location) -> Iterator[Broken]:
+    if sampler.engine_args:
+        yield Broken((*at, "engine_args"), sampler.engine_args, "nothing: these are vLLM's options, which comes later")
+    model = models.get(sampler.model_id)
+    if model is None:
+        known = ", ".join(models) or "none is configured"
+        allowed = f"the model_id of a model application, whose weights sampling shares for now: {known}"
+        yield Broken((*at, "model_id"), sampler.model_id, allowed)
+        return
+    matching = _SAMPLER_OF_BACKEND[model.backend]
+    if sampler.sampler_type != matching:
+        allowed = f"{matching}, as the model's backend is {model.backend}"
+        yield Broken((*at, "sampler_type"), sampler.sampler_type, allowed)
+    wanted = sampler.device_group.device if sampler.device_group else None
+    if wanted is not None and model.backend != "mock" and model.compute_device not in (None, wanted):
+        allowed = f"the device of the model, whose weights sampling shares: {model.compute_device}"
+        yield Broken((*at, "device_group"), wanted, allowed)
+
+
+def _model_names_differ(applications: Applications) -> Iterator[Broken]:
+    indices = [index for index, one in enumerate(applications) if isinstance(one.args, ModelArgs)]
+    served = served_models(applications)
+    if len({one.model.model_id for one in served}) < len(served):
+        return  # reported by its own rule
+    uses = Counter(name for one in served for name in one.names)
+    for index, one in zip(indices, served, strict=True):
+        for name in one.names:
+            if uses[name] > 1:
+                allowed = "names (model_id, aliases, end of route_prefix) that no other model has"
+                yield Broken(("applications", index, "args", "aliases"), name, allowed)
+
+
+def _supported_models_exist(applications: Applications) -> Iterator[Broken]:
+    known = dict.fromkeys(name for one in served_models(applications) for name in one.names)
+    for index, application in enumerate(applications):
+        if isinstance(application.args, ServerArgs):
+            for name in application.args.supported_models or ():
+                if name not in known:
+                    allowed = f"names of the model applications: {', '.join(known) or 'none is configured'}"
+                    yield Broken(("applications", index, "args", "supported_models"), name, allowed)

@@ -1,0 +1,172 @@
+"""The sections of the configuration that concern the whole server."""
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
+
+__all__ = [
+    "AuthConfig",
+    "Directory",
+    "HttpOptions",
+    "LimitsConfig",
+    "PersistenceConfig",
+    "PublicUrl",
+    "TelemetryConfig",
+]
+
+_DAY = 86_400.0
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
+_SQLITE = "sqlite:///"
+
+
+def _host(text: str) -> str:
+    if not _HOST_NAME.fullmatch(text):
+        ipaddress.ip_address(text)
+    return text
+
+
+def _public_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError
+    return text.rstrip("/")
+
+
+def _directory(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:  # a home directory that does not exist: ~nobody
+        raise ValueError from None
+
+
+def _not_blank(value: object) -> object:
+    """An empty path would be the working directory, which nobody means: think of a variable that is not set."""
+    if isinstance(value, str) and not value.strip():
+        raise refusal("the path of a directory")
+    return value
+
+
+def _sqlite_url(text: str) -> str:
+    if not text.startswith(_SQLITE) or len(text) == len(_SQLITE) or "?" in text or text.endswith((":memory:", "/")):
+        raise ValueError
+    return text
+
+
+Host = Annotated[str, Rule(_host, "a host name or IP address, without scheme, port or brackets")]
+PublicUrl = Annotated[str, Rule(_public_url, "http://… or https://… with a host, without query")]
+# Not strict: YAML has no paths, only text.
+Directory = Annotated[
+    Path, Field(strict=False), BeforeValidator(_not_blank), Rule(_directory, "the path of a directory")
+]
+DatabaseUrl = Annotated[
+    str, Rule(_sqlite_url, "sqlite:///PATH (not yet postgresql://…: it comes with the Ray runtime)")
+]
+
+NotYet = Annotated[bool, Later({True: "export by OTLP comes later"})]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class HttpOptions(BaseModel):
+    """Where the server listens."""
+
+    model_config = STRICT
+
+    host: Host = Field(default="localhost", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0 takes any free one.")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host.rstrip(".").lower() == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # another host name: it may resolve to anything
+            return False
+
+
+class AuthConfig(BaseModel):
+    """Who may use the server."""
+
+    model_config = STRICT
+
+    mode: Literal["open", "keys"] = Field(
+        default="open",
+        description="open: every request is served, and each distinct key is its own tenant. "
+        "keys: only keys made with `twinkle-server keys create`.",
+    )
+    allow_open_on_network: bool = Field(
+        default=False, description="Let `mode: open` listen on an address that other machines reach."
+    )
+
+
+class LimitsConfig(BaseModel):
+    """What one tenant may take, unless a key says otherwise."""
+
+    model_config = STRICT
+
+    max_request_bytes: Count = Field(
+        default=64 * 2**20, description="Size of one request body, also after decompression."
+    )
+    max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")
+    max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that are not finished.")
+    max_waiting_samples_per_tenant: Count = Field(
+        default=4096, description="Accepted sampling requests that are not finished."
+    )
+    max_rank: int = Field(default=128, ge=1, le=512, description="LoRA rank of one adapter.")
+    max_tokens_per_request: Count = Field(
+        default=1_048_576, description="Tokens of one training or sampling request, summed over its sequences."
+    )
+    session_timeout_seconds: Seconds = Field(
+        default=1800.0, description="Silence after which a session expires and its adapters are parked on disk."
+    )
+    parked_adapter_seconds: Seconds = Field(
+        default=7 * _DAY, description="How long the adapters of an expired session stay on disk, ready to resume."
+    )
+    result_retention_seconds: Seconds = Field(
+        default=600.0, description="How long a result is kept after it was first fetched."
+    )
+    unfetched_result_seconds: Seconds = Field(
+        default=_DAY, description="How long a result that nobody fetches is kept."
+    )
+    max_unfetched_result_bytes: Count = Field(default=2**30, description="Results kept for the tenant, in all.")
+    sampler_version_retention_seconds: Seconds = Field(
+        default=_DAY, description="How long an unnamed sampler version is kept after its session ended."
+    )
+
+
+class PersistenceConfig(BaseModel):
+    """Where sessions, runs, futures and the index of the journal are kept."""
+
+    model_config = STRICT
+
+    url: DatabaseUrl | None = Field(default=None, description="The state's database; null is `state.db` in `data_dir`.")
+
+    @property
+    def path(self) -> Path | None:
+        """The SQLite file that was named, if one was."""
+        return None if self.url is None else _directory(Path(self.url.removeprefix(_SQLITE)))
+
+
+class TelemetryConfig(BaseModel):
+    """OpenTelemetry export. The other keys say how, once it can be enabled."""
+
+    model_config = STRICT
+
+    enabled: NotYet = Field(default=False, description="Export traces and metrics.")
+    service_name: str = Field(
+        default="twinkle-server", min_length=1, description="Name under which the server reports."
+    )
+    otlp_endpoint: str = Field(default="http://localhost:4317", min_length=1, description="OTLP collector (gRPC).")
+    debug: NotYet = Field(default=False, description="Write to the log what would be exported.")
+    export_interval_ms: Count = Field(default=30_000, description="Milliseconds between two exports of metrics.")
+    resource_attributes: dict[str, str] = Field(
+        default_factory=dict, description="Attributes added to all that is sent."
+    )

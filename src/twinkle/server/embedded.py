@@ -1,0 +1,202 @@
+"""The embedded runtime: all services in one process under uvicorn, compute in its own thread."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server.app import make_app
+from twinkle.server.backend import ServedModel
+from twinkle.server.compute import Compute
+from twinkle.server.config import LimitsConfig, ServerConfig
+from twinkle.server.files import DataDir
+from twinkle.server.futures import Futures
+from twinkle.server.gateway import Gateway, Services
+from twinkle.server.loading import load_served_model
+from twinkle.server.model_service import ModelService
+from twinkle.server.sampler_service import SamplerService
+from twinkle.server.state import Store
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 15.0
+# The longest the compute thread or the gateway may hold the interpreter while the other wants it.
+_SWITCH_SECONDS = 0.0005
+
+
+def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM or SIGINT, then drain: what runs is finished and every adapter is on disk."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    listener = _listen(config)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, notes, listener))
+    finally:
+        listener.close()
+
+
+async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
+    store = await Store.open(config.data_dir, config.persistence.url)
+    try:
+        models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
+        app = make_app(lambda app: _running(app, config, store, models))
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=75,
+            backlog=4096,
+            timeout_graceful_shutdown=20,
+            lifespan="on",
+        )
+        server = _Server(settings, app, _announcement(config, notes, models, listener))
+        await server.serve(sockets=[listener])
+    finally:
+        await store.close()
+
+
+class _Server(uvicorn.Server):
+    """Says what it serves once it does, and lets long polls go as soon as it is told to end."""
+
+    def __init__(self, settings: uvicorn.Config, app: FastAPI, announcement: str) -> None:
+        super().__init__(settings)
+        self.app = app
+        self.announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self.announcement, flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would end by the same signal after a clean shutdown; a drained server has exit code 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end, number)
+        yield
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.should_exit:
+            self.force_exit = True  # asked twice: do not wait for open connections
+            return
+        print(f"{number.name}: finishing what runs", file=sys.stderr, flush=True)
+        self.should_exit = True
+        gateway: Gateway = self.app.state.gateway
+        gateway.release_waiters()
+
+
+@asynccontextmanager
+async def _running(
+    app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel]
+) -> AsyncIterator[None]:
+    await store.sessions.forgive_downtime(time.time())
+    files = DataDir(config.data_dir)
+    computes = {model.name: Compute() for model in models}
+    services = {
+        served.name: _services(model, served.model.merge, config.limits, store, computes[model.name], files)
+        for served, model in zip(config.served_models, models, strict=True)
+    }
+    gateway = Gateway(config, store, services, files)
+    app.state.gateway = gateway
+    for entry in services.values():
+        await entry.training.start()
+        if entry.sampling is not None:
+            await entry.sampling.start()
+    housekeeping = asyncio.create_task(_keep_house(gateway))
+    yield
+    housekeeping.cancel()
+    await gateway.flush_heartbeats()
+    for entry in services.values():
+        if entry.sampling is not None:
+            await entry.sampling.stop()
+        await entry.training.stop()
+    for compute in computes.values():
+        compute.close()
+
+
+def _services(
+    model: ServedModel, merge: bool, limits: LimitsConfig, store: Store, compute: Compute, files: DataDir
+) -> Services:
+    training = ModelService(
+        model,
+        store,
+        compute,
+        files,
+        merge=merge,
+        max_queued_ops=limits.max_queued_ops_per_tenant,
+        max_unfetched_bytes=limits.max_unfetched_result_bytes,
+        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
+    )
+    if model.sampler is None:
+        return Services(model, training, None)
+    sampling = SamplerService(
+        model,
+        model.sampler,
+        compute,
+        files,
+        max_waiting=limits.max_waiting_samples_per_tenant,
+        max_unfetched_bytes=limits.max_unfetched_result_bytes,
+        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
+    )
+    return Services(model, training, sampling)
+
+
+async def _keep_house(gateway: Gateway) -> None:
+    """Expire, forget and delete, now and then. A failure is logged and tried again."""
+    while True:
+        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+        try:
+            await gateway.keep_house(time.time())
+        except Exception:
+            logger.exception("housekeeping failed")
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Bind before anything slow happens: a taken port is known at once."""
+    host, port = config.http_options.host, config.http_options.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise TwinkleServerError(
+            f"cannot listen on {host}:{port}: {reason}; stop what listens there or choose another --port"
+        ) from error
+    return listener
+
+
+def _announcement(
+    config: ServerConfig, notes: Sequence[str], models: Sequence[ServedModel], listener: socket.socket
+) -> str:
+    """What is served, where, with what memory, and how to connect."""
+    host, port = listener.getsockname()[:2]
+    url = config.public_url or f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
+    lines = [f"note: {note}" for note in notes]
+    for model in models:
+        others = f" (also {', '.join(model.aliases)})" if model.aliases else ""
+        lines += [f"serving {model.name}{others}", f"  {model.memory}"]
+    lines += [
+        f"listening on {url}  (Tinker protocol under {url}/api/v1)",
+        f"data in {config.data_dir}",
+        f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
+        "connect:",
+        f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
+        f'  training = service.create_lora_training_client(base_model="{models[0].name}")',
+    ]
+    return "\n".join(lines)

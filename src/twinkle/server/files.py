@@ -1,0 +1,96 @@
+"""Where things lie under the data directory, and adapter snapshots as files.
+
+state.db, secret, lock       the database and what guards it
+journal/                     bodies and outcomes of ops
+snapshots/<run>/<seq>/       adapters as they were after op <seq>, for recovery
+checkpoints/<run>/<kind>/…   what tenants saved
+samplers/<session>/          unnamed sampler versions
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from twinkle.errors import CheckpointError
+from twinkle.model.types import AdapterSnapshot, LoraSpec
+from twinkle.server.ids import CheckpointPath, directory_name
+
+_ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
+
+
+@dataclass(frozen=True)
+class DataDir:
+    root: Path
+
+    def checkpoint(self, path: CheckpointPath) -> Path:
+        return self.root / "checkpoints" / directory_name(path.run_id) / path.kind / path.name
+
+    def sampler(self, sampling_session_id: str) -> Path:
+        return self.root / "samplers" / directory_name(sampling_session_id)
+
+    def snapshot(self, run_id: str, seq: int) -> Path:
+        return self.root / "snapshots" / directory_name(run_id) / str(seq)
+
+    def snapshots(self, run_id: str) -> Path:
+        return self.root / "snapshots" / directory_name(run_id)
+
+    def remove(self, relative: str) -> None:
+        """Delete a directory by its recorded place."""
+        shutil.rmtree(self.root / relative, ignore_errors=True)
+
+    def remove_snapshots(self, run_id: str) -> None:
+        shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
+
+    def relative(self, path: Path) -> str:
+        return str(path.relative_to(self.root))
+
+
+def write_snapshot(directory: Path, snapshot: AdapterSnapshot) -> None:
+    """Whole or not at all: a directory under its final name is complete."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True, mode=0o700)
+    for name in _ARRAYS:
+        array = vars(snapshot)[name]
+        if array is not None:
+            np.save(partial / f"{name}.npy", array, allow_pickle=False)
+    meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
+    (partial / "meta.json").write_text(json.dumps(meta))
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+
+
+def read_snapshot(directory: Path) -> AdapterSnapshot:
+    try:
+        meta = json.loads((directory / "meta.json").read_text())
+        arrays = {
+            name: np.load(directory / f"{name}.npy", allow_pickle=False)
+            for name in _ARRAYS
+            if name != "gradient" or (directory / "gradient.npy").exists()
+        }
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"snapshot {directory.name} cannot be read: {error}") from error
+    return AdapterSnapshot(
+        spec=LoraSpec(**meta["spec"]),
+        step=meta["step"],
+        layout=meta["layout"],
+        weights=arrays["weights"],
+        exp_avg=arrays["exp_avg"],
+        exp_avg_sq=arrays["exp_avg_sq"],
+        gradient=arrays.get("gradient"),
+    )
+
+
+def remove_other_snapshots(directory: Path) -> None:
+    """Drop all snapshots of a run but this one."""
+    for other in directory.parent.iterdir():
+        if other != directory:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

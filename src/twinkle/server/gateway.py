@@ -1,0 +1,285 @@
+"""The gateway: who is asking, what belongs to whom, and which service is to be asked.
+
+Plain async methods, one a question; routes turn HTTP into these calls and back. It keeps nothing that the state does
+not have, apart from heartbeats of the last half minute.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from twinkle.errors import (
+    InvalidInputError,
+    NotFoundError,
+    QuotaError,
+    UnauthorizedError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from twinkle.model.types import LoraSpec
+from twinkle.server import ids
+from twinkle.server.backend import ServedModel
+from twinkle.server.checkpoints import readable_checkpoint
+from twinkle.server.config import ServerConfig
+from twinkle.server.files import DataDir
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.model_service import ModelService
+from twinkle.server.sampler_service import SamplerService
+from twinkle.server.state import Store
+from twinkle.server.types import (
+    CheckpointRecord,
+    CreateAdapter,
+    Op,
+    OpKind,
+    RunRecord,
+    SamplingSessionRecord,
+    SessionRecord,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """All that serves one base model."""
+
+    model: ServedModel
+    training: ModelService
+    sampling: SamplerService | None
+
+
+class Gateway:
+    def __init__(self, config: ServerConfig, store: Store, services: Mapping[str, Services], files: DataDir) -> None:
+        self.config = config
+        self.store = store
+        self.services = services
+        self.files = files
+        self.started_at = time.time()
+        self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
+        self._heartbeats: dict[str, float] = {}
+
+    # --- who ----------------------------------------------------------------------------------------------------------
+
+    async def tenant(self, key: str | None) -> str:
+        """The owner of an API key; without configured keys every key is a tenant of its own."""
+        if key is None or not key.startswith("tml-"):
+            raise UnauthorizedError("an API key that begins with tml-, as X-API-Key or Authorization: Bearer")
+        if self.config.auth.mode == "open":
+            return self.store.keys.open_tenant(key)
+        tenant = await self.store.keys.tenant_of(key)
+        if tenant is None:
+            raise UnauthorizedError("a key of this server (twinkle-server keys create)")
+        return tenant
+
+    # --- which model --------------------------------------------------------------------------------------------------
+
+    def model(self, name: str) -> Services:
+        """By name or alias; what follows a colon (``…:peft:262144``) chooses nothing here."""
+        scheme, separator, rest = name.rpartition("://")
+        for candidate in (name, scheme + separator + rest.partition(":")[0]):
+            if candidate in self._names:
+                return self._names[candidate]
+        raise UnknownNameError("base_model", name, self._names)
+
+    def listed_models(self) -> dict[str, ServedModel]:
+        return {name: self.model(name).model for name in self.config.listed_names}
+
+    def sampler_of(self, session: SamplingSessionRecord) -> SamplerService:
+        sampling = self.services[session.model_name].sampling
+        if sampling is None:
+            raise UnsupportedError(f"base_model: {session.base_model!r} is served for training only")
+        return sampling
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
+        return await self.store.sessions.create(session, idempotency_key)
+
+    async def session(self, session_id: str, tenant_id: str) -> SessionRecord:
+        record = await self.store.sessions.get(session_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("session", session_id)
+        return record
+
+    async def active_session(self, session_id: str, tenant_id: str) -> SessionRecord:
+        record = await self.session(session_id, tenant_id)
+        if record.state != "active":
+            raise InvalidInputError(
+                "session_id", session_id, f"a session that is active, this one is {record.state}: make a new client"
+            )
+        return record
+
+    async def heartbeat(self, session_id: str, tenant_id: str) -> SessionRecord:
+        record = await self.session(session_id, tenant_id)
+        self._heartbeats[session_id] = time.time()
+        return record
+
+    async def finish_session(self, session_id: str, tenant_id: str) -> None:
+        record = await self.session(session_id, tenant_id)
+        if record.state == "active":
+            await self.end_session(record, "finished")
+
+    async def end_session(self, session: SessionRecord, state: str) -> None:
+        """Adapters of a session that ended leave the device; their last state is kept as a checkpoint for a while."""
+        await self.store.sessions.set_state(session.session_id, "finished" if state == "finished" else "expired")
+        self._heartbeats.pop(session.session_id, None)
+        for run in await self.store.runs.of_session(session.session_id):
+            if run.state == "live":
+                await self.services[run.model_name].training.park(run, state, self.config.limits.parked_adapter_seconds)
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def create_model(
+        self,
+        tenant_id: str,
+        session_id: str,
+        number: int,
+        base_model: str,
+        spec: LoraSpec,
+        user_metadata: Mapping[str, str],
+        body: bytes,
+    ) -> tuple[str, str]:
+        """(run id, request id)."""
+        await self.active_session(session_id, tenant_id)
+        run_id = ids.run_id(session_id, number)
+        services = self.model(base_model)
+        if spec.rank > self.config.limits.max_rank:
+            raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {self.config.limits.max_rank}")
+        limit = self.config.limits.max_adapters_per_tenant
+        live = sum(entry.training.adapters_of(tenant_id) for entry in self.services.values())
+        if live >= limit and services.training.run(run_id) is None:
+            raise QuotaError("adapters", live, limit)
+        now = time.time()
+        run = RunRecord(
+            run_id=run_id,
+            session_id=session_id,
+            number=number,
+            tenant_id=tenant_id,
+            base_model=base_model,
+            model_name=services.model.name,
+            spec=spec,
+            created_at=now,
+            last_request_at=now,
+            user_metadata=user_metadata,
+        )
+        op = Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body)
+        return run_id, await services.training.create(run, op)
+
+    async def run(self, run_id: str, tenant_id: str) -> RunRecord:
+        for entry in self.services.values():
+            live = entry.training.run(run_id)
+            if live is not None and live.tenant_id == tenant_id:
+                return live
+        record = await self.store.runs.get(run_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("model", run_id)
+        return record
+
+    async def submit(self, op: Op, tenant_id: str) -> str:
+        run = await self.run(op.adapter_id, tenant_id)
+        training = self.services[run.model_name].training
+        if training.run(run.run_id) is None:
+            return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
+        return await training.submit(op)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
+        return await readable_checkpoint(self.store, path, tenant_id)
+
+    async def delete_checkpoint(self, path: CheckpointPath, tenant_id: str) -> None:
+        record = await self.store.checkpoints.get(path.run_id, path.kind, path.name)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("checkpoint", str(path))
+        await self.store.checkpoints.delete(path.run_id, path.kind, path.name)
+        await asyncio.to_thread(self.files.remove, record.directory)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def create_sampling_session(
+        self, tenant_id: str, session_id: str, number: int, base_model: str | None, model_path: str | None
+    ) -> SamplingSessionRecord:
+        await self.active_session(session_id, tenant_id)
+        record = SamplingSessionRecord(
+            sampling_session_id=ids.sampling_session_id(session_id, number),
+            session_id=session_id,
+            number=number,
+            tenant_id=tenant_id,
+            base_model=base_model or "",
+            model_name="",
+            model_path=model_path,
+            version_id=None,
+            directory=None,
+            created_at=time.time(),
+        )
+        if model_path is not None:
+            path = CheckpointPath.parse(model_path, "model_path")
+            checkpoint = await readable_checkpoint(self.store, path, tenant_id)
+            run = await self.store.runs.get(path.run_id)
+            assert run is not None, "a checkpoint has a run"
+            version_id = f"{path}@{checkpoint.request_id}"  # a name may be overwritten, a version never changes
+            record = replace(
+                record,
+                base_model=run.base_model,
+                model_name=run.model_name,
+                version_id=version_id,
+                directory=checkpoint.directory,
+            )
+        elif base_model is not None:
+            record = replace(record, model_name=self.model(base_model).model.name)
+        else:
+            raise InvalidInputError("base_model", None, "base_model or model_path")
+        self.sampler_of(record)
+        return await self.store.sampling_sessions.create(record)
+
+    async def sampling_session(self, sampling_session_id: str, tenant_id: str) -> SamplingSessionRecord:
+        record = await self.store.sampling_sessions.get(sampling_session_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("sampling session", sampling_session_id)
+        return record
+
+    # --- housekeeping -------------------------------------------------------------------------------------------------
+
+    async def flush_heartbeats(self) -> None:
+        beats, self._heartbeats = self._heartbeats, {}
+        if beats:
+            await self.store.sessions.touch(beats)
+
+    def release_waiters(self) -> None:
+        """Answer every long poll now: the server is about to end."""
+        for entry in self.services.values():
+            entry.training.release_waiters()
+            if entry.sampling is not None:
+                entry.sampling.release_waiters()
+
+    async def keep_house(self, now: float) -> None:
+        """Everything that happens by the clock."""
+        await self.flush_heartbeats()
+        await self._expire(now)
+        limits = self.config.limits
+        for entry in self.services.values():
+            await self.store.ops.mark_delivered(entry.training.sweep(now), now)
+            if entry.sampling is not None:
+                entry.sampling.sweep(now)
+        await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
+
+    async def _expire(self, now: float) -> None:
+        """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints."""
+        limits = self.config.limits
+        for session in await self.store.sessions.silent(now - limits.session_timeout_seconds):
+            runs = await self.store.runs.of_session(session.session_id)
+            if not any(self.services[run.model_name].training.queued(run.run_id) for run in runs):
+                logger.info("session %s expired", session.session_id)
+                await self.end_session(session, "expired")
+        for sampling in await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds):
+            await self.store.sampling_sessions.delete(sampling.sampling_session_id)
+            assert sampling.directory is not None, "an unnamed version has files"
+            await asyncio.to_thread(self.files.remove, sampling.directory)
+        await self.store.runs.touch(
+            {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
+        )
+        for record in await self.store.checkpoints.expired(now):
+            await self.store.checkpoints.delete(record.run_id, record.kind, record.name)
+            await asyncio.to_thread(self.files.remove, record.directory)

@@ -1,0 +1,69 @@
+"""Start a server, here and now or in the background."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server.config import ServerConfig, default_config, load_config
+
+_START_SECONDS = 600.0
+
+
+def launch(config_path: str | Path | None = None) -> None:
+    config, notes = (default_config(), []) if config_path is None else load_config(config_path)
+    run_server(config, notes)
+
+
+def run_server(config: ServerConfig, notes: Sequence[str] = (), log_level: str = "info") -> None:
+    from twinkle.server.embedded import serve_embedded  # uvicorn and all services: not for --help
+
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    serve_embedded(config, notes)
+
+
+def start_in_background(arguments: Sequence[str], url: str, log_file: Path) -> int:
+    """Start ``twinkle-server launch`` with these arguments and wait until it answers; returns its process id."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "twinkle.server", "launch", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise TwinkleServerError(f"the server ended with exit code {process.returncode}; see {log_file}")
+        if is_healthy(url):
+            return process.pid
+        time.sleep(0.2)
+    process.terminate()
+    raise TwinkleServerError(f"the server did not answer within {_START_SECONDS:.0f} s; see {log_file}")
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5) as answer:
+            return bool(json.load(answer).get("status") == "ok")
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def fetch_status(url: str) -> dict[str, object]:
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/status", timeout=10) as answer:
+            status: dict[str, object] = json.load(answer)
+            return status
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise TwinkleServerError(f"no server answers at {url}: {error}") from error

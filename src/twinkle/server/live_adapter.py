@@ -1,0 +1,50 @@
+"""What the model service knows of an adapter beside its ops, and of an op on its way through the device."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from twinkle.server.recovery import Replay
+from twinkle.server.scheduler_sequence import Ticket
+from twinkle.server.types import Op, RunRecord
+
+
+class Place(StrEnum):
+    """Where an adapter is."""
+
+    NOWHERE = "nowhere"  # it was not created yet, or could not be
+    DISK = "disk"  # in its snapshot only
+    TRAINER = "trainer"
+
+
+@dataclass
+class LiveAdapter:
+    """What the service knows of an adapter beside its ops."""
+
+    run: RunRecord
+    place: Place
+    last_request_at: float = 0.0
+    highest_seq: int = 0
+    ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
+    replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again)
+    op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
+
+    @property
+    def repeats(self) -> bool:
+        """Whether ops that had ended before a restart are still to be done again."""
+        return any(replay.outcome is not None for replay in self.replays.values())
+
+    async def next_end(self) -> None:
+        """Returns when one more of its ops has ended."""
+        self.op_ended.clear()
+        await self.op_ended.wait()
+
+
+@dataclass
+class Task:
+    """An op on its way through the device. The adapter may leave the service meanwhile."""
+
+    ticket: Ticket
+    adapter: LiveAdapter
+    op: Op
+    finished: bool = False

@@ -1,0 +1,24 @@
+"""A trainer and a sampler without a model, for tests of everything around them: numpy only, and deterministic."""
+
+from twinkle.server.backend import ServedModel
+from twinkle.server.mock.sampler import MockSampler
+from twinkle.server.mock.trainer import MockTrainer
+
+__all__ = ["MockSampler", "MockTrainer", "mock_model"]
+
+
+def mock_model(name: str = "mock", aliases: tuple[str, ...] = ()) -> ServedModel:
+    """A served model that needs no files and no memory."""
+    trainer = MockTrainer()
+    return ServedModel(
+        name=name,
+        aliases=aliases,
+        trainer=trainer,
+        sampler=MockSampler(trainer),
+        architecture="mock",
+        max_context_length=trainer.max_length,
+        tokens_per_batch=4096,
+        tokenizer_dir=None,
+        tokenizer_id=None,
+        memory="mock: no model is loaded",
+    )

@@ -1,0 +1,312 @@
+"""The mock's trainer, and the model that trainer and sampler share.
+
+An adapter is a vector w of eight numbers. The log-probability of a target y after token x at position i is
+
+    lp = log σ(w · φ(x, y, i)),   φ₀ = 1, the others in [−1, 1]
+
+so that losses have true gradients and training lowers them. An optimizer step is plain momentum, whose size grows with
+the gradient (Adam would hide a gradient that was counted twice), and it also moves w₀ by a constant: results depend on
+the number of steps, on all data seen, and on nothing else. Whatever is lost, repeated or reordered shows.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinkle.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CheckpointError,
+    InvalidInputError,
+    TwinkleError,
+    UnknownNameError,
+)
+from twinkle.model.types import (
+    AdamParams,
+    AdapterSnapshot,
+    Datum,
+    FloatArray,
+    IntArray,
+    LoraSpec,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+)
+
+SIZE = 8  # numbers in w
+_LAYOUT = f"mock:{SIZE}"
+_STEP = 0.01  # what every optimizer step adds to w₀
+_MAX_RANK = 512
+_WEIGHTS, _STATE = "adapter.npz", "state.json"
+_POLICY_INPUTS = ("logprobs", "advantages")
+_CLIP = ("clip_low_threshold", "clip_high_threshold")
+
+
+@dataclass(frozen=True)
+class _Loss:
+    inputs: tuple[str, ...]
+    optional_inputs: tuple[str, ...]
+    config: tuple[str, ...]
+
+
+# As the real losses in names and inputs; the objective is cross-entropy's, or importance sampling's for all others.
+LOSSES: Mapping[str, _Loss] = {
+    "cross_entropy": _Loss((), ("weights",), ()),
+    "importance_sampling": _Loss(_POLICY_INPUTS, (), ()),
+    "ppo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
+    "cispo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
+    "dro": _Loss(_POLICY_INPUTS, (), ("beta",)),
+    "gspo": _Loss((*_POLICY_INPUTS, "sequence_ratio_mask"), _CLIP, _CLIP),
+}
+
+Doubles = NDArray[np.float64]
+
+
+def features(tokens: IntArray, targets: IntArray, positions: IntArray) -> Doubles:
+    """φ, (…, 8), of arrays that broadcast. Exact in binary, so that it is the same everywhere."""
+    mixed = (tokens * 31 + targets * 17 + positions * 7)[..., None] + np.arange(SIZE) * 13
+    phi = (mixed % 17 - 8) / 8.0
+    phi[..., 0] = 1.0
+    return phi
+
+
+def logprobs(weights: FloatArray, phi: Doubles) -> Doubles:
+    return -np.logaddexp(0.0, -(phi @ weights.astype(np.float64)))
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Adapter:
+    spec: LoraSpec
+    weights: FloatArray
+    exp_avg: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
+    exp_avg_sq: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
+    gradient: FloatArray | None = None
+    step: int = 0
+
+
+class MockTrainer:
+    """A :class:`~twinkle.server.backend.TrainingBackend`. ``pause``: seconds that every pass takes."""
+
+    def __init__(self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0) -> None:
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.pause = pause
+        self._adapters: dict[str, _Adapter] = {}
+
+    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+        if adapter_id in self._adapters:
+            raise AdapterExistsError(adapter_id)
+        spec = _check_spec(spec)
+        weights = np.random.default_rng(spec.seed & (2**64 - 1) if spec.seed is not None else None).uniform(-1, 1, SIZE)
+        self._adapters[adapter_id] = _Adapter(spec, weights.astype(np.float32))
+        return spec
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._get(adapter_id)
+        del self._adapters[adapter_id]
+
+    def adapter_ids(self) -> list[str]:
+        return list(self._adapters)
+
+    def weights(self, adapter_id: str) -> FloatArray:
+        return self._get(adapter_id).weights.copy()
+
+    def step_count(self, adapter_id: str) -> int:
+        return self._get(adapter_id).step
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        return self._run(items, train=False)
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        return self._run(items, train=True)
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+        adapter = self._get(adapter_id)
+        _check_params(params)
+        if adapter.gradient is None:
+            return {"unclipped_grad_l2:mean": 0.0}
+        gradient = adapter.gradient
+        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        if params.grad_clip_norm > 0:
+            gradient = gradient * np.float32(min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+        adapter.exp_avg = (params.beta1 * adapter.exp_avg + gradient).astype(np.float32)
+        adapter.exp_avg_sq = (params.beta2 * adapter.exp_avg_sq + gradient**2).astype(np.float32)
+        decayed = adapter.weights * (1 - params.learning_rate * params.weight_decay)
+        adapter.weights = (decayed - params.learning_rate * adapter.exp_avg).astype(np.float32)
+        adapter.weights[0] += _STEP
+        adapter.gradient = None
+        adapter.step += 1
+        return {"unclipped_grad_l2:mean": norm}
+
+    def zero_grad(self, adapter_id: str) -> None:
+        self._get(adapter_id).gradient = None
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
+        adapter = self._get(adapter_id)
+        return AdapterSnapshot(
+            spec=adapter.spec,
+            step=adapter.step,
+            layout=_LAYOUT,
+            weights=adapter.weights.copy(),
+            exp_avg=adapter.exp_avg.copy(),
+            exp_avg_sq=adapter.exp_avg_sq.copy(),
+            gradient=None if adapter.gradient is None else adapter.gradient.copy(),
+        )
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
+        if snapshot.layout != _LAYOUT:
+            raise InvalidInputError("snapshot.layout", snapshot.layout, _LAYOUT)
+        self._adapters[adapter_id] = _Adapter(
+            _check_spec(snapshot.spec),
+            snapshot.weights.copy(),
+            snapshot.exp_avg.copy(),
+            snapshot.exp_avg_sq.copy(),
+            None if snapshot.gradient is None else snapshot.gradient.copy(),
+            snapshot.step,
+        )
+
+    def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None:
+        """Write adapter.npz and state.json; the directory appears whole or not at all."""
+        adapter, directory = self._get(adapter_id), Path(directory)
+        if directory.exists() and not overwrite:
+            raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
+        staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+        staging.mkdir(parents=True)
+        moments = {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq} if optimizer else {}
+        np.savez(staging / _WEIGHTS, allow_pickle=False, weights=adapter.weights, **moments)
+        state = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
+        (staging / _STATE).write_text(json.dumps(state))
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.replace(staging, directory)
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
+        adapter = self._get(adapter_id)
+        arrays, state = read_checkpoint(Path(directory))
+        if state["spec"]["rank"] != adapter.spec.rank:
+            raise CheckpointError(
+                f"{directory} holds rank {state['spec']['rank']}, the adapter has {adapter.spec.rank}"
+            )
+        if optimizer and "exp_avg" not in arrays:
+            raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
+        fresh = _Adapter(adapter.spec, arrays["weights"])
+        if optimizer:
+            fresh.exp_avg, fresh.exp_avg_sq, fresh.step = arrays["exp_avg"], arrays["exp_avg_sq"], state["step"]
+        self._adapters[adapter_id] = fresh
+
+    def _get(self, adapter_id: str) -> _Adapter:
+        if adapter_id not in self._adapters:
+            raise AdapterNotFoundError(adapter_id)
+        return self._adapters[adapter_id]
+
+    def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
+        time.sleep(self.pause)
+        results: list[TrainResult | TrainFailure] = []
+        for item in items:
+            try:
+                results.append(self._pass(item, train))
+            except TwinkleError as error:
+                results.append(TrainFailure(error))
+        return results
+
+    def _pass(self, item: TrainItem, train: bool) -> TrainResult:
+        adapter = self._get(item.adapter_id)
+        _check_item(item, self.vocab_size, self.max_length)
+        gradient, loss, results = np.zeros(SIZE), 0.0, []
+        for datum in item.data:
+            columns = (len(datum.tokens), *([1] * (datum.targets.ndim - 1)))
+            phi = features(datum.tokens.reshape(columns), datum.targets, np.arange(columns[0]).reshape(columns))
+            lp = logprobs(adapter.weights, phi)
+            terms, slopes = _terms(item.loss, lp, datum)
+            loss += float(terms.sum())
+            gradient += np.tensordot(slopes * -np.expm1(lp), phi, axes=lp.ndim)  # dlp/ds = 1 − σ(s)
+            results.append(lp.astype(np.float32))
+        if train:
+            earlier = 0.0 if adapter.gradient is None else adapter.gradient
+            adapter.gradient = (earlier + gradient).astype(np.float32)
+        return TrainResult(results, {"loss:sum": loss})
+
+
+def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
+    """The loss of each target and its derivative by lp."""
+    if loss == "cross_entropy":
+        weights = np.ones_like(lp) if datum.weights is None else datum.weights.astype(np.float64)
+        return -weights * lp, -weights
+    advantages = datum.extras["advantages"].astype(np.float64)
+    ratio = np.exp(np.where(advantages != 0, lp - datum.extras["logprobs"], 0.0))
+    return -ratio * advantages, -ratio * advantages
+
+
+def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
+    """The checks of :mod:`twinkle.model.validation`, which needs torch."""
+    if item.loss not in LOSSES:
+        raise UnknownNameError("loss", item.loss, LOSSES)
+    loss = LOSSES[item.loss]
+    for key, value in item.loss_config.items():
+        if key not in loss.config:
+            raise UnknownNameError(f"config key of loss {item.loss}", key, loss.config or ("none",))
+        if not math.isfinite(value):
+            raise InvalidInputError(f"loss_config.{key}", value, "a finite number")
+    if not item.data:
+        raise InvalidInputError("data", item.data, "a sequence of at least one datum")
+    for index, datum in enumerate(item.data):
+        _check_datum(datum, f"data[{index}]", item.loss, vocab_size, max_length)
+
+
+def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_length: int) -> None:
+    length, shape = len(datum.tokens), datum.targets.shape
+    if not 0 < length <= max_length:
+        raise InvalidInputError(f"{where}.tokens", f"shape {datum.tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
+    if shape[:1] != (length,) or len(shape) > (2 if loss == "cross_entropy" else 1) or datum.targets.size == 0:
+        raise InvalidInputError(
+            f"{where}.targets", f"shape {shape}", f"({length},) or, for cross_entropy, ({length}, K)"
+        )
+    for name, ids in (("tokens", datum.tokens), ("targets", datum.targets)):
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise InvalidInputError(f"{where}.{name}", f"{ids.min()} to {ids.max()}", f"token ids in [0, {vocab_size})")
+    given = dict(datum.extras) if datum.weights is None else {**datum.extras, "weights": datum.weights}
+    for name in (*LOSSES[loss].inputs, *LOSSES[loss].optional_inputs):
+        if name not in given and name in LOSSES[loss].inputs:
+            raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss!r} needs it")
+        if name in given and given[name].shape != shape:
+            raise InvalidInputError(f"{where}.{name}", f"shape {given[name].shape}", f"shape {shape}, as targets")
+        if name in given and not np.isfinite(given[name]).all():
+            raise InvalidInputError(f"{where}.{name}", "NaN or infinity", "finite numbers")
+
+
+def _check_spec(spec: LoraSpec) -> LoraSpec:
+    if not 1 <= spec.rank <= _MAX_RANK:
+        raise InvalidInputError("rank", spec.rank, f"an integer in [1, {_MAX_RANK}]")
+    return spec if spec.seed is not None else replace(spec, seed=SystemRandom().randrange(2**63))
+
+
+def _check_params(params: AdamParams) -> None:
+    for name, value in asdict(params).items():
+        if not math.isfinite(value) or value < 0:
+            raise InvalidInputError(name, value, "a finite number ≥ 0")
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, Any]]:
+    try:
+        with np.load(directory / _WEIGHTS, allow_pickle=False) as file:
+            arrays = dict(file)
+        state = json.loads((directory / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"could not read {directory}: {error}") from error
+    if state["layout"] != _LAYOUT:
+        raise CheckpointError(f"{directory}: layout: got {state['layout']!r}, allowed: {_LAYOUT}")
+    return arrays, state

@@ -1,0 +1,1 @@
+"""HTTP, by area. A handler reads the request, asks the gateway, and writes the answer; it decides nothing."""

@@ -1,0 +1,104 @@
+"""Training runs and checkpoints: listings, and deleting."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from twinkle.server.checkpoints import kind_of_checkpoint
+from twinkle.server.gateway import Gateway
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.routes.http import gateway_of, json_response, tenant_of
+from twinkle.server.types import CheckpointRecord, RunRecord
+
+router = APIRouter()
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+
+
+@router.get("/training_runs")
+async def training_runs(
+    request: Request, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+) -> Response:
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    page = await gateway.store.runs.list(tenant_id, limit, offset, project_id)
+    return json_response(
+        {
+            "training_runs": [await _training_run(gateway, run) for run in page.items],
+            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
+        }
+    )
+
+
+@router.get("/training_runs/{run_id}")
+async def training_run(request: Request, run_id: str) -> Response:
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    return json_response(await _training_run(gateway, await gateway.run(run_id, tenant_id)))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def checkpoints_of_run(request: Request, run_id: str) -> Response:
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    await gateway.run(run_id, tenant_id)
+    records = await gateway.store.checkpoints.of_run(run_id)
+    return json_response({"checkpoints": [_checkpoint(record) for record in records]})
+
+
+@router.get("/checkpoints")
+async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
+    tenant_id = await tenant_of(request)
+    page = await gateway_of(request).store.checkpoints.list(tenant_id, limit, offset)
+    return json_response(
+        {
+            "checkpoints": [_checkpoint(record) for record in page.items],
+            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
+        }
+    )
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}")
+async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> Response:
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    path = CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
+    await gateway.delete_checkpoint(path, tenant_id)
+    return json_response({})
+
+
+async def _training_run(gateway: Gateway, run: RunRecord) -> dict[str, object]:
+    last = await gateway.store.checkpoints.latest(run.run_id)
+    return {
+        "training_run_id": run.run_id,
+        "base_model": run.base_model,
+        "model_owner": run.tenant_id,
+        "is_lora": True,
+        "lora_rank": run.spec.rank,
+        "corrupted": run.state == "failed",
+        "last_request_time": _time(run.last_request_at),
+        "last_checkpoint": _checkpoint(last["weights"]) if "weights" in last else None,
+        "last_sampler_checkpoint": _checkpoint(last["sampler_weights"]) if "sampler_weights" in last else None,
+        "user_metadata": dict(run.user_metadata),
+    }
+
+
+def _checkpoint(record: CheckpointRecord) -> dict[str, object]:
+    path = CheckpointPath(record.run_id, record.kind, record.name)
+    return {
+        "checkpoint_id": path.checkpoint_id,
+        "checkpoint_type": kind_of_checkpoint(record.kind),
+        "time": _time(record.created_at),
+        "tinker_path": str(path),
+        "size_bytes": record.size_bytes,
+        "public": record.public,
+        "user_metadata": dict(record.user_metadata),
+        "expires_at": None if record.expires_at is None else _time(record.expires_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    """Aware: the SDK compares with aware times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,74 @@
+"""Health, the client handshake, what is served, and how the server is doing."""
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from twinkle.server.routes.http import body_of, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.wire.requests import ClientConfigRequest, check_telemetry
+
+router = APIRouter()
+
+# Chunks of a large batch may come in parallel and in any order; the rest are the SDK's defaults, made explicit where
+# they matter to us.
+_CLIENT_CONFIG = {
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "pjwt_auth_enabled": False,
+    "create_model_via_load_weights": False,
+    "custom_loss_server_side": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "sample_max_concurrent_requests": 512,
+}
+
+
+@router.get("/healthz")
+async def health() -> Response:
+    return json_response({"status": "ok"})
+
+
+@router.post("/client/config")
+async def client_config(request: Request) -> Response:
+    await tenant_of(request)
+    await parsed(ClientConfigRequest, request)
+    return json_response(_CLIENT_CONFIG)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(request: Request) -> Response:
+    await tenant_of(request)
+    await parsed(ClientConfigRequest, request)
+    return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request) -> Response:
+    check_telemetry(await body_of(request))
+    return json_response({"status": "accepted"})
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(request: Request) -> Response:
+    await tenant_of(request)
+    models = [
+        {
+            "model_name": name,
+            "max_context_length": model.max_context_length,
+            "trainable": True,
+            "sampleable": model.sampler is not None,
+        }
+        for name, model in gateway_of(request).listed_models().items()
+    ]
+    return json_response({"supported_models": models})
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Sums over all tenants: nothing here says who does what."""
+    gateway = gateway_of(request)
+    models = {
+        name: entry.training.status() | ({} if entry.sampling is None else entry.sampling.status())
+        for name, entry in gateway.services.items()
+    }
+    return json_response({"uptime_seconds": time.time() - gateway.started_at, "models": models})

@@ -1,0 +1,325 @@
+"""Which ops run next: one device, many tenants. Ops in, batches out; no I/O, no clock, no payloads.
+
+Order holds within an adapter (:mod:`~twinkle.server.scheduler_sequence`), merging goes across adapters: the ready
+passes of one mode of all adapters fill one batch up to the token budget, so that tenants who each pipeline
+forward_backward and optim_step share every pass. A batch is made of what is ready at that moment; it waits for nobody.
+
+Which passes come first:
+
+- The tenant with the fewest tokens leads, and the batch is filled one op at a time by the same rule; what does not fit
+  the rest of the budget is left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than
+  one. A tenant that had nothing ready starts again at the lead's count: idle time earns nothing.
+- Barriers are short and make passes ready, so all that are ready go before passes.
+- A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
+  that. The tenant waiting longest then leads, whatever the shares, and barriers may take only every other batch: with
+  T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each op's, because
+  an op's would let a tenant with many adapters outrun the shares.
+
+The caller's loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, ``finish`` each of its tickets;
+sleep until something is submitted or ``next_deadline()``.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from twinkle.server.scheduler_sequence import (
+    Accepted,
+    Conflict,
+    Duplicate,
+    OpSequence,
+    Position,
+    Refusal,
+    RefusalReason,
+    Submitted,
+    Ticket,
+    TooLate,
+)
+from twinkle.server.types import OpKind
+
+__all__ = [
+    "Accepted",
+    "Batch",
+    "BatchKind",
+    "Conflict",
+    "Duplicate",
+    "Position",
+    "Refusal",
+    "RefusalReason",
+    "Scheduler",
+    "SchedulerNumbers",
+    "Submitted",
+    "Ticket",
+    "TooLate",
+]
+
+
+class BatchKind(StrEnum):
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    BARRIERS = "barriers"
+
+
+_PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Ops to run now. Those of one adapter are neighbours in number and in order; barriers are one an adapter."""
+
+    kind: BatchKind
+    tickets: tuple[Ticket, ...]
+
+
+@dataclass(frozen=True)
+class SchedulerNumbers:
+    """Counts since the start, and by tenant what waits now and the tokens that were started."""
+
+    batches: int
+    pass_batches: int
+    ops: int
+    pass_ops: int
+    refused: int
+    waiting: Mapping[str, int]
+    tokens: Mapping[str, int]
+
+    @property
+    def merge_ratio(self) -> float:
+        """Passes in a pass batch, on average."""
+        return self.pass_ops / self.pass_batches if self.pass_batches else 0.0
+
+
+class _Tenant:
+    def __init__(self, tenant_id: str) -> None:
+        self.tenant_id = tenant_id
+        self.waiting = 0
+        self.tokens = 0
+        self.share = 0  # tokens, plus what it was raised by for idle times
+        self.turn = 0  # the number of the batch that last started its longest-ready pass
+        self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
+
+    @property
+    def first(self) -> "_Adapter":
+        return next(iter(self.ready.values()))
+
+    def by_wait(self) -> tuple[int, int]:
+        """The number of batches from which on its longest-ready pass was passed over, and that pass's rank."""
+        first = self.first
+        return max(self.turn, first.ready_batch), first.ready_rank
+
+    def by_share(self) -> tuple[int, int]:
+        return self.share, self.first.ready_rank
+
+
+class _Adapter:
+    def __init__(self, ops: OpSequence, tenant: _Tenant) -> None:
+        self.ops = ops
+        self.tenant = tenant
+        self.ready_kind = BatchKind.FORWARD
+        self.ready_rank = 0  # of its ready pass, ascending in order of becoming ready
+        self.ready_batch = 0  # batches so far when it became ready
+
+
+class Scheduler:
+    """See the module. Adapters are made known first; an unknown adapter or ticket is the caller's bug and raises."""
+
+    def __init__(
+        self, token_budget: int, *, merge: bool = True, gap_timeout: float = 360.0, max_skips: int = 8
+    ) -> None:
+        self._budget = token_budget
+        self._merge = merge
+        self._gap_timeout = gap_timeout
+        self._max_skips = max_skips
+        self._tenants: dict[str, _Tenant] = {}  # kept for good: leaving and coming back must not clear what was used
+        self._adapters: dict[str, _Adapter] = {}
+        self._running: dict[Ticket, _Adapter] = {}
+        # An idle adapter that has ops waiting is in exactly one of these three.
+        self._blocked: dict[str, _Adapter] = {}  # its next op is missing or must be refused
+        self._barriers: dict[str, _Adapter] = {}
+        self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
+        self._ready_count = 0
+        self._floor = 0  # the smallest share of a ready tenant when the last pass batch was made
+        self._barriers_last = False
+        self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = 0
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, adapter_id: str, tenant_id: str, next_seq: int = 0, failed_seq: int | None = None) -> None:
+        """A new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run."""
+        if adapter_id in self._adapters or any(ticket.adapter_id == adapter_id for ticket in self._running):
+            raise ValueError(f"adapter {adapter_id!r} exists already, or its ops still run")
+        tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
+        ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout)
+        self._adapters[adapter_id] = _Adapter(ops, tenant)
+
+    def remove_adapter(self, adapter_id: str) -> list[Ticket]:
+        """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
+        adapter = self._adapters.pop(adapter_id)
+        self._unplace(adapter)
+        tickets = adapter.ops.leave()
+        adapter.tenant.waiting -= len(tickets)
+        return tickets
+
+    def position(self, adapter_id: str) -> Position | None:
+        """Where a snapshot taken now would stand; None while an op of the adapter runs."""
+        return self._adapters[adapter_id].ops.position
+
+    def next_seq(self, adapter_id: str) -> int:
+        """The number of the op that is the next to start: all below it started, or were given up as missing."""
+        return self._adapters[adapter_id].ops.next_seq
+
+    def waiting(self, tenant_id: str) -> int:
+        """How many ops of a tenant wait: parked, ready or about to be refused, but not running."""
+        tenant = self._tenants.get(tenant_id)
+        return 0 if tenant is None else tenant.waiting
+
+    # --- ops ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, ticket: Ticket, now: float) -> Submitted:
+        adapter = self._adapters[ticket.adapter_id]
+        ops = adapter.ops
+        submitted = ops.submit(ticket, now)
+        if isinstance(submitted, Accepted):
+            adapter.tenant.waiting += 1
+            if not ops.running and (ticket.seq == ops.next_seq or len(ops) == 1):
+                self._unplace(adapter)
+                self._place(adapter)
+        return submitted
+
+    def finish(self, ticket: Ticket, *, failed: bool) -> None:
+        """A ticket of a batch has run. ``failed`` ones changed nothing."""
+        adapter = self._running.pop(ticket)
+        adapter.ops.finish(ticket, failed)
+        if not adapter.ops.running:
+            self._place(adapter)
+
+    def refusals(self, now: float) -> list[Refusal]:
+        """All that fails by now without running, each once and thereby finished. Handle them before the next batch."""
+        refused: list[Refusal] = []
+        for adapter in list(self._blocked.values()):
+            refusals = adapter.ops.refuse(now)
+            if refusals:
+                adapter.tenant.waiting -= len(refusals)
+                self._unplace(adapter)
+                self._place(adapter)
+            refused += refusals
+        self._refused += len(refused)
+        return refused
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`refusals` will next have something, unless a missing number arrives before."""
+        times = (adapter.ops.refusal_time for adapter in self._blocked.values())
+        return min((time for time in times if time is not None), default=None)
+
+    def numbers(self) -> SchedulerNumbers:
+        return SchedulerNumbers(
+            batches=self._batches,
+            pass_batches=self._pass_batches,
+            ops=self._ops,
+            pass_ops=self._pass_ops,
+            refused=self._refused,
+            waiting={tenant.tenant_id: tenant.waiting for tenant in self._tenants.values()},
+            tokens={tenant.tenant_id: tenant.tokens for tenant in self._tenants.values()},
+        )
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        """What to run now; None if nothing is ready that does not run already."""
+        tenants = self._ready_tenants.values()
+        longest = min(tenants, key=_Tenant.by_wait, default=None)
+        overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
+        if self._barriers and not (overdue and self._barriers_last):
+            return self._barrier_batch()
+        if longest is None:
+            return None
+        least = min(tenants, key=_Tenant.by_share)
+        self._floor = max(self._floor, least.share)
+        return self._pass_batch((longest if overdue else least).first)
+
+    def _barrier_batch(self) -> Batch:
+        self._batches += 1
+        self._barriers_last = True
+        adapters = list(self._barriers.values())[: None if self._merge else 1]
+        for adapter in adapters:
+            self._unplace(adapter)
+        return Batch(BatchKind.BARRIERS, tuple(self._start(adapter) for adapter in adapters))
+
+    def _pass_batch(self, lead: _Adapter) -> Batch:
+        self._batches += 1
+        self._pass_batches += 1
+        self._barriers_last = False
+        tickets = self._fill(lead)
+        self._pass_ops += len(tickets)
+        return Batch(lead.ready_kind, tickets)
+
+    def _fill(self, lead: _Adapter) -> tuple[Ticket, ...]:
+        """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit."""
+        tickets: list[Ticket] = []
+        room = self._budget
+        queue = [
+            (-1 if tenant is lead.tenant else tenant.share, line[0].ready_rank, line)
+            for tenant in self._ready_tenants.values()
+            if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
+        ]
+        heapq.heapify(queue)  # ranks differ, so lines are never compared
+        while queue and (not tickets or (self._merge and room > 0)):
+            _, _, line = heapq.heappop(queue)
+            adapter = line.popleft()
+            ticket = adapter.ops.head
+            assert ticket is not None
+            if not tickets or ticket.tokens <= room:
+                tickets.append(self._start_pass(adapter))
+                room -= ticket.tokens
+                following = adapter.ops.head
+                if following is not None and following.kind is ticket.kind:
+                    line.append(adapter)
+            if line:
+                heapq.heappush(queue, (adapter.tenant.share, line[0].ready_rank, line))
+        return tuple(tickets)
+
+    def _start_pass(self, adapter: _Adapter) -> Ticket:
+        tenant = adapter.tenant
+        if not adapter.ops.running:  # otherwise an earlier chunk of its call is in this batch
+            if adapter is tenant.first:
+                tenant.turn = self._batches
+            self._unplace(adapter)
+        return self._start(adapter)
+
+    def _start(self, adapter: _Adapter) -> Ticket:
+        ticket = adapter.ops.start()
+        tenant = adapter.tenant
+        tenant.waiting -= 1
+        tenant.tokens += ticket.tokens
+        tenant.share += ticket.tokens
+        self._running[ticket] = adapter
+        self._ops += 1
+        return ticket
+
+    # --- where an idle adapter waits ----------------------------------------------------------------------------------
+
+    def _place(self, adapter: _Adapter) -> None:
+        adapter_id, tenant, head = adapter.ops.adapter_id, adapter.tenant, adapter.ops.head
+        if head is None:
+            if len(adapter.ops):
+                self._blocked[adapter_id] = adapter
+        elif not head.kind.is_pass:
+            self._barriers[adapter_id] = adapter
+        else:
+            if tenant.tenant_id not in self._ready_tenants:
+                tenant.share = max(tenant.share, self._floor)
+            self._ready_tenants[tenant.tenant_id] = tenant
+            self._ready_count += 1
+            adapter.ready_kind = _PASSES[head.kind]
+            adapter.ready_rank, adapter.ready_batch = self._ready_count, self._batches
+            tenant.ready[adapter_id] = adapter
+
+    def _unplace(self, adapter: _Adapter) -> None:
+        adapter_id, tenant = adapter.ops.adapter_id, adapter.tenant
+        self._blocked.pop(adapter_id, None)
+        self._barriers.pop(adapter_id, None)
+        tenant.ready.pop(adapter_id, None)
+        if not tenant.ready:
+            self._ready_tenants.pop(tenant.tenant_id, None)

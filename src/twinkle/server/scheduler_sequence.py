@@ -1,0 +1,239 @@
+"""One adapter's ops in order: sequence numbers, gaps, repeated requests, windows. Knows nothing of other adapters.
+
+Order. An op runs when all numbers before it have ended; any later number may arrive first and waits.
+
+Gaps. A gap is a missing number with ops waiting behind it. Its age counts from the arrival of the oldest of those,
+however long earlier ops of the adapter ran meanwhile. A gap that is too old is given up once nothing of the adapter
+runs: the ops waiting behind it, up to the next gap, are refused, and the adapter goes on after the last of them. What
+the missing number would have been is unknown, so it counts as a failed forward_backward, and whoever replays a journal
+puts one in its place. The next gap has its own age.
+
+Windows. A window is what lies between two optim_steps, and it is atomic. A forward_backward that failed, ran or not,
+spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
+clean window too, for it drops the gradient. Forward-only ops spoil nothing, and everything else in a spoilt window
+runs. A *refused* optim_step always ends with the gradient dropped, by the caller; one that ran and failed changed
+nothing here.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+from twinkle.server.types import OpKind
+
+# Reposts come within the minutes that a client retries, and the journal knows all older ones.
+REMEMBERED_DIGESTS = 1024
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others)."""
+
+    adapter_id: str
+    seq: int
+    kind: OpKind
+    tokens: int
+    digest: bytes
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.adapter_id}:{self.seq}"
+
+
+# --- what submitting a ticket may end in ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """New: it will be in one batch or in one refusal."""
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """The same request again, waiting, running or ended: the answer is that of the first."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """The number belongs to a request with another body, which this one does not disturb."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class TooLate:
+    """The adapter is past this number and no body is remembered for it.
+
+    The op may have ended long ago or before a restart: the journal knows. If it does not, the number was given up as
+    missing and ``message`` is the answer.
+    """
+
+    message: str
+
+
+Submitted = Accepted | Duplicate | Conflict | TooLate
+
+
+# --- what fails without running ---------------------------------------------------------------------------------------
+
+
+class RefusalReason(StrEnum):
+    GAP = "gap"  # an earlier number never came
+    WINDOW = "window"  # an optim_step whose window has a failed forward_backward
+
+
+@dataclass(frozen=True)
+class Refusal:
+    ticket: Ticket
+    reason: RefusalReason
+    message: str
+
+    @property
+    def drops_gradient(self) -> bool:
+        """Whether the adapter's accumulated gradient must go before its next op runs."""
+        return self.ticket.kind is OpKind.OPTIM_STEP
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where an adapter stands: all numbers up to and including ``seq`` have ended; ``failed_seq`` spoilt the window."""
+
+    seq: int
+    failed_seq: int | None
+
+
+class OpSequence:
+    """The ops of one adapter, from arrival to end. Times are seconds on any clock that never goes back."""
+
+    def __init__(self, adapter_id: str, next_seq: int, failed_seq: int | None, gap_timeout: float) -> None:
+        self.adapter_id = adapter_id
+        self.next_seq = next_seq  # the next to start
+        self.failed_seq = failed_seq
+        self.running: dict[int, Ticket] = {}
+        self._gap_timeout = gap_timeout
+        self._waiting: OrderedDict[int, tuple[Ticket, float]] = OrderedDict()  # in order of arrival, with its time
+        self._numbers: list[int] = []  # a heap of those waiting
+        self._digests: dict[int, bytes] = {}
+        self._ended: deque[int] = deque()
+
+    def __len__(self) -> int:
+        """How many ops wait."""
+        return len(self._waiting)
+
+    @property
+    def position(self) -> Position | None:
+        """None while an op runs: then the adapter is between two states."""
+        return None if self.running else Position(self.next_seq - 1, self.failed_seq)
+
+    @property
+    def head(self) -> Ticket | None:
+        """The next op, if it is here and may run as soon as nothing runs."""
+        if self.next_seq not in self._waiting:
+            return None
+        ticket, _ = self._waiting[self.next_seq]
+        return None if self._closes_spoilt_window(ticket) else ticket
+
+    @property
+    def refusal_time(self) -> float | None:
+        """From when on :meth:`refuse` has something; None if, as things stand, it never will."""
+        if self.running or not self._waiting or self.head is not None:
+            return None
+        if self.next_seq in self._waiting:
+            _, arrived = self._waiting[self.next_seq]
+            return arrived
+        _, arrived = next(iter(self._waiting.values()))
+        return arrived + self._gap_timeout
+
+    def submit(self, ticket: Ticket, now: float) -> Submitted:
+        known = self._digests.get(ticket.seq)
+        if known is not None:
+            return Duplicate() if known == ticket.digest else Conflict(self._reused(ticket.seq))
+        if ticket.seq < self.next_seq:
+            return TooLate(self._late(ticket.seq))
+        self._digests[ticket.seq] = ticket.digest
+        self._waiting[ticket.seq] = (ticket, now)
+        heapq.heappush(self._numbers, ticket.seq)
+        return Accepted()
+
+    def start(self) -> Ticket:
+        """Take the head out to run it."""
+        ticket = self._take()
+        self.running[ticket.seq] = ticket
+        return ticket
+
+    def finish(self, ticket: Ticket, failed: bool) -> None:
+        del self.running[ticket.seq]
+        self._end(ticket, failed)
+
+    def refuse(self, now: float) -> list[Refusal]:
+        """Take out all that must fail by now without running."""
+        refusals: list[Refusal] = []
+        while (due := self.refusal_time) is not None and due <= now:
+            if self.next_seq in self._waiting:
+                refusals.append(self._refuse(RefusalReason.WINDOW, self._window_message()))
+            else:
+                refusals += self._give_up_gap()
+        return refusals
+
+    def leave(self) -> list[Ticket]:
+        """Take out all that waits."""
+        tickets = [self._waiting[seq][0] for seq in sorted(self._numbers)]
+        self._waiting.clear()
+        self._numbers.clear()
+        return tickets
+
+    def _give_up_gap(self) -> list[Refusal]:
+        message = self._gap_message(self.next_seq, self._numbers[0] - 1)
+        self._spoil(self.next_seq)
+        self.next_seq = self._numbers[0]
+        refusals: list[Refusal] = []
+        while self.next_seq in self._waiting:
+            refusals.append(self._refuse(RefusalReason.GAP, message))
+        return refusals
+
+    def _refuse(self, reason: RefusalReason, message: str) -> Refusal:
+        ticket = self._take()
+        self._end(ticket, failed=True)
+        if ticket.kind is OpKind.OPTIM_STEP:
+            self.failed_seq = None
+        return Refusal(ticket, reason, message)
+
+    def _take(self) -> Ticket:
+        seq = heapq.heappop(self._numbers)
+        assert seq == self.next_seq, f"{self.adapter_id}: took {seq}, expected {self.next_seq}"
+        self.next_seq += 1
+        ticket, _ = self._waiting.pop(seq)
+        return ticket
+
+    def _end(self, ticket: Ticket, failed: bool) -> None:
+        if failed and ticket.kind is OpKind.FORWARD_BACKWARD:
+            self._spoil(ticket.seq)
+        if not failed and ticket.kind is OpKind.LOAD:
+            self.failed_seq = None
+        self._ended.append(ticket.seq)
+        if len(self._ended) > REMEMBERED_DIGESTS:
+            del self._digests[self._ended.popleft()]
+
+    def _spoil(self, seq: int) -> None:
+        """The first failure of a window is the one to name; ops of one batch may finish in any order."""
+        self.failed_seq = seq if self.failed_seq is None else min(seq, self.failed_seq)
+
+    def _closes_spoilt_window(self, ticket: Ticket) -> bool:
+        return ticket.kind is OpKind.OPTIM_STEP and self.failed_seq is not None
+
+    def _window_message(self) -> str:
+        return (
+            f"optim_step {self.next_seq} was not applied: forward_backward {self.failed_seq} before it failed; "
+            "the gradient since the last optim_step is dropped, send its forward_backward calls again"
+        )
+
+    def _gap_message(self, first: int, last: int) -> str:
+        missing = f"number {first}" if first == last else f"numbers {first} to {last}"
+        return f"sequence {missing} did not arrive within {self._gap_timeout:g} s, and this request had to follow"
+
+    def _late(self, seq: int) -> str:
+        return f"sequence number {seq} came too late: the next one of {self.adapter_id} is {self.next_seq}"
+
+    def _reused(self, seq: int) -> str:
+        return f"sequence number {seq} of {self.adapter_id} was used by a request with another body: use a new number"

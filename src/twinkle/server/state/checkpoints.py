@@ -1,0 +1,142 @@
+"""Checkpoints: which directories exist under which names."""
+
+import json
+from collections.abc import Mapping
+
+from sqlalchemy import bindparam, delete, func, insert, select, update
+
+from twinkle.server.state.database import Cursor, Database, Page, Row
+from twinkle.server.state.errors import CheckpointExistsError
+from twinkle.server.state.tables import CHECKPOINTS
+from twinkle.server.types import CheckpointKind, CheckpointRecord
+
+__all__ = ["Checkpoints"]
+
+_NAMED = (
+    (CHECKPOINTS.c.run_id == bindparam("run"))
+    & (CHECKPOINTS.c.kind == bindparam("kind_"))
+    & (CHECKPOINTS.c.name == bindparam("name_"))
+)
+_OF_TENANT = CHECKPOINTS.c.tenant_id == bindparam("tenant_id")
+_NEWEST_FIRST = (CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.run_id, CHECKPOINTS.c.kind, CHECKPOINTS.c.name)
+
+_INSERT = insert(CHECKPOINTS)
+_GET = select(CHECKPOINTS).where(_NAMED)
+_DELETE = delete(CHECKPOINTS).where(_NAMED)
+_OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
+_COUNT = select(func.count()).select_from(CHECKPOINTS).where(_OF_TENANT)
+_LIST = (
+    select(CHECKPOINTS).where(_OF_TENANT).order_by(*_NEWEST_FIRST).limit(bindparam("limit")).offset(bindparam("offset"))
+)
+_EXPIRED = select(CHECKPOINTS).where(CHECKPOINTS.c.expires_at <= bindparam("now")).order_by(CHECKPOINTS.c.expires_at)
+_SET_EXPIRY = update(CHECKPOINTS).where(_NAMED).values(expires_at=bindparam("expires_at"))
+_SET_PUBLIC = update(CHECKPOINTS).where(_NAMED).values(public=bindparam("public"))
+
+
+class Checkpoints:
+    """Rows only: whoever deletes a row deletes its directory too."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, checkpoint: CheckpointRecord, overwrite: bool = False) -> CheckpointRecord | None:
+        """The one that it replaces, whose directory is now nobody's.
+
+        A name that is taken is an error unless ``overwrite`` is set or the same request took it: an op that is
+        replayed after a crash adds its checkpoint again.
+        """
+        name = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+
+        def work(cursor: Cursor) -> CheckpointRecord | None:
+            row = cursor.row(_GET, name)
+            if row is not None:
+                if not overwrite and row["request_id"] != checkpoint.request_id:
+                    raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+                cursor.execute(_DELETE, name)
+            cursor.execute(_INSERT, _row(checkpoint))
+            return None if row is None else _checkpoint(row)
+
+        return await self._database.write(work)
+
+    async def get(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
+        row = await self._database.read(lambda cursor: cursor.row(_GET, _key(run_id, kind, name)))
+        return None if row is None else _checkpoint(row)
+
+    async def of_run(self, run_id: str) -> tuple[CheckpointRecord, ...]:
+        """Newest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_OF_RUN, {"run": run_id}))
+        return tuple(map(_checkpoint, rows))
+
+    async def latest(self, run_id: str) -> Mapping[CheckpointKind, CheckpointRecord]:
+        """The newest of each kind that the run has."""
+        return {checkpoint.kind: checkpoint for checkpoint in reversed(await self.of_run(run_id))}
+
+    async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[CheckpointRecord]:
+        """Newest first."""
+
+        def work(cursor: Cursor) -> Page[CheckpointRecord]:
+            rows = cursor.rows(_LIST, {"tenant_id": tenant_id, "limit": limit, "offset": offset})
+            return Page(tuple(map(_checkpoint, rows)), cursor.number(_COUNT, {"tenant_id": tenant_id}))
+
+        return await self._database.read(work)
+
+    async def expired(self, now: float) -> tuple[CheckpointRecord, ...]:
+        rows = await self._database.read(lambda cursor: cursor.rows(_EXPIRED, {"now": now}))
+        return tuple(map(_checkpoint, rows))
+
+    async def delete(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
+        """The one that was deleted."""
+        key = _key(run_id, kind, name)
+
+        def work(cursor: Cursor) -> CheckpointRecord | None:
+            row = cursor.row(_GET, key)
+            cursor.execute(_DELETE, key)
+            return None if row is None else _checkpoint(row)
+
+        return await self._database.write(work)
+
+    async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
+        """Whether there is such a checkpoint."""
+        parameters = _key(run_id, kind, name) | {"expires_at": expires_at}
+        return await self._database.write(lambda cursor: cursor.execute(_SET_EXPIRY, parameters) > 0)
+
+    async def set_public(self, run_id: str, kind: CheckpointKind, name: str, public: bool) -> bool:
+        """Whether there is such a checkpoint."""
+        parameters = _key(run_id, kind, name) | {"public": int(public)}
+        return await self._database.write(lambda cursor: cursor.execute(_SET_PUBLIC, parameters) > 0)
+
+
+def _key(run_id: str, kind: CheckpointKind, name: str) -> Row:
+    return {"run": run_id, "kind_": kind, "name_": name}
+
+
+def _row(checkpoint: CheckpointRecord) -> Row:
+    return {
+        "run_id": checkpoint.run_id,
+        "kind": checkpoint.kind,
+        "name": checkpoint.name,
+        "tenant_id": checkpoint.tenant_id,
+        "request_id": checkpoint.request_id,
+        "directory": checkpoint.directory,
+        "created_at": checkpoint.created_at,
+        "size_bytes": checkpoint.size_bytes,
+        "expires_at": checkpoint.expires_at,
+        "public": int(checkpoint.public),
+        "user_metadata": json.dumps(dict(checkpoint.user_metadata)),
+    }
+
+
+def _checkpoint(row: Row) -> CheckpointRecord:
+    return CheckpointRecord(
+        run_id=row["run_id"],
+        kind=row["kind"],
+        name=row["name"],
+        tenant_id=row["tenant_id"],
+        request_id=row["request_id"],
+        directory=row["directory"],
+        created_at=row["created_at"],
+        size_bytes=row["size_bytes"],
+        expires_at=row["expires_at"],
+        public=bool(row["public"]),
+        user_metadata=json.loads(row["user_metadata"]),
+    )

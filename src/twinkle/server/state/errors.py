@@ -1,0 +1,56 @@
+"""What can go wrong with the server's own state. Each is also a standard-library type."""
+
+from pathlib import Path
+
+from twinkle.errors import TwinkleError, UserError
+
+__all__ = [
+    "CheckpointExistsError",
+    "DataDirInUseError",
+    "JournalError",
+    "SchemaVersionError",
+    "StorageFullError",
+    "StoreClosedError",
+]
+
+
+class StorageFullError(TwinkleError, OSError):
+    """The disk under the data directory is full (or its quota is). Nothing of the call was kept."""
+
+
+class DataDirInUseError(TwinkleError, OSError):
+    """Another server works in this data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        super().__init__(f"data directory {data_dir} is in use by another server; stop it or choose another directory")
+        self.data_dir = data_dir
+
+
+class SchemaVersionError(TwinkleError, RuntimeError):
+    """The database was written by a newer Twinkle than this one."""
+
+    def __init__(self, found: int, known: int) -> None:
+        super().__init__(
+            f"the database has schema version {found}, this Twinkle knows versions up to {known}; "
+            "install the newer Twinkle or choose another data directory"
+        )
+        self.found = found
+        self.known = known
+
+
+class JournalError(TwinkleError, OSError):
+    """Bytes that the database points to are missing from the journal or damaged."""
+
+
+class StoreClosedError(TwinkleError, RuntimeError):
+    """The store was closed, or was opened for reading what this call would write."""
+
+
+class CheckpointExistsError(UserError):
+    """A checkpoint has this name already, and the request does not say that it may be replaced."""
+
+    def __init__(self, run_id: str, kind: str, name: str) -> None:
+        super().__init__(
+            f"name: run {run_id} has a checkpoint {kind}/{name} already; choose another name, delete it, "
+            "or pass overwrite"
+        )

@@ -1,0 +1,138 @@
+"""API keys and whose they are. A key is shown once, when it is made, and stored nowhere: only its keyed hash is.
+
+The hashes' secret lies beside the database in a file of its own, so that neither alone says anything about a key.
+"""
+
+import hmac
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import bindparam, insert, select, update
+
+from twinkle.server.state.database import Cursor, Database, Row
+from twinkle.server.state.tables import API_KEYS
+
+__all__ = ["KEY_PREFIX", "KeyRecord", "Keys", "read_secret"]
+
+KEY_PREFIX = "tml-"
+
+_CACHE_SECONDS = 10.0  # how long a key that another process revoked may still work
+_CACHE_SIZE = 4096
+
+_COLUMNS = (
+    API_KEYS.c.key_id,
+    API_KEYS.c.tenant_id,
+    API_KEYS.c.name,
+    API_KEYS.c.created_at,
+    API_KEYS.c.revoked_at,
+)
+_INSERT = insert(API_KEYS)
+_LIST = select(*_COLUMNS).order_by(API_KEYS.c.created_at, API_KEYS.c.key_id)
+_BY_HASH = select(API_KEYS.c.tenant_id, API_KEYS.c.key_hash).where(
+    API_KEYS.c.key_hash == bindparam("key_hash"), API_KEYS.c.revoked_at.is_(None)
+)
+_REVOKE = (
+    update(API_KEYS)
+    .where(API_KEYS.c.key_id == bindparam("id"), API_KEYS.c.revoked_at.is_(None))
+    .values(revoked_at=bindparam("now"))
+)
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """What is known of a key. ``revoked_at`` is None while it works."""
+
+    key_id: str
+    tenant_id: str
+    name: str
+    created_at: float
+    revoked_at: float | None = None
+
+
+class Keys:
+    """Configured keys belong to the tenant they were made for; in open mode any key is a tenant of its own."""
+
+    def __init__(self, database: Database, secret: bytes) -> None:
+        self._database = database
+        self._secret = secret
+        self._tenants: dict[bytes, tuple[str, float]] = {}  # by hash: tenant and until when we believe it
+
+    async def create(self, tenant_id: str | None, name: str, now: float) -> tuple[KeyRecord, str]:
+        """A new key and its record; without a tenant, of a new one."""
+        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        record = KeyRecord(
+            key_id=f"key-{secrets.token_hex(8)}",
+            tenant_id=f"tenant-{secrets.token_hex(12)}" if tenant_id is None else tenant_id,
+            name=name,
+            created_at=now,
+        )
+        row: Row = {
+            "key_id": record.key_id,
+            "tenant_id": record.tenant_id,
+            "name": name,
+            "key_hash": self._hash(b"key", key),
+            "created_at": now,
+            "revoked_at": None,
+        }
+        await self._database.write(lambda cursor: cursor.execute(_INSERT, row))
+        return record, key
+
+    async def list(self) -> tuple[KeyRecord, ...]:
+        """Oldest first, revoked ones too."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, {}))
+        return tuple(KeyRecord(**row) for row in rows)
+
+    async def revoke(self, key_id: str, now: float) -> bool:
+        """Whether there was such a key to revoke. Other processes notice within seconds."""
+        revoked = await self._database.write(lambda cursor: cursor.execute(_REVOKE, {"id": key_id, "now": now}) > 0)
+        self._tenants.clear()
+        return revoked
+
+    async def tenant_of(self, key: str) -> str | None:
+        """The tenant of a configured key; None if it is unknown or revoked."""
+        key_hash = self._hash(b"key", key)
+        cached = self._tenants.get(key_hash)
+        if cached is not None and cached[1] > time.monotonic():
+            return cached[0]
+        row = await self._database.read(lambda cursor: _by_hash(cursor, key_hash))
+        if row is None:
+            self._tenants.pop(key_hash, None)
+            return None
+        if len(self._tenants) >= _CACHE_SIZE:
+            self._tenants.clear()
+        tenant_id = str(row["tenant_id"])
+        self._tenants[key_hash] = (tenant_id, time.monotonic() + _CACHE_SECONDS)
+        return tenant_id
+
+    def open_tenant(self, key: str) -> str:
+        """The tenant that a key stands for when every key is welcome: a function of the key and our secret alone."""
+        return f"tenant-{self._hash(b'tenant', key).hex()[:24]}"
+
+    def _hash(self, purpose: bytes, key: str) -> bytes:
+        return hmac.digest(self._secret, purpose + b":" + key.encode(), "sha256")
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in ``path``, made at the first call; whoever comes second reads what the first one wrote."""
+    if not path.exists():
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return path.read_bytes()
+
+
+def _by_hash(cursor: Cursor, key_hash: bytes) -> Row | None:
+    row = cursor.row(_BY_HASH, {"key_hash": key_hash})
+    return row if row is not None and hmac.compare_digest(bytes(row["key_hash"]), key_hash) else None

@@ -1,0 +1,138 @@
+"""Runs: the life of an adapter, from its creation to long after it left the device."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Literal
+
+from sqlalchemy import bindparam, func, insert, select, update
+
+from twinkle.model.types import LoraSpec
+from twinkle.server.state.database import Cursor, Database, Page, Row
+from twinkle.server.state.tables import RUNS, SESSIONS
+from twinkle.server.types import RunRecord
+
+__all__ = ["RunState", "Runs", "insert_run"]
+
+RunState = Literal["live", "failed", "parked"]
+
+_OF_ID = RUNS.c.run_id == bindparam("id")
+_OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")
+_OF_PROJECT = RUNS.c.session_id.in_(
+    select(SESSIONS.c.session_id).where(SESSIONS.c.project_id == bindparam("project_id"))
+)
+
+_INSERT = insert(RUNS)
+_GET = select(RUNS).where(_OF_ID)
+_BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
+_OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
+_IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
+_COUNT = select(func.count()).select_from(RUNS).where(_OF_TENANT)
+_LIST = (
+    select(RUNS)
+    .where(_OF_TENANT)
+    .order_by(RUNS.c.last_request_at.desc(), RUNS.c.run_id)
+    .limit(bindparam("limit"))
+    .offset(bindparam("offset"))
+)
+_COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
+_LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
+_SET_STATE = update(RUNS).where(_OF_ID).values(state=bindparam("state"), note=bindparam("note"))
+_TOUCH = (
+    update(RUNS).where(_OF_ID, RUNS.c.last_request_at < bindparam("time")).values(last_request_at=bindparam("time"))
+)
+
+
+class Runs:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, run: RunRecord) -> RunRecord:
+        """The run, or the one with this number that its session has already."""
+        return await self._database.write(lambda cursor: insert_run(cursor, run))
+
+    async def get(self, run_id: str) -> RunRecord | None:
+        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": run_id}))
+        return None if row is None else _run(row)
+
+    async def by_number(self, session_id: str, number: int) -> RunRecord | None:
+        parameters = {"session_id": session_id, "number": number}
+        row = await self._database.read(lambda cursor: cursor.row(_BY_NUMBER, parameters))
+        return None if row is None else _run(row)
+
+    async def of_session(self, session_id: str) -> tuple[RunRecord, ...]:
+        """By number."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_OF_SESSION, {"session_id": session_id}))
+        return tuple(map(_run, rows))
+
+    async def in_state(self, state: RunState) -> tuple[RunRecord, ...]:
+        """Oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_IN_STATE, {"state": state}))
+        return tuple(map(_run, rows))
+
+    async def list(self, tenant_id: str, limit: int, offset: int = 0, project_id: str | None = None) -> Page[RunRecord]:
+        """The one with the newest request first; ``project_id`` keeps those whose session belongs to it."""
+        listing, count = (_LIST, _COUNT) if project_id is None else (_LIST_OF_PROJECT, _COUNT_OF_PROJECT)
+        parameters = {"tenant_id": tenant_id, "project_id": project_id, "limit": limit, "offset": offset}
+
+        def work(cursor: Cursor) -> Page[RunRecord]:
+            return Page(tuple(map(_run, cursor.rows(listing, parameters))), cursor.number(count, parameters))
+
+        return await self._database.read(work)
+
+    async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
+        parameters = {"id": run_id, "state": state, "note": note}
+        await self._database.write(lambda cursor: cursor.execute(_SET_STATE, parameters))
+
+    async def touch(self, last_request_at: Mapping[str, float]) -> None:
+        """Note the time of the newest request by run id."""
+        times = [{"id": run_id, "time": time} for run_id, time in last_request_at.items()]
+        await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, times))
+
+
+def insert_run(cursor: Cursor, run: RunRecord) -> RunRecord:
+    """Inside a write: the run, or the one with this number that its session has already."""
+    row = cursor.row(_BY_NUMBER, {"session_id": run.session_id, "number": run.number})
+    if row is not None:
+        return _run(row)
+    cursor.execute(_INSERT, _row(run))
+    return run
+
+
+def _row(run: RunRecord) -> Row:
+    return {
+        "run_id": run.run_id,
+        "session_id": run.session_id,
+        "number": run.number,
+        "tenant_id": run.tenant_id,
+        "base_model": run.base_model,
+        "model_name": run.model_name,
+        "spec": json.dumps(asdict(run.spec)),
+        "created_at": run.created_at,
+        "last_request_at": run.last_request_at,
+        "state": run.state,
+        "user_metadata": json.dumps(dict(run.user_metadata)),
+        "note": run.note,
+    }
+
+
+def _run(row: Row) -> RunRecord:
+    return RunRecord(
+        run_id=row["run_id"],
+        session_id=row["session_id"],
+        number=row["number"],
+        tenant_id=row["tenant_id"],
+        base_model=row["base_model"],
+        model_name=row["model_name"],
+        spec=_spec(json.loads(row["spec"])),
+        created_at=row["created_at"],
+        last_request_at=row["last_request_at"],
+        state=row["state"],
+        user_metadata=json.loads(row["user_metadata"]),
+        note=row["note"],
+    )
+
+
+def _spec(fields: Row) -> LoraSpec:
+    targets = fields.pop("target_modules")
+    return LoraSpec(**fields, target_modules=tuple(targets) if isinstance(targets, list) else targets)

@@ -1,0 +1,120 @@
+"""Sessions: a client's signs of life."""
+
+import json
+from collections.abc import Mapping
+from typing import Literal
+
+from sqlalchemy import bindparam, func, insert, select, update
+
+from twinkle.server.state.database import Cursor, Database, Page, Row
+from twinkle.server.state.tables import SESSIONS
+from twinkle.server.types import SessionRecord
+
+__all__ = ["Sessions"]
+
+_OF_TENANT = SESSIONS.c.tenant_id == bindparam("tenant_id")
+_OF_ID = SESSIONS.c.session_id == bindparam("id")
+_ACTIVE = SESSIONS.c.state == "active"
+
+_INSERT = insert(SESSIONS)
+_GET = select(SESSIONS).where(_OF_ID)
+_BY_KEY = select(SESSIONS).where(_OF_TENANT, SESSIONS.c.idempotency_key == bindparam("idempotency_key"))
+_COUNT = select(func.count()).select_from(SESSIONS).where(_OF_TENANT)
+_LIST = (
+    select(SESSIONS)
+    .where(_OF_TENANT)
+    .order_by(SESSIONS.c.created_at.desc(), SESSIONS.c.session_id)
+    .limit(bindparam("limit"))
+    .offset(bindparam("offset"))
+)
+_SILENT = select(SESSIONS).where(_ACTIVE, SESSIONS.c.last_seen < bindparam("before")).order_by(SESSIONS.c.last_seen)
+_TOUCH = (
+    update(SESSIONS)
+    .where(_OF_ID, _ACTIVE, SESSIONS.c.last_seen < bindparam("seen"))
+    .values(last_seen=bindparam("seen"))
+)
+_SET_STATE = update(SESSIONS).where(_OF_ID).values(state=bindparam("state"))
+_SET_PROJECT = update(SESSIONS).where(_OF_ID).values(project_id=bindparam("project_id"))
+_FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
+
+
+class Sessions:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(self, session: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
+        """The session, or the one that this tenant created with the same key before."""
+
+        def work(cursor: Cursor) -> SessionRecord:
+            if idempotency_key is not None:
+                row = cursor.row(_BY_KEY, {"tenant_id": session.tenant_id, "idempotency_key": idempotency_key})
+                if row is not None:
+                    return _session(row)
+            cursor.execute(_INSERT, _row(session) | {"idempotency_key": idempotency_key})
+            return session
+
+        return await self._database.write(work)
+
+    async def get(self, session_id: str) -> SessionRecord | None:
+        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": session_id}))
+        return None if row is None else _session(row)
+
+    async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[SessionRecord]:
+        """Newest first."""
+
+        def work(cursor: Cursor) -> Page[SessionRecord]:
+            rows = cursor.rows(_LIST, {"tenant_id": tenant_id, "limit": limit, "offset": offset})
+            return Page(tuple(map(_session, rows)), cursor.number(_COUNT, {"tenant_id": tenant_id}))
+
+        return await self._database.read(work)
+
+    async def silent(self, before: float) -> tuple[SessionRecord, ...]:
+        """Active sessions last seen before that time, longest silent first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_SILENT, {"before": before}))
+        return tuple(map(_session, rows))
+
+    async def touch(self, last_seen: Mapping[str, float]) -> None:
+        """Note signs of life by session id. Sessions that are over stay over; time never runs backwards."""
+        seen = [{"id": session_id, "seen": time} for session_id, time in last_seen.items()]
+        await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, seen))
+
+    async def set_state(self, session_id: str, state: Literal["active", "finished", "expired"]) -> None:
+        await self._database.write(lambda cursor: cursor.execute(_SET_STATE, {"id": session_id, "state": state}))
+
+    async def set_project(self, session_id: str, project_id: str | None) -> None:
+        parameters = {"id": session_id, "project_id": project_id}
+        await self._database.write(lambda cursor: cursor.execute(_SET_PROJECT, parameters))
+
+    async def forgive_downtime(self, now: float) -> int:
+        """Count all active sessions as seen now, because nobody could reach a server that was down; how many."""
+        return await self._database.write(lambda cursor: cursor.execute(_FORGIVE, {"now": now}))
+
+
+def _row(session: SessionRecord) -> Row:
+    return {
+        "session_id": session.session_id,
+        "tenant_id": session.tenant_id,
+        "created_at": session.created_at,
+        "last_seen": session.last_seen,
+        "state": session.state,
+        "sdk_version": session.sdk_version,
+        "display_name": session.display_name,
+        "project_id": session.project_id,
+        "tags": json.dumps(session.tags),
+        "user_metadata": json.dumps(dict(session.user_metadata)),
+    }
+
+
+def _session(row: Row) -> SessionRecord:
+    return SessionRecord(
+        session_id=row["session_id"],
+        tenant_id=row["tenant_id"],
+        created_at=row["created_at"],
+        last_seen=row["last_seen"],
+        state=row["state"],
+        sdk_version=row["sdk_version"],
+        display_name=row["display_name"],
+        project_id=row["project_id"],
+        tags=tuple(json.loads(row["tags"])),
+        user_metadata=json.loads(row["user_metadata"]),
+    )

@@ -1,0 +1,155 @@
+"""The tables, at the newest schema version.
+
+Columns hold what every driver takes and returns as it is (text, integers, floats, bytes): statements are run on the
+driver's own cursor, without SQLAlchemy's conversion of values (see :mod:`twinkle.server.state.database`). Structured
+values are JSON text; booleans are 0 and 1. Times are seconds since the epoch.
+
+A change here needs a migration in :mod:`twinkle.server.state.migrations`.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+__all__ = [
+    "API_KEYS",
+    "CHECKPOINTS",
+    "METADATA",
+    "OPS",
+    "RUNS",
+    "SAMPLING_SESSIONS",
+    "SCHEMA_VERSION",
+    "SESSIONS",
+    "SNAPSHOTS",
+]
+
+METADATA = MetaData()
+
+SCHEMA_VERSION = Table("schema_version", METADATA, Column("version", Integer, nullable=False))
+
+SESSIONS = Table(
+    "sessions",
+    METADATA,
+    Column("session_id", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("idempotency_key", String),
+    Column("created_at", Double, nullable=False),
+    Column("last_seen", Double, nullable=False),
+    Column("state", String, nullable=False),
+    Column("sdk_version", String, nullable=False),
+    Column("display_name", Text),
+    Column("project_id", String),
+    Column("tags", Text, nullable=False),
+    Column("user_metadata", Text, nullable=False),
+    Index("sessions_by_idempotency_key", "tenant_id", "idempotency_key", unique=True),
+    Index("sessions_by_tenant", "tenant_id", "created_at"),
+    Index("sessions_by_last_seen", "state", "last_seen"),
+)
+
+RUNS = Table(
+    "runs",
+    METADATA,
+    Column("run_id", String, primary_key=True),
+    Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("model_name", String, nullable=False),
+    Column("spec", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("last_request_at", Double, nullable=False),
+    Column("state", String, nullable=False),
+    Column("user_metadata", Text, nullable=False),
+    Column("note", Text),
+    Index("runs_by_number", "session_id", "number", unique=True),
+    Index("runs_by_tenant", "tenant_id", "last_request_at"),
+    Index("runs_by_state", "state"),
+)
+
+CHECKPOINTS = Table(
+    "checkpoints",
+    METADATA,
+    Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("request_id", String, nullable=False),
+    Column("directory", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("expires_at", Double),
+    Column("public", Integer, nullable=False),
+    Column("user_metadata", Text, nullable=False),
+    Index("checkpoints_by_tenant", "tenant_id", "created_at"),
+    Index("checkpoints_by_expiry", "expires_at"),
+)
+
+SAMPLING_SESSIONS = Table(
+    "sampling_sessions",
+    METADATA,
+    Column("sampling_session_id", String, primary_key=True),
+    Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("model_name", String, nullable=False),
+    Column("model_path", Text),
+    Column("version_id", String),
+    Column("directory", Text),
+    Column("created_at", Double, nullable=False),
+    Index("sampling_sessions_by_number", "session_id", "number", unique=True),
+)
+
+# A row a request; the bytes of body and outcome are in the journal. One tree is all that accepting an op has to change:
+# SQLite keeps the rows in the primary key itself, and what pruning looks for it finds by reading the whole table.
+OPS = Table(
+    "ops",
+    METADATA,
+    Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", String, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("body_segment", BigInteger, nullable=False),
+    Column("body_offset", BigInteger, nullable=False),
+    Column("body_length", BigInteger, nullable=False),
+    Column("accepted_at", Double, nullable=False),
+    Column("outcome_segment", BigInteger),
+    Column("outcome_offset", BigInteger),
+    Column("outcome_length", BigInteger),
+    Column("encoding", String),
+    Column("failed", Integer, nullable=False),
+    Column("finished_at", Double),
+    Column("delivered_at", Double),
+    sqlite_with_rowid=False,
+)
+
+SNAPSHOTS = Table(
+    "snapshots",
+    METADATA,
+    Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("seq", BigInteger, nullable=False),
+    Column("directory", Text, nullable=False),
+    Column("failed_seq", BigInteger),
+    Column("taken_at", Double, nullable=False),
+)
+
+API_KEYS = Table(
+    "api_keys",
+    METADATA,
+    Column("key_id", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("key_hash", LargeBinary, nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+    Column("revoked_at", Double),
+)

@@ -1,0 +1,229 @@
+"""The nouns of the service. Nothing here knows HTTP, the database or torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from twinkle.model.types import AdamParams, Datum, LoraSpec
+
+Metadata = Mapping[str, str]
+
+
+class OpKind(StrEnum):
+    """What a tenant may ask of an adapter. All but the two passes are barriers for their own adapter."""
+
+    CREATE = "create"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE = "save"
+    PUBLISH = "publish"
+    LOAD = "load"
+
+    @property
+    def is_pass(self) -> bool:
+        return self in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+
+
+# --- what an op carries -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CreateAdapter:
+    spec: LoraSpec
+
+
+@dataclass(frozen=True)
+class TrainPass:
+    """One forward or forward_backward request."""
+
+    data: tuple[Datum, ...]
+    loss: str
+    loss_config: Mapping[str, float]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.data)
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    params: AdamParams
+
+
+@dataclass(frozen=True)
+class SaveWeights:
+    name: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PublishSampler:
+    """Named: a checkpoint of kind sampler_weights. Unnamed: a sampling session of its own, number ``session_seq``."""
+
+    name: str | None
+    session_seq: int | None
+    ttl_seconds: int | None = None
+    user_metadata: Metadata = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request whose body was understood well enough to know its place in the sequence, and is wrong."""
+
+    message: str
+
+
+Payload = CreateAdapter | TrainPass | OptimStep | SaveWeights | PublishSampler | LoadWeights | Refused
+
+
+@dataclass(frozen=True)
+class Op:
+    """One request against an adapter. ``body`` is what the client sent, kept so that it can be replayed."""
+
+    adapter_id: str
+    seq: int
+    kind: OpKind
+    payload: Payload
+    body: bytes
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.adapter_id}:{self.seq}"
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+Category = Literal["user", "server", "unknown"]
+
+
+class Encoding(StrEnum):
+    """How a result's bytes are to be read."""
+
+    JSON = "application/json"
+    PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a future, encoded once. ``failed`` ones are JSON with the keys error and category."""
+
+    encoding: Encoding
+    body: bytes
+    failed: bool = False
+
+
+# --- records: what the state keeps ------------------------------------------------------------------------------------
+# Times are seconds since the epoch.
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    session_id: str
+    tenant_id: str
+    created_at: float
+    last_seen: float
+    state: Literal["active", "finished", "expired"] = "active"
+    sdk_version: str = ""
+    display_name: str | None = None
+    project_id: str | None = None
+    tags: tuple[str, ...] = ()
+    user_metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """An adapter's life, which Tinker calls a training run. ``base_model`` is the name the client used."""
+
+    run_id: str
+    session_id: str
+    number: int  # model_seq_id
+    tenant_id: str
+    base_model: str
+    model_name: str  # the served model
+    spec: LoraSpec
+    created_at: float
+    last_request_at: float
+    state: Literal["live", "failed", "parked"] = "live"
+    user_metadata: Metadata = field(default_factory=dict)
+    note: str | None = None  # why it failed, or how to resume
+
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """``tinker://{run_id}/{kind}/{name}``; the files are in ``directory``, relative to the checkpoint root."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    tenant_id: str
+    request_id: str  # of the op that wrote it
+    directory: str
+    created_at: float
+    size_bytes: int
+    expires_at: float | None = None
+    public: bool = False
+    user_metadata: Metadata = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingSessionRecord:
+    """``version_id`` names the immutable weights (None: the base model) and ``directory`` where they lie."""
+
+    sampling_session_id: str
+    session_id: str
+    number: int  # sampling_session_seq_id
+    tenant_id: str
+    base_model: str
+    model_name: str
+    model_path: str | None
+    version_id: str | None
+    directory: str | None
+    created_at: float
+
+
+@dataclass(frozen=True)
+class BlobRef:
+    """Where some bytes lie in the journal's segment files."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """An op in the journal. ``outcome`` is None until it is done."""
+
+    adapter_id: str
+    seq: int
+    kind: OpKind
+    digest: bytes  # of the body: the same number with another body is refused
+    body: BlobRef
+    accepted_at: float
+    outcome: BlobRef | None = None
+    encoding: Encoding | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class SnapshotRecord:
+    """An adapter on disk with all ops up to and including ``seq`` applied."""
+
+    adapter_id: str
+    seq: int
+    directory: str  # relative to the snapshot root
+    failed_seq: int | None  # a failed forward_backward in the open window
+    taken_at: float

@@ -1,0 +1,112 @@
+"""What the JSON requests are made of: strict field types with their bounds, and :func:`parse`."""
+
+import json
+import re
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from twinkle.server.wire.errors import MalformedRequestError
+
+MAX_STOPS = 256
+_MAX_TTL = 3653 * 86400  # ten years, in seconds
+_MAX_METADATA_ENTRIES = 256
+_MAX_METADATA_BYTES = 65_536  # as JSON
+_MAX_TOKEN_ID = 2**31 - 1
+_CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def _storable(text: str) -> str:
+    if "\x00" in text:
+        raise ValueError("allowed: text without NUL characters")
+    return text
+
+
+def _small(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        encoded = json.dumps(metadata, allow_nan=False)
+    except ValueError:
+        raise ValueError("allowed: finite numbers") from None
+    if len(metadata) > _MAX_METADATA_ENTRIES or len(encoded) > _MAX_METADATA_BYTES:
+        raise ValueError(f"allowed: {_MAX_METADATA_ENTRIES} entries, {_MAX_METADATA_BYTES} bytes of JSON in all")
+    if "\\u0000" in encoded:
+        raise ValueError("allowed: text without NUL characters")
+    return metadata
+
+
+def _checkpoint_name(name: str) -> str:
+    if not _CHECKPOINT_NAME.fullmatch(name):
+        raise ValueError("allowed: up to 128 of A-Z a-z 0-9 . _ - and not a dot first (the server adds tinker://…)")
+    return name
+
+
+def _stops(value: object) -> object:
+    """One text is a list of one; the list is either all text or all token ids."""
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return None
+    if isinstance(stops, list) and len(stops) <= MAX_STOPS:
+        if all(isinstance(stop, str) and stop for stop in stops):
+            return stops
+        if all(type(stop) is int and 0 <= stop <= _MAX_TOKEN_ID for stop in stops):
+            return stops
+    raise ValueError(f"allowed: null, a text, or at most {MAX_STOPS} texts or token ids")
+
+
+Text = Annotated[str, AfterValidator(_storable), Field(max_length=4096)]
+LongText = Annotated[str, AfterValidator(_storable), Field(max_length=65_536)]
+Id = Annotated[str, AfterValidator(_storable), Field(min_length=1, max_length=256)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+SequenceNumber = Annotated[int, Field(ge=1, lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
+Metadata = Annotated[dict[str, str], AfterValidator(_small)]
+AnyMetadata = Annotated[dict[str, Any], AfterValidator(_small)]
+TimeToLive = Annotated[int, Field(gt=0, le=_MAX_TTL)]
+CheckpointName = Annotated[str, AfterValidator(_checkpoint_name)]
+Stops = Annotated[list[str] | list[int] | None, BeforeValidator(_stops)]
+
+
+class Request(BaseModel):
+    """What all requests have in common."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Parameters(BaseModel):
+    """Hyper-parameters: a key that nobody knows is an error here."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        unknown = sorted(set(value) - set(cls.model_fields)) if isinstance(value, dict) else []
+        if unknown:
+            raise ValueError(f"unknown key {short(unknown[0])}; known: {', '.join(sorted(cls.model_fields))}")
+        return value
+
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+
+def parse(request_type: type[RequestT], body: bytes) -> RequestT:
+    """Read a request, or raise :class:`MalformedRequestError` with the first thing that is wrong."""
+    try:
+        return request_type.model_validate_json(body)
+    except ValidationError as error:
+        raise MalformedRequestError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("missing", "json_invalid"):
+        return f"{path or 'body'}: {message}"
+    return f"{path or 'body'}: got {short(first['input'])}, {message}"
+
+
+def short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:119] + "…"

@@ -1,0 +1,390 @@
+"""The JSON requests of the Tinker protocol, and how they become the service's nouns.
+
+JSON types are taken strictly: ``"1"`` and ``1.0`` are not integers. Keys of a request that we do not know are ignored,
+because a newer SDK may send more of them; keys that we know and do not offer are refused unless they are at their
+default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused: ignoring one would
+train or sample otherwise than asked.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.model.types import AdamParams, IntArray, LoraSpec
+from twinkle.sampler.types import SampleRequest, SamplingParams
+from twinkle.server.types import (
+    LoadWeights,
+    Op,
+    OpKind,
+    OptimStep,
+    Payload,
+    PublishSampler,
+    Refused,
+    SaveWeights,
+)
+from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.fields import (
+    AnyMetadata,
+    CheckpointName,
+    Id,
+    LongText,
+    Metadata,
+    Number,
+    Parameters,
+    Request,
+    Seed,
+    SequenceNumber,
+    Stops,
+    Text,
+    TimeToLive,
+    TokenId,
+    parse,
+    short,
+)
+
+MAX_TELEMETRY_BYTES = 4 * 2**20
+MAX_SAMPLES = 1024
+
+
+# --- sessions and the rest --------------------------------------------------------------------------------------------
+
+
+class ClientConfigRequest(Request):
+    """Of client/config and of client/dynamic_config."""
+
+    sdk_version: Text = ""
+
+
+class CreateSessionRequest(Request):
+    tags: Annotated[list[Text], Field(default_factory=list, max_length=100)]
+    user_metadata: AnyMetadata | None = None
+    sdk_version: Text = ""
+    project_id: Text | None = None
+    display_name: Text | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class SessionHeartbeatRequest(Request):
+    session_id: Id
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(Request):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(Request):
+    reason: FinishReason
+    detail: LongText | None = None
+
+
+class GetInfoRequest(Request):
+    model_id: Id
+    type: Literal["get_info"] = "get_info"
+
+
+class WeightsInfoRequest(Request):
+    tinker_path: Text
+
+
+class CreateSamplingSessionRequest(Request):
+    """``model_path`` wins where both are given."""
+
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: Text | None = None
+    model_path: Text | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class RetrieveFutureRequest(Request):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(Request):
+    request_id: Id
+
+
+def check_telemetry(body: bytes) -> None:
+    """Telemetry is thrown away whatever it says: a client whose telemetry is refused repeats it for ever."""
+    if len(body) > MAX_TELEMETRY_BYTES:
+        raise BodyTooLargeError(MAX_TELEMETRY_BYTES)
+
+
+# --- create_model -----------------------------------------------------------------------------------------------------
+
+
+class LoraConfig(Parameters):
+    rank: Number
+    seed: Seed | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Request):
+    """Chosen once, when the model is created."""
+
+    type: str = "adamw"
+
+
+class CreateModelRequest(Request):
+    session_id: Id
+    model_seq_id: Number
+    base_model: Annotated[Text, Field(min_length=1)]
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    type: Literal["create_model"] = "create_model"
+
+    def spec(self) -> LoraSpec:
+        if self.lora_config is None:
+            raise UnsupportedError(
+                "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
+            )
+        _check_optimizer(self.optimizer_config)
+        lora = self.lora_config
+        seed = lora.seed
+        if seed is not None and seed >= 2**63:
+            seed -= 2**64  # the same 64 bits, read with a sign as the trainer does
+        return LoraSpec(
+            rank=lora.rank,
+            seed=seed,
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+        )
+
+
+def _check_optimizer(config: OptimizerConfig | None) -> None:
+    if config is not None and config.type == "dimuon":
+        raise UnsupportedError("optimizer type: got 'dimuon', allowed: 'adamw' (dimuon is not implemented)")
+    if config is not None and config.type != "adamw":
+        raise UnknownNameError("optimizer type", config.type, ["adamw"])
+
+
+# --- calls with a place in a model's sequence -------------------------------------------------------------------------
+
+
+class SequencedRequest(Request):
+    """A call whose number is used up even when something else in it is wrong."""
+
+    kind: ClassVar[OpKind]
+    model_id: Id
+    seq_id: SequenceNumber
+
+    def payload(self) -> Payload:
+        raise NotImplementedError
+
+
+class AdamConfig(Parameters):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    type: Literal["adamw"] = "adamw"
+
+    def params(self) -> AdamParams:
+        return AdamParams(**self.model_dump(exclude={"type"}))
+
+
+class OptimStepRequest(SequencedRequest):
+    """The SDK writes Adam's parameters as ``adam_params`` and other optimizers' as ``optimizer_params``."""
+
+    kind: ClassVar = OpKind.OPTIM_STEP
+    adam_params: AdamConfig | None = None
+    optim_params: AdamConfig | None = None
+    optimizer_params: AdamConfig | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+    def payload(self) -> OptimStep:
+        given = [x for x in (self.adam_params, self.optim_params, self.optimizer_params) if x is not None]
+        if len(given) != 1:
+            raise InvalidInputError("adam_params", f"{len(given)} sets of parameters", "one")
+        return OptimStep(given[0].params())
+
+
+class SaveWeightsRequest(SequencedRequest):
+    kind: ClassVar = OpKind.SAVE
+    path: CheckpointName
+    ttl_seconds: TimeToLive | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+    def payload(self) -> SaveWeights:
+        return SaveWeights(self.path, self.ttl_seconds, self.overwrite, self.user_metadata or {})
+
+
+class SaveWeightsForSamplerRequest(SequencedRequest):
+    """Named by ``path``, or unnamed with the number of a sampling session."""
+
+    kind: ClassVar = OpKind.PUBLISH
+    path: CheckpointName | None = None
+    sampling_session_seq_id: Number | None = None
+    ttl_seconds: TimeToLive | None = None
+    user_metadata: Metadata | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+    def payload(self) -> PublishSampler:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            given = f"{self.path!r} and {self.sampling_session_seq_id!r}"
+            raise InvalidInputError("path and sampling_session_seq_id", given, "one of the two")
+        return PublishSampler(self.path, self.sampling_session_seq_id, self.ttl_seconds, self.user_metadata or {})
+
+
+class LoadWeightsRequest(SequencedRequest):
+    kind: ClassVar = OpKind.LOAD
+    path: Annotated[Text, Field(min_length=1)]
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+    # Known, and refused unless they are null:
+    weights_access_token: Any = None
+    base_model: Any = None
+    user_metadata: Any = None
+    session_id: Any = None
+    model_seq_id: Any = None
+    type: Literal["load_weights"] = "load_weights"
+
+    def payload(self) -> LoadWeights:
+        if self.weights_access_token is not None:
+            raise UnsupportedError("weights_access_token: got a token, allowed: null (own and public checkpoints only)")
+        for field in ("base_model", "model_seq_id", "session_id", "user_metadata"):
+            if vars(self)[field] is not None:
+                raise InvalidInputError(field, vars(self)[field], "null: the model exists already")
+        _check_optimizer(self.optimizer_config)
+        return LoadWeights(self.path, self.optimizer)
+
+
+class _Place(Request):
+    """The part of a sequenced call that must be readable."""
+
+    model_id: Id | None = None
+    session_id: Any = None
+    seq_id: SequenceNumber | None = None
+
+
+def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
+    """Read one of the sequenced calls above.
+
+    Without a readable model_id and seq_id it raises :class:`MalformedRequestError`; whatever else is wrong makes the op
+    :class:`Refused`, so that the model's sequence goes on.
+    """
+    place = parse(_Place, body)
+    if request_type is LoadWeightsRequest and place.model_id is None and place.session_id is not None:
+        raise UnsupportedError(
+            "session_id: this server creates no model by loading weights; call create_model, then load_weights with"
+            " model_id and seq_id (client/config says create_model_via_load_weights: false)"
+        )
+    if place.model_id is None or place.seq_id is None:
+        raise MalformedRequestError(f"{'model_id' if place.model_id is None else 'seq_id'}: Field required")
+    payload: Payload
+    try:
+        payload = parse(request_type, body).payload()
+    except UserError as error:
+        payload = Refused(str(error))
+    return Op(place.model_id, place.seq_id, request_type.kind, payload, body)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+class SamplingConfig(Parameters):
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    seed: Seed | None = None
+    stop: Stops = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def params(self) -> SamplingParams:
+        """No ``stop``: the model's own end token ends a sequence. An empty list: nothing does but its length."""
+        if self.top_k == 0:
+            raise InvalidInputError("sampling_params.top_k", 0, "-1 (off) or at least 1")
+        stops = self.stop or []
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop_tokens=tuple(stop for stop in stops if isinstance(stop, int)),
+            stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
+            stop_at_eos=self.stop != [],
+        )
+
+
+class Chunk(Request):
+    """Text; other kinds are read only so far that they can be refused by name."""
+
+    type: str = "encoded_text"
+    tokens: Annotated[list[TokenId], Field(default_factory=list)]
+
+
+class ModelInput(Request):
+    chunks: list[Chunk]
+
+    def tokens(self) -> IntArray:
+        """(T,): the text chunks one after another."""
+        for number, chunk in enumerate(self.chunks):
+            if chunk.type != "encoded_text":
+                raise UnsupportedError(
+                    f"prompt.chunks[{number}].type: got {short(chunk.type)}, allowed: 'encoded_text'"
+                    " (the models served here read text only)"
+                )
+        return np.array([token for chunk in self.chunks for token in chunk.tokens], np.int64)
+
+
+class AsampleRequest(Request):
+    sampling_session_id: Id
+    seq_id: Number
+    prompt: ModelInput
+    sampling_params: SamplingConfig
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    # Known, and refused unless they are at their default:
+    topk_sample_logprobs: Any = None
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: Any = None
+    prompt_logprobs_last_n: Any = None
+    record_stability_info: Any = None
+    base_model: Any = None
+    model_path: Any = None
+    type: Literal["sample"] = "sample"
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.sampling_session_id}:{self.seq_id}"
+
+
+_NOT_OFFERED = {
+    "topk_sample_logprobs": (None, 0),
+    "target_prompt_logprobs": (None,),
+    "prompt_alt_tokens_k": (None, 0),
+    "prompt_logprobs_last_n": (None,),
+    "record_stability_info": (None, False),
+    "base_model": (None,),  # the sampling session says it
+    "model_path": (None,),
+}
+
+
+def to_sample_request(request: AsampleRequest, version_id: str | None) -> SampleRequest:
+    """``version_id``: the weights that the sampling session is pinned to, None for the base model."""
+    for field, defaults in _NOT_OFFERED.items():
+        if vars(request)[field] not in defaults:
+            raise UnsupportedError(f"{field}: got {short(vars(request)[field])}, which this server does not offer")
+    return SampleRequest(
+        request_id=request.request_id,
+        version_id=version_id,
+        prompt=request.prompt.tokens(),
+        params=request.sampling_params.params(),
+        num_samples=request.num_samples,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+    )

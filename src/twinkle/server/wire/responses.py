@@ -1,0 +1,57 @@
+"""The JSON results of futures.
+
+The SDK takes any JSON result with a key ``error`` for a failure, so a success never has one; JSON has no NaN.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from twinkle.server.types import Category, Encoding, Outcome
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+
+def created(model_id: str) -> Outcome:
+    return _success({"model_id": model_id, "type": "create_model"})
+
+
+def stepped(metrics: Mapping[str, float]) -> Outcome:
+    """Metrics that are not finite are left out: JSON cannot say them."""
+    return _success({"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}})
+
+
+def saved(path: str) -> Outcome:
+    return _success({"path": path, "type": "save_weights"})
+
+
+def published(*, path: str | None = None, sampling_session_id: str | None = None) -> Outcome:
+    """A named save for the sampler has a path, an unnamed one a sampling session."""
+    if (path is None) == (sampling_session_id is None):
+        raise ValueError(f"either path or sampling_session_id, got {path!r} and {sampling_session_id!r}")
+    result = {"path": path} if path is not None else {"sampling_session_id": sampling_session_id}
+    return _success({**result, "type": "save_weights_for_sampler"})
+
+
+def loaded(path: str, model_id: str) -> Outcome:
+    return _success({"path": path, "model_id": model_id, "type": "load_weights"})
+
+
+def failed(message: str, category: Category) -> Outcome:
+    return Outcome(Encoding.JSON, _json({"error": message, "category": category}), failed=True)
+
+
+def pending(request_id: str, queue_state: QueueState, reason: str | None = None) -> bytes:
+    """The body of a 408: nothing yet, ask again."""
+    body = {"type": "try_again", "request_id": request_id, "queue_state": queue_state}
+    return _json(body if reason is None else {**body, "queue_state_reason": reason})
+
+
+def _success(content: Mapping[str, object]) -> Outcome:
+    assert "error" not in content
+    return Outcome(Encoding.JSON, _json(content))
+
+
+def _json(content: Mapping[str, object]) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()

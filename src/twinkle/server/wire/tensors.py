@@ -1,0 +1,115 @@
+"""Tensors on the wire: dense bytes or CSR, little-endian. Every size is checked against the bytes before it is used."""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinkle.errors import InvalidInputError
+from twinkle.server.wire import tinker_pb2 as pb
+
+Array = NDArray[Any]
+
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+_INDEX = np.dtype("<i8")
+_MAX_DIMENSION = 2**31 - 1
+
+
+def decode_tensor(tensor: pb.Tensor, field: str, max_sparse_bytes: int) -> Array:
+    """A float32, int64 or int32 array, (N,) or (N, K); bfloat16 is widened. ``field`` names it in errors.
+
+    A dense tensor is a read-only view of its bytes. A sparse one is written out with zeros where it lists nothing, and
+    may take ``max_sparse_bytes`` then: its size on the wire does not bound it.
+    """
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidInputError(f"{field}.dtype", tensor.dtype, "1 float32, 2 int64, 3 int32, 4 bfloat16")
+    encoding = tensor.WhichOneof("encoding")
+    if encoding == "dense":
+        flat = read_array(tensor.dense, dtype, field)
+        array = flat.reshape(_shape(tensor, field, len(flat)))
+    elif encoding == "sparse_csr":
+        array = _from_csr(tensor, dtype, field, max_sparse_bytes)
+    else:
+        raise InvalidInputError(field, "a tensor without data", "dense or sparse_csr")
+    return _widened(array) if tensor.dtype == pb.DTYPE_BFLOAT16 else array
+
+
+def read_array(data: bytes, dtype: np.dtype[Any], field: str) -> Array:
+    """The numbers in ``data``, without a copy."""
+    if len(data) % dtype.itemsize != 0:
+        raise InvalidInputError(field, f"{len(data)} bytes", f"a multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+def sparse_bytes(tensor: pb.Tensor) -> int:
+    """What a sparse tensor takes once it is decoded; 0 for a dense one."""
+    if not tensor.HasField("sparse_csr") or len(tensor.shape) != 2:
+        return 0
+    return max(tensor.shape[0], 0) * max(tensor.shape[1], 0) * _DTYPES[tensor.dtype].itemsize
+
+
+def _shape(tensor: pb.Tensor, field: str, size: int) -> tuple[int, ...]:
+    """The declared shape, which must hold exactly ``size`` values; none declared means one dimension."""
+    if len(tensor.shape) == 0:
+        return (size,)
+    shape = _dimensions(tensor, field)
+    if math.prod(shape) != size:
+        raise InvalidInputError(field, f"{size} values for shape {shape}", f"{math.prod(shape)} values")
+    return shape
+
+
+def _dimensions(tensor: pb.Tensor, field: str) -> tuple[int, ...]:
+    if len(tensor.shape) > 2:
+        raise InvalidInputError(f"{field}.shape", f"{len(tensor.shape)} dimensions", "1 or 2 dimensions")
+    shape = tuple(tensor.shape)
+    if any(not 0 <= size <= _MAX_DIMENSION for size in shape):
+        raise InvalidInputError(f"{field}.shape", shape, f"sizes in [0, {_MAX_DIMENSION}]")
+    return shape
+
+
+def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str, max_sparse_bytes: int) -> Array:
+    shape = _dimensions(tensor, field)
+    if len(shape) != 2:
+        raise InvalidInputError(f"{field}.shape", shape, "2 dimensions for a sparse tensor")
+    if math.prod(shape) * dtype.itemsize > max_sparse_bytes:
+        raise InvalidInputError(
+            f"{field}.shape", shape, f"sparse tensors of a request that take {max_sparse_bytes} bytes when written out"
+        )
+    csr = tensor.sparse_csr
+    values = read_array(csr.values, dtype, f"{field}.values")
+    crow = read_array(csr.crow_indices, _INDEX, f"{field}.crow_indices")
+    col = read_array(csr.col_indices, _INDEX, f"{field}.col_indices")
+    cells = _cells(shape[0], shape[1], crow, col, len(values), field)
+    dense = np.zeros(math.prod(shape), dtype)
+    dense[cells] = values
+    return dense.reshape(shape)
+
+
+def _cells(rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> Array:
+    """Where each listed value lies in the flattened matrix, (count,)."""
+    if len(crow) != rows + 1:
+        raise InvalidInputError(f"{field}.crow_indices", f"{len(crow)} entries", f"{rows + 1}: one a row and one more")
+    if len(col) != count:
+        raise InvalidInputError(f"{field}.col_indices", f"{len(col)} entries", f"{count}: one a value")
+    if crow[0] != 0 or crow[-1] != count or (crow[1:] < crow[:-1]).any():
+        raise InvalidInputError(
+            f"{field}.crow_indices", f"from {crow[0]} to {crow[-1]}", f"numbers from 0 to {count} that never decrease"
+        )
+    if count and not (col.min() >= 0 and col.max() < columns):
+        raise InvalidInputError(f"{field}.col_indices", f"{col.min()} to {col.max()}", f"columns in [0, {columns})")
+    cells = np.repeat(np.arange(rows, dtype=np.int64) * columns, crow[1:] - crow[:-1]) + col
+    if (cells[1:] <= cells[:-1]).any():
+        raise InvalidInputError(f"{field}.col_indices", "a column out of order or twice", "increasing within a row")
+    return cells
+
+
+def _widened(bfloat16: Array) -> Array:
+    """bfloat16 is the upper half of a float32."""
+    return (bfloat16.astype(np.uint32) << 16).view(np.float32)

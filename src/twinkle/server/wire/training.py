@@ -1,0 +1,260 @@
+"""forward_backward on the wire: a protobuf request becomes an :class:`Op`, a result becomes protobuf again."""
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
+from twinkle.server.types import Encoding, Op, OpKind, Outcome, Refused, TrainPass
+from twinkle.server.wire import tinker_pb2 as pb
+from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.tensors import decode_tensor, read_array, sparse_bytes
+
+TARGETS = "target_tokens"
+WEIGHTS = "weights"
+# What the losses read besides targets and weights; all of it float32.
+EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", "sequence_ratio_mask")
+
+MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config tells it otherwise
+MAX_TOKENS = 2**22
+_MAX_SPARSE_BYTES = 2**27  # of all sparse tensors of a request, written out
+# Chunks, tensors and spans, on average over the datums that are allowed.
+_PARTS_PER_DATUM = 64
+_MAX_NAME = 256
+_INT32 = np.dtype("<i4")
+_DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
+    """Undo the Content-Encoding of a request; never makes more than ``limit`` bytes."""
+    encoding = (content_encoding or "identity").strip().lower()
+    if encoding == "zstd":
+        return _unpack_zstd(body, limit)
+    if encoding == "gzip":
+        return _unpack_gzip(body, limit)
+    if encoding != "identity":
+        raise MalformedRequestError(f"Content-Encoding: got {encoding[:40]!r}, allowed: zstd, gzip, identity")
+    if len(body) > limit:
+        raise BodyTooLargeError(limit)
+    return body
+
+
+def decode_forward_backward(body: bytes, *, max_datums: int = MAX_DATUMS, max_tokens: int = MAX_TOKENS) -> Op:
+    """Read a request far enough to know its place in the sequence, or raise :class:`MalformedRequestError`.
+
+    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same.
+    """
+    _check_parts(body, max_datums * _PARTS_PER_DATUM)
+    try:
+        request = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise MalformedRequestError("body: not a ForwardBackwardRequest in protobuf's wire format") from error
+    if not 1 <= len(request.model_id) <= _MAX_NAME:
+        raise MalformedRequestError(
+            f"model_id: got {len(request.model_id)} characters, allowed: the id that create_model returned"
+        )
+    if request.seq_id < 1:
+        raise MalformedRequestError(f"seq_id: got {request.seq_id}, allowed: 1 and up")
+    payload: TrainPass | Refused
+    try:
+        payload = _train_pass(request, max_datums, max_tokens)
+    except UserError as error:
+        payload = Refused(str(error))
+    kind = OpKind.FORWARD if request.forward_only else OpKind.FORWARD_BACKWARD
+    return Op(request.model_id, request.seq_id, kind, payload, body)
+
+
+def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, max_tokens: int) -> TrainPass:
+    if len(request.data) > max_datums:
+        raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {max_datums} in one request")
+    for name in (request.loss_fn, *request.loss_fn_config, *request.loss_fn_config_v2):
+        if len(name) > _MAX_NAME:  # names are repeated in errors
+            raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
+    config = _loss_config(request)
+    left = _Allowance(tokens=max_tokens, sparse_bytes=_MAX_SPARSE_BYTES)
+    data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(request.data))
+    return TrainPass(data, request.loss_fn, config)
+
+
+@dataclass
+class _Allowance:
+    """What is left of a request's limits while its datums are read."""
+
+    tokens: int
+    sparse_bytes: int
+
+
+def _datum(datum: pb.Datum, where: str, left: _Allowance) -> Datum:
+    tokens = _tokens(datum, where)
+    left.tokens -= len(tokens)
+    if left.tokens < 0:
+        raise InvalidInputError(
+            f"{where}.model_input",
+            f"{len(tokens)} tokens",
+            f"{left.tokens + len(tokens)}: what is left of the request's limit",
+        )
+    arrays = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        field = f"{where}.loss_fn_inputs[{name!r}]"
+        if name not in (TARGETS, WEIGHTS, *EXTRAS):
+            raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], (TARGETS, WEIGHTS, *EXTRAS))
+        arrays[name] = decode_tensor(tensor, field, left.sparse_bytes)
+        left.sparse_bytes -= sparse_bytes(tensor)
+    if TARGETS not in arrays:
+        raise InvalidInputError(
+            f"{where}.loss_fn_inputs[{TARGETS!r}]", None, "int64 (N,) or (N, K): every loss needs it"
+        )
+    targets = arrays.pop(TARGETS)
+    if targets.dtype.kind != "i":
+        raise InvalidInputError(
+            f"{where}.loss_fn_inputs[{TARGETS!r}].dtype", str(targets.dtype), "token ids: int64 or int32"
+        )
+    floats = {name: array.astype(np.float32, copy=False) for name, array in arrays.items()}
+    return Datum(tokens, targets.astype(np.int64, copy=False), floats.pop(WEIGHTS, None), floats)
+
+
+def _tokens(datum: pb.Datum, where: str) -> IntArray:
+    """(T,): the text chunks one after another."""
+    parts = []
+    for number, chunk in enumerate(datum.model_input):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise UnsupportedError(
+                f"{where}.model_input[{number}]: got {kind or 'an empty chunk'}, allowed: encoded_text"
+                " (the models served here read text only)"
+            )
+        parts.append(read_array(chunk.encoded_text.tokens, _INT32, f"{where}.model_input[{number}].tokens"))
+    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+
+
+def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float]:
+    """Clients repeat the numbers of the newer map in the older one, which cannot hold text."""
+    if not request.loss_fn_config_v2:
+        return dict(request.loss_fn_config)
+    config = {}
+    for key, value in request.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise InvalidInputError(
+                f"loss_fn_config[{key!r}]", value.text, f"a number: loss {request.loss_fn!r} takes no text"
+            )
+        config[key] = value.number
+    return config
+
+
+# --- before the parser ------------------------------------------------------------------------------------------------
+
+
+def _check_parts(body: bytes, limit: int) -> None:
+    """Refuse a body of absurdly many small messages: an empty one takes two bytes here and some sixty in the parser."""
+    parts = 0
+    for number, start, stop in _fields(body, 0, len(body)):
+        parts += 1
+        if number == _DATA_FIELD:
+            parts += sum(1 for _ in islice(_fields(body, start, stop), limit))
+        if parts > limit:
+            raise MalformedRequestError(f"body: more than {limit} datums, chunks, tensors and spans")
+
+
+def _fields(body: bytes, position: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Number, start and end of the fields of one message. Groups, which proto3 does not have, are refused."""
+    while position < stop:
+        tag, position = _varint(body, position, stop)
+        wire_type = tag & 7
+        if wire_type == 2:
+            size, position = _varint(body, position, stop)
+            end = position + size
+        elif wire_type == 0:
+            _, end = _varint(body, position, stop)
+        elif wire_type in (1, 5):
+            end = position + (8 if wire_type == 1 else 4)
+        else:
+            raise MalformedRequestError(f"body: byte {position} is not protobuf (wire type {wire_type})")
+        if end > stop:
+            raise MalformedRequestError(f"body: a field of {end - position} bytes at byte {position} ends too early")
+        yield tag >> 3, position, end
+        position = end
+
+
+def _varint(body: bytes, position: int, stop: int) -> tuple[int, int]:
+    if position < stop and body[position] < 0x80:  # most of them
+        return body[position], position + 1
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= stop:
+            break
+        byte = body[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise MalformedRequestError(f"body: no protobuf number at byte {position}")
+
+
+def _unpack_zstd(body: bytes, limit: int) -> bytes:
+    try:
+        if zstandard.frame_content_size(body) > limit:  # -1 where the frame does not say
+            raise BodyTooLargeError(limit)
+        unpacked = zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise MalformedRequestError(f"body: not one zstd frame of at most {limit} bytes ({error})") from error
+    return unpacked
+
+
+def _unpack_gzip(body: bytes, limit: int) -> bytes:
+    decompressor = zlib.decompressobj(wbits=31)
+    try:
+        unpacked = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise MalformedRequestError(f"body: not gzip ({error})") from error
+    if len(unpacked) > limit:
+        raise BodyTooLargeError(limit)
+    if not decompressor.eof or decompressor.unused_data:
+        raise MalformedRequestError("body: not one whole gzip member")
+    return unpacked
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def encode_training_result(result: TrainResult) -> Outcome:
+    """One record for each run of datums with the same K: all of a record's tensors share their trailing shape."""
+    _check_metrics(result.metrics)
+    records = [
+        _record([np.ascontiguousarray(array, "<f4") for array in run], shape)
+        for shape, run in groupby(result.logprobs, key=lambda array: array.shape[1:])
+    ]
+    output = pb.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=dict(result.metrics)
+    )
+    return Outcome(Encoding.PROTOBUF, output.SerializeToString())
+
+
+def _record(arrays: list[FloatArray], trailing_shape: tuple[int, ...]) -> pb.ArrayRecord:
+    offsets = np.zeros(len(arrays) + 1, "<i8")
+    np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+    tensor = pb.BatchedTensor(
+        data=b"".join(array.tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=pb.DTYPE_FLOAT32,
+        trailing_shape=trailing_shape,
+    )
+    return pb.ArrayRecord(type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(arrays))
+
+
+def _check_metrics(metrics: dict[str, float]) -> None:
+    """The SDK reduces metrics by the word after the only colon, and takes ``loss:sum`` for granted."""
+    if "loss:sum" not in metrics:
+        raise ValueError(f"a training result without loss:sum: {sorted(metrics)}")
+    for name, value in metrics.items():
+        if name.count(":") != 1 or not math.isfinite(value):
+            raise ValueError(f"metric {name!r} is {value}: a finite number called name:reduction is allowed")

@@ -1,0 +1,158 @@
+"""Sampling with the unmodified SDK."""
+
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pytest
+import tinker
+from serving import ALIAS, MODEL, logprobs_of, sequences, tinker_data
+from tinker import types
+
+ADAM = types.AdamParams(learning_rate=3e-2, eps=1e-8)
+PROMPT = types.ModelInput.from_ints([10, 20, 30, 40])
+
+
+def params(**changes: object) -> types.SamplingParams:
+    return types.SamplingParams(**({"max_tokens": 8, "seed": 1, "stop": []} | changes))
+
+
+def draw(sampler: tinker.SamplingClient, count: int = 1, **changes: object) -> list[tuple[int, ...]]:
+    response = sampler.sample(PROMPT, count, params(**changes)).result()
+    return [tuple(sequence.tokens) for sequence in response.sequences]
+
+
+@pytest.fixture
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    client = service.create_lora_training_client(base_model=ALIAS, rank=8, seed=3)
+    train(client)
+    return client
+
+
+def train(client: tinker.TrainingClient) -> None:
+    client.forward_backward(tinker_data(sequences(1)), "cross_entropy")
+    client.optim_step(ADAM).result()
+
+
+def test_base_model_without_training(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    response = sampler.sample(PROMPT, 3, params(seed=None)).result()
+    assert len(response.sequences) == 3
+    for sequence in response.sequences:
+        assert len(sequence.tokens) == len(sequence.logprobs) == 8
+        assert sequence.stop_reason == "length"
+        assert all(logprob <= 0 for logprob in sequence.logprobs)
+    assert sampler.get_base_model() == MODEL
+
+
+def test_a_snapshot_does_not_change(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    before = draw(sampler, 2, temperature=1.0), sampler.compute_logprobs(PROMPT).result()
+    for _ in range(3):
+        train(training)
+    assert (draw(sampler, 2, temperature=1.0), sampler.compute_logprobs(PROMPT).result()) == before
+    later = training.save_weights_and_get_sampling_client()
+    assert later.compute_logprobs(PROMPT).result() != before[1]
+
+
+def test_sampler_and_trainer_agree(training: tinker.TrainingClient) -> None:
+    (row,) = sequences(9, count=1, length=40)
+    sampler = training.save_weights_and_get_sampling_client()
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(row.tolist())).result()
+    (expected,) = logprobs_of(training.forward(tinker_data([row]), "cross_entropy").result())
+    assert found[0] is None
+    np.testing.assert_allclose(np.array(found[1:], np.float32), expected, atol=2e-5)
+
+
+def test_named_saves(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    path = training.save_weights_for_sampler("named").result().path
+    state = training.save_state("state").result().path
+    unnamed = training.save_weights_and_get_sampling_client()
+    expected = unnamed.compute_logprobs(PROMPT).result()[1:]
+    for model_path in (path, state):
+        sampler = service.create_sampling_client(model_path=model_path)
+        np.testing.assert_allclose(sampler.compute_logprobs(PROMPT).result()[1:], expected, atol=2e-5)
+        assert sampler.get_base_model() == ALIAS
+    both = service.create_sampling_client(model_path=path, base_model=MODEL)
+    np.testing.assert_allclose(both.compute_logprobs(PROMPT).result()[1:], expected, atol=2e-5)
+
+
+def test_seeds(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    first = draw(sampler, 4)
+    assert first == draw(sampler, 4)
+    assert len(set(first)) > 1
+    assert first != draw(sampler, 4, seed=2)
+    assert draw(sampler, seed=None) != draw(sampler, seed=None)
+    assert draw(sampler, seed=2**63 + 5) == draw(sampler, seed=2**63 + 5)
+
+
+def test_temperature(training: tinker.TrainingClient) -> None:
+    """0 is greedy; log-probabilities are of the tempered distribution."""
+    sampler = training.save_weights_and_get_sampling_client()
+    greedy = draw(sampler, 2, temperature=0.0, seed=None)
+    assert greedy[0] == greedy[1] == draw(sampler, temperature=1.0, top_k=1)[0]
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    by_token: dict[float, dict[int, float]] = {}
+    for temperature in (1.0, 2.0):
+        response = sampler.sample(prompt, 64, params(max_tokens=1, temperature=temperature)).result()
+        by_token[temperature] = {s.tokens[0]: s.logprobs[0] for s in response.sequences}
+    shared = sorted(set(by_token[1.0]) & set(by_token[2.0]))
+    assert len(shared) >= 2
+    for a, b in itertools.pairwise(shared):
+        difference = by_token[1.0][a] - by_token[1.0][b]
+        assert by_token[2.0][a] - by_token[2.0][b] == pytest.approx(difference / 2, abs=1e-3)
+
+
+def test_stops(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    (full,) = draw(sampler, max_tokens=64)
+    stop = full[5]
+    response = sampler.sample(PROMPT, 1, params(max_tokens=64, stop=[stop])).result().sequences[0]
+    assert tuple(response.tokens) == full[: full.index(stop) + 1]
+    assert response.stop_reason == "stop"
+    assert len(response.logprobs) == len(response.tokens)
+    tokenizer = training.get_tokenizer()
+    text = next(text for token in full if (text := tokenizer.decode([token])).isalnum() and text.isascii())
+    for form in (text, [text]):
+        stopped = sampler.sample(PROMPT, 1, params(max_tokens=64, stop=form)).result().sequences[0]
+        assert text in tokenizer.decode(stopped.tokens)
+        assert text not in tokenizer.decode(stopped.tokens[:-1])
+        assert stopped.stop_reason == "stop"
+
+
+def test_prompt_logprobs_with_samples(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    response = sampler.sample(PROMPT, 2, params(), include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+    assert response.prompt_logprobs == sampler.compute_logprobs(PROMPT).result()
+    assert response.topk_prompt_logprobs[0] is None
+    for scored, top in zip(response.prompt_logprobs[1:], response.topk_prompt_logprobs[1:], strict=True):
+        assert len(top) == 3
+        assert [lp for _, lp in top] == sorted((lp for _, lp in top), reverse=True)
+        assert scored <= top[0][1] + 1e-6
+
+
+@pytest.mark.complaint("non-retryable error")
+def test_mistakes(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    for prompt, changes, text in (
+        (types.ModelInput.from_ints([10**6]), {}, "prompt"),
+        (types.ModelInput.from_ints([]), {}, "prompt"),
+        (PROMPT, {"max_tokens": 10**6}, "max_tokens"),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=text) as error:
+            sampler.sample(prompt, 1, params(**changes)).result()
+        assert error.value.category == types.RequestErrorCategory.User
+    with pytest.raises(tinker.NotFoundError):
+        service.create_sampling_client(model_path="tinker://s-0:train:0/sampler_weights/none")
+
+
+def test_many_at_once_and_pickled_clients(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    futures = [sampler.sample(PROMPT, 2, params(seed=seed)) for seed in range(100)]
+    texts = [[tuple(s.tokens) for s in future.result().sequences] for future in futures]
+    assert texts[7] == draw(sampler, 2, seed=7)
+    copied = pickle.loads(pickle.dumps(sampler))
+    assert draw(copied, 2, seed=7) == texts[7]
+    assert all(math.isfinite(lp) for lp in futures[0].result().sequences[0].logprobs)

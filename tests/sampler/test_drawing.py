@@ -1,0 +1,173 @@
+"""Which tokens are drawn: by the right probabilities, the same for the same seed in any company."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from reference import toy_llama
+from sampling import SPECS, prompt, request, run, sample, toy_sampler, toy_trainer
+
+from twinkle.sampler import SampleRequest, TorchSampler
+from twinkle.sampler.drawing import Draw, draw_tokens
+from twinkle.sampler.noise import uniform
+
+
+@pytest.fixture(scope="module")
+def sampler() -> TorchSampler:
+    return toy_sampler(toy_trainer())
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_a_function_of_seed_sample_and_position() -> None:
+    keys = [(seed, sample, place) for seed in (-(2**63), -1, 0, 1, 2**62) for sample in (0, 1) for place in (0, 1)]
+    values = [uniform(*key) for key in keys]
+    assert values == [uniform(*key) for key in keys]
+    assert len(set(values)) == len(values)
+    assert uniform(7, 0, 0) == pytest.approx(0.7584968808564501)  # in every release
+
+
+def test_noise_is_uniform() -> None:
+    values = np.array([uniform(1, sample, place) for sample in range(100) for place in range(100)])
+    assert 0 < values.min() < values.max() < 1
+    counts, _ = np.histogram(values, bins=50, range=(0, 1))
+    assert chi_square(counts, np.full(50, len(values) / 50)) < bound(49)
+
+
+# --- distribution -----------------------------------------------------------------------------------------------------
+
+
+def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+def bound(freedom: int) -> float:
+    """Five standard deviations above the mean of the chi-square distribution."""
+    return freedom + 5 * math.sqrt(2 * freedom)
+
+
+def truncated(probabilities: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The plain way: the k likeliest, renormalised; of those the fewest that reach p, renormalised."""
+    order = np.argsort(-probabilities, kind="stable")
+    kept = order[:top_k] if top_k > 0 else order
+    share = probabilities[kept] / probabilities[kept].sum()
+    kept = kept[: int(np.searchsorted(np.cumsum(share), top_p)) + 1]
+    result = np.zeros_like(probabilities)
+    result[kept] = probabilities[kept] / probabilities[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.7, 0, 1.0), (1.3, 7, 1.0), (0.8, -1, 0.7), (2.0, 12, 0.8), (1.0, 1000, 1.0)],
+)
+def test_tokens_come_as_often_as_they_should(
+    sampler: TorchSampler, temperature: float, top_k: int, top_p: float
+) -> None:
+    tokens = prompt(6)
+    with torch.no_grad():
+        logits = toy_llama()(input_ids=torch.from_numpy(tokens)[None]).logits[0, -1].double()
+    expected = truncated((logits / temperature).softmax(-1).numpy(), top_k, top_p)
+    how = {"max_tokens": 1, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    counts: Counter[int] = Counter()
+    for seed in range(4):
+        for sequence in sample(sampler, request("x", None, tokens, num_samples=1024, seed=seed, **how)):
+            counts[int(sequence.tokens[0])] += 1
+    observed = np.array([counts[token] for token in range(len(expected))])
+    total = observed.sum()
+    assert (observed[expected == 0] == 0).all()
+    often = expected * total >= 5
+    rest = ~often & (expected > 0)
+    observed = np.append(observed[often], observed[rest].sum())
+    expected = np.append(expected[often], expected[rest].sum()) * total
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    assert chi_square(observed, expected) < bound(len(expected) - 1)
+
+
+def test_one_draw_by_hand() -> None:
+    probabilities = torch.tensor([[0.1, 0.4, 0.0, 0.3, 0.2]])
+    cases = [
+        (Draw(1.0, -1, 1.0, 0.05), 0),
+        (Draw(1.0, -1, 1.0, 0.499), 1),
+        (Draw(1.0, -1, 1.0, 0.501), 3),
+        (Draw(1.0, -1, 1.0, 1 - 2**-49), 4),
+        (Draw(1.0, 2, 1.0, 0.57), 1),  # of 4/7 and 3/7
+        (Draw(1.0, 2, 1.0, 0.58), 3),
+        (Draw(1.0, -1, 0.39, 0.99), 1),
+        (Draw(1.0, -1, 0.41, 0.99), 3),
+        (Draw(1.0, 1, 1.0, 0.99), 1),
+        (Draw(1.0, -1, 5e-324, 0.99), 1),
+        (Draw(0.0, 3, 0.5, 0.99), 1),
+        (Draw(1e-300, -1, 1.0, 0.99), 1),
+    ]
+    drawn = draw_tokens(probabilities.log().repeat(len(cases), 1), [draw for draw, _ in cases], 5)
+    assert [each.token for each in drawn] == [token for _, token in cases]
+    assert all(each.finite for each in drawn)
+    logprobs = [each.logprob for each in drawn]
+    for (draw, token), logprob in zip(cases, logprobs, strict=True):
+        expected = 0.0 if draw.temperature == 1e-300 else math.log(probabilities[0, token])
+        assert logprob == pytest.approx(expected, abs=1e-6)
+
+
+def test_ids_without_an_embedding_are_never_drawn() -> None:
+    logits = torch.tensor([[0.0, 1.0, 50.0]])
+    draws = [Draw(1.0, -1, 1.0, 0.9), Draw(1.0, 3, 1.0, 0.9), Draw(0.0, -1, 1.0, 0.9)]
+    assert [each.token for each in draw_tokens(logits.repeat(3, 1), draws, 2)] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_is_named(bad: float) -> None:
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = bad
+    for draw in (Draw(1.0, -1, 1.0, 0.3), Draw(0.0, -1, 1.0, 0.3), Draw(1.0, 3, 0.5, 0.3)):
+        assert [each.finite for each in draw_tokens(logits, [draw] * 3, 10)] == [True, False, True]
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def seeded(name: str, version: str | None = "a", seed: int | None = 5, num_samples: int = 3) -> SampleRequest:
+    return request(name, version, prompt(8), num_samples=num_samples, max_tokens=20, seed=seed)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(sampler: TorchSampler) -> None:
+    alone = sample(sampler, seeded("x"))
+    others = [request(f"{v}{n}", v, prompt(30 + n, n), 2, max_tokens=25) for v in (None, *SPECS) for n in range(3)]
+    crowd = run(sampler, [*others, seeded("x"), seeded("y", "b"), seeded("z", None)])["x"].sequences
+    for left, right in zip(alone, crowd, strict=True):
+        np.testing.assert_array_equal(left.tokens, right.tokens)
+
+
+def test_a_sample_does_not_depend_on_how_many_there_are(sampler: TorchSampler) -> None:
+    few, many = (sample(sampler, seeded("x", num_samples=number)) for number in (1, 4))
+    np.testing.assert_array_equal(few[0].tokens, many[0].tokens)
+
+
+def test_samples_differ(sampler: TorchSampler) -> None:
+    sequences = sample(sampler, seeded("x", num_samples=8))
+    assert len({tuple(sequence.tokens) for sequence in sequences}) == 8
+
+
+def test_more_samples_than_run_at_once() -> None:
+    narrow, wide = (toy_sampler(toy_trainer({}), max_sequences=number) for number in (3, 64))
+    for left, right in zip(*(sample(each, seeded("x", None, num_samples=20)) for each in (narrow, wide)), strict=True):
+        np.testing.assert_array_equal(left.tokens, right.tokens)
+
+
+def test_without_a_seed_each_request_has_its_own(sampler: TorchSampler) -> None:
+    results = run(sampler, [seeded("x", seed=None), seeded("y", seed=None)])
+    tokens = [tuple(sequence.tokens) for result in results.values() for sequence in result.sequences]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_seeds_are_any_64_bits(sampler: TorchSampler) -> None:
+    tokens = [
+        tuple(sample(sampler, seeded("x", seed=seed, num_samples=1))[0].tokens)
+        for seed in (-(2**63), -1, 0, 2**63, 2**64 - 1)
+    ]
+    assert tokens[0] == tokens[3]  # the same 64 bits, read with and without a sign
+    assert tokens[1] == tokens[4]
+    assert len(set(tokens)) == 3

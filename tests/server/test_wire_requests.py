@@ -1,0 +1,418 @@
+"""JSON requests: the SDK's own dumps are understood, everything else is refused with the field's name."""
+
+import json
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types as sdk
+from tinker.types.create_model_request import CreateModelRequest as SdkCreateModel
+from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest as SdkCreateSamplingSession
+from tinker.types.create_session_request import CreateSessionRequest as SdkCreateSession
+from tinker.types.future_retrieve_request import FutureRetrieveRequest as SdkRetrieveFuture
+from tinker.types.get_info_request import GetInfoRequest as SdkGetInfo
+from tinker.types.load_weights_request import LoadWeightsRequest as SdkLoadWeights
+from tinker.types.lora_config import LoraConfig as SdkLoraConfig
+from tinker.types.optim_step_request import OptimStepRequest as SdkOptimStep
+from tinker.types.optimizer import DimuonOptimizerConfig, DimuonParams
+from tinker.types.sample_request import SampleRequest as SdkSample
+from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerRequest as SdkSaveForSampler
+from tinker.types.save_weights_request import SaveWeightsRequest as SdkSaveWeights
+from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
+
+from twinkle.errors import UnknownNameError, UnsupportedError, UserError
+from twinkle.model.types import AdamParams, LoraSpec
+from twinkle.sampler.types import SamplingParams
+from twinkle.server.types import LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
+from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.fields import parse
+from twinkle.server.wire.requests import (
+    MAX_TELEMETRY_BYTES,
+    AsampleRequest,
+    CancelFutureRequest,
+    ClientConfigRequest,
+    CreateModelRequest,
+    CreateSamplingSessionRequest,
+    CreateSessionRequest,
+    FinishSessionRequest,
+    GetInfoRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    RetrieveFutureRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    SessionHeartbeatRequest,
+    WeightsInfoRequest,
+    check_telemetry,
+    to_op,
+    to_sample_request,
+)
+
+MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
+PLACE = {"model_id": "s:train:0", "seq_id": 3}
+
+
+def _dump(request):
+    """As the SDK puts its requests on the wire."""
+    return json.dumps(request.model_dump(exclude_unset=False, exclude_none=True, mode="json")).encode()
+
+
+def _json(**content):
+    return json.dumps(content).encode()
+
+
+def _payload(request_type, **content):
+    op = to_op(request_type, _json(**PLACE, **content))
+    assert (op.adapter_id, op.seq, op.kind) == ("s:train:0", 3, request_type.kind)
+    return op.payload
+
+
+def _refusal(request_type, **content):
+    payload = _payload(request_type, **content)
+    assert isinstance(payload, Refused), payload
+    return payload.message
+
+
+class TestSimpleRequests:
+    def test_what_the_sdk_sends(self):
+        config = parse(ClientConfigRequest, b'{"sdk_version":"0.36.0"}')
+        assert config.sdk_version == "0.36.0"
+        session = parse(
+            CreateSessionRequest,
+            _dump(SdkCreateSession(tags=["a"], user_metadata={"x": [1, {}]}, sdk_version="0.36.0", display_name="d")),
+        )
+        assert (session.tags, session.user_metadata, session.display_name) == (["a"], {"x": [1, {}]}, "d")
+        assert parse(SessionHeartbeatRequest, _dump(SdkHeartbeat(session_id="s"))).session_id == "s"
+        assert parse(GetInfoRequest, _dump(SdkGetInfo(model_id="m"))).model_id == "m"
+        assert (
+            parse(WeightsInfoRequest, b'{"tinker_path":"tinker://r/weights/x"}').tinker_path == "tinker://r/weights/x"
+        )
+        future = parse(RetrieveFutureRequest, _dump(SdkRetrieveFuture(request_id="r:1", allow_metadata_only=True)))
+        assert (future.request_id, future.allow_metadata_only) == ("r:1", True)
+        assert parse(CancelFutureRequest, b'{"request_id":"r:1"}').request_id == "r:1"
+        finish = parse(FinishSessionRequest, b'{"reason":{"type":"errored"},"detail":null}')
+        assert (finish.reason.type, finish.detail) == ("errored", None)
+        sampling = parse(
+            CreateSamplingSessionRequest,
+            _dump(SdkCreateSamplingSession(session_id="s", sampling_session_seq_id=2, base_model="b")),
+        )
+        assert (sampling.sampling_session_seq_id, sampling.base_model, sampling.model_path) == (2, "b", None)
+
+    def test_unknown_keys_are_ignored(self):
+        assert parse(ClientConfigRequest, b'{"sdk_version":"9","new":{"a":1}}').sdk_version == "9"
+
+    @pytest.mark.parametrize(
+        ("request_type", "body", "complaint"),
+        [
+            (CreateSessionRequest, b"", "Invalid JSON"),
+            (CreateSessionRequest, b"[]", "object"),
+            (CreateSessionRequest, b'{"tags":"a"}', "tags: got 'a'"),
+            (CreateSessionRequest, b'{"user_metadata":{"a":NaN}}', "finite numbers"),
+            (CreateSessionRequest, b'{"user_metadata":{"a":"\\u0000"}}', "NUL"),
+            (CreateSessionRequest, _json(user_metadata={"a": "x" * 70_000}), "65536 bytes"),
+            (CreateSessionRequest, _json(user_metadata={str(i): "" for i in range(300)}), "256 entries"),
+            (CreateSessionRequest, b'{"display_name":"a\\u0000"}', "NUL"),
+            (SessionHeartbeatRequest, b"{}", "session_id: Field required"),
+            (SessionHeartbeatRequest, b'{"session_id":7}', "session_id: got 7"),
+            (SessionHeartbeatRequest, b'{"session_id":"s","type":"create_session"}', "type: got 'create_session'"),
+            (FinishSessionRequest, b'{"reason":{"type":"bored"}}', "reason.type: got 'bored'"),
+            (RetrieveFutureRequest, b'{"request_id":""}', "request_id"),
+            (RetrieveFutureRequest, b'{"request_id":"r","allow_metadata_only":1}', "allow_metadata_only: got 1"),
+            (CreateSamplingSessionRequest, b'{"session_id":"s","sampling_session_seq_id":-1}', "got -1"),
+        ],
+    )
+    def test_refusals(self, request_type, body, complaint):
+        with pytest.raises(MalformedRequestError) as caught:
+            parse(request_type, body)
+        assert complaint in str(caught.value)
+
+    def test_telemetry_is_only_weighed(self):
+        check_telemetry(b"not even JSON")
+        with pytest.raises(BodyTooLargeError):
+            check_telemetry(b" " * (MAX_TELEMETRY_BYTES + 1))
+
+
+class TestCreateModel:
+    def test_what_the_sdk_sends(self):
+        body = _dump(
+            SdkCreateModel(
+                session_id="s",
+                model_seq_id=1,
+                base_model="Qwen/Qwen3-8B",
+                lora_config=SdkLoraConfig(rank=8, seed=3, train_mlp=False),
+                user_metadata={"renderer_name": "qwen3"},
+            )
+        )
+        request = parse(CreateModelRequest, body)
+        assert (request.session_id, request.model_seq_id, request.base_model) == ("s", 1, "Qwen/Qwen3-8B")
+        assert request.user_metadata == {"renderer_name": "qwen3"}
+        assert request.spec() == LoraSpec(rank=8, seed=3, train_attn=True, train_mlp=False, train_unembed=True)
+
+    @pytest.mark.parametrize(("seed", "signed"), [(2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1), (-1, -1)])
+    def test_seeds_of_64_bits(self, seed, signed):
+        request = parse(CreateModelRequest, _json(**MODEL, lora_config={"rank": 8, "seed": seed}))
+        assert request.spec().seed == signed
+
+    def test_dimuon_is_refused(self):
+        lora = SdkLoraConfig(rank=8)
+        config = DimuonOptimizerConfig()
+        request = SdkCreateModel(**MODEL, lora_config=lora, optimizer_config=config)
+        with pytest.raises(UnsupportedError, match="dimuon"):
+            parse(CreateModelRequest, _dump(request)).spec()
+        body = _json(**MODEL, lora_config={"rank": 8}, optimizer_config={"type": "x"})
+        with pytest.raises(UnknownNameError, match="adamw"):
+            parse(CreateModelRequest, body).spec()
+
+    def test_lora_is_needed(self):
+        with pytest.raises(UnsupportedError, match="lora_config"):
+            parse(CreateModelRequest, _json(**MODEL)).spec()
+
+    @pytest.mark.parametrize(
+        ("lora", "complaint"),
+        [({"rank": "8"}, "rank: got '8'"), ({"rank": 8, "alpha": 4}, "unknown key 'alpha'; known: rank"), ({}, "rank")],
+    )
+    def test_bad_lora(self, lora, complaint):
+        with pytest.raises(MalformedRequestError, match=complaint):
+            parse(CreateModelRequest, _json(**MODEL, lora_config=lora))
+
+
+class TestSequencedCalls:
+    def test_optim_step(self):
+        body = _dump(SdkOptimStep(optim_params=tinker.AdamParams(learning_rate=0.5, eps=1e-8), model_id="m", seq_id=2))
+        op = to_op(OptimStepRequest, body)
+        assert (op.adapter_id, op.seq, op.kind, op.body) == ("m", 2, OpKind.OPTIM_STEP, body)
+        assert op.payload == OptimStep(AdamParams(learning_rate=0.5, eps=1e-8))
+
+    def test_other_optimizers(self):
+        adam = {"type": "adamw", "learning_rate": 1}
+        assert _payload(OptimStepRequest, optimizer_params=adam) == OptimStep(AdamParams(learning_rate=1.0))
+        assert _payload(OptimStepRequest, optim_params=adam) == OptimStep(AdamParams(learning_rate=1.0))
+        body = _dump(SdkOptimStep(optim_params=DimuonParams(learning_rate=0.1), model_id="m", seq_id=2))
+        assert "'dimuon'" in to_op(OptimStepRequest, body).payload.message
+
+    @pytest.mark.parametrize(
+        ("content", "complaint"),
+        [
+            ({}, "adam_params"),
+            ({"adam_params": {}, "optim_params": {}}, "2 sets of parameters"),
+            ({"adam_params": {"learning_rate": "1"}}, "adam_params.learning_rate: got '1'"),
+            ({"adam_params": {"learning_rate": float("nan")}}, "adam_params.learning_rate: got nan"),
+            ({"adam_params": {"learning_rate": 10**400}}, "adam_params.learning_rate"),
+            ({"adam_params": {"lr": 1.0}}, "unknown key 'lr'; known: beta1"),
+            ({"adam_params": {}, "type": "save_weights"}, "type"),
+        ],
+    )
+    def test_bad_optim_steps(self, content, complaint):
+        assert complaint in _refusal(OptimStepRequest, **content)
+
+    def test_save(self):
+        sent = SdkSaveWeights(
+            model_id="m", path="ck-1", seq_id=2**40, ttl_seconds=3600, overwrite=True, user_metadata={"x": "y"}
+        )
+        op = to_op(SaveWeightsRequest, _dump(sent))
+        assert (op.seq, op.payload) == (2**40, SaveWeights("ck-1", 3600, True, {"x": "y"}))
+        assert _payload(SaveWeightsRequest, path="a") == SaveWeights("a")
+
+    @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a b", "ä", "x" * 129, "a\n", "a:b"])
+    def test_bad_names(self, name):
+        assert "allowed: up to 128" in _refusal(SaveWeightsRequest, path=name)
+        assert "allowed: up to 128" in _refusal(SaveWeightsForSamplerRequest, path=name)
+
+    @pytest.mark.parametrize("name", ["a", "000010", "final", "a.b_c-D", "x" * 128, "-", "_."])
+    def test_good_names(self, name):
+        assert _payload(SaveWeightsRequest, path=name) == SaveWeights(name)
+
+    @pytest.mark.parametrize(
+        ("content", "complaint"),
+        [
+            ({}, "path: Field required"),
+            ({"path": None}, "path: got None"),
+            ({"path": "a", "ttl_seconds": 0}, "ttl_seconds: got 0"),
+            ({"path": "a", "ttl_seconds": 4 * 10**8}, "ttl_seconds: got 400000000"),
+            ({"path": "a", "ttl_seconds": 1.5}, "ttl_seconds: got 1.5"),
+            ({"path": "a", "overwrite": "yes"}, "overwrite: got 'yes'"),
+            ({"path": "a", "user_metadata": {"x": 1}}, "user_metadata.x: got 1"),
+            ({"path": "a", "user_metadata": {"x": "y" * 10**6}}, "65536 bytes"),
+        ],
+    )
+    def test_bad_saves(self, content, complaint):
+        assert complaint in _refusal(SaveWeightsRequest, **content)
+
+    def test_publish(self):
+        named = to_op(SaveWeightsForSamplerRequest, _dump(SdkSaveForSampler(model_id="m", path="s1", seq_id=4)))
+        assert (named.kind, named.payload) == (OpKind.PUBLISH, PublishSampler("s1", None))
+        unnamed = SdkSaveForSampler(model_id="m", sampling_session_seq_id=0, seq_id=5)
+        assert to_op(SaveWeightsForSamplerRequest, _dump(unnamed)).payload == PublishSampler(None, 0)
+        assert "one of the two" in _refusal(SaveWeightsForSamplerRequest)
+        assert "one of the two" in _refusal(SaveWeightsForSamplerRequest, path="a", sampling_session_seq_id=1)
+
+    def test_load(self):
+        path = "tinker://s:train:0/weights/a"
+        op = to_op(LoadWeightsRequest, _dump(SdkLoadWeights(model_id="m", seq_id=1, path=path, optimizer=True)))
+        assert (op.kind, op.payload) == (OpKind.LOAD, LoadWeights(path, True))
+        assert "weights_access_token" in _refusal(
+            LoadWeightsRequest, path=path, optimizer=True, weights_access_token="t0"
+        )
+        assert "t0" not in _refusal(LoadWeightsRequest, path=path, optimizer=True, weights_access_token="t0")
+        assert "base_model" in _refusal(LoadWeightsRequest, path=path, optimizer=True, base_model="b")
+        assert "session_id" in _refusal(LoadWeightsRequest, path=path, optimizer=True, session_id="s")
+        assert "optimizer: Field required" in _refusal(LoadWeightsRequest, path=path)
+
+    def test_load_that_creates_is_refused(self):
+        sent = SdkLoadWeights(session_id="s", model_seq_id=1, path="tinker://x", optimizer=False)
+        with pytest.raises(UnsupportedError, match="call create_model"):
+            to_op(LoadWeightsRequest, _dump(sent))
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"null",
+            b"[" * 100_000,
+            b"\xff",
+            _json(model_id="m"),
+            _json(seq_id=1),
+            _json(model_id="", seq_id=1),
+            _json(model_id="m" * 300, seq_id=1),
+            _json(model_id=5, seq_id=1),
+            _json(model_id="m", seq_id=0),
+            _json(model_id="m", seq_id="1"),
+            _json(model_id="m", seq_id=1.0),
+            _json(model_id="m", seq_id=True),
+            _json(model_id="m", seq_id=2**63),
+            _json(model_id="m", seq_id=None),
+        ],
+    )
+    def test_calls_without_a_place(self, body):
+        for request_type in (OptimStepRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest, LoadWeightsRequest):
+            with pytest.raises(MalformedRequestError):
+                to_op(request_type, body)
+
+    def test_largest_number(self):
+        assert to_op(SaveWeightsRequest, _json(model_id="m", seq_id=2**63 - 1, path="a")).seq == 2**63 - 1
+
+
+def _sample(params=None, **content):
+    return _json(
+        **{
+            "sampling_session_id": "s:sample:0",
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": params or {},
+            **content,
+        }
+    )
+
+
+class TestSampling:
+    def test_what_the_sdk_sends(self):
+        sent = SdkSample(
+            num_samples=2,
+            prompt=tinker.ModelInput(chunks=[sdk.EncodedTextChunk(tokens=t) for t in ([1, 2], [], [3])]),
+            sampling_params=tinker.SamplingParams(max_tokens=8, seed=1, stop=[5], temperature=0.7, top_k=5, top_p=0.9),
+            sampling_session_id="s:sample:0",
+            seq_id=10**18,
+            prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            record_stability_info=False,
+        )
+        request = to_sample_request(parse(AsampleRequest, _dump(sent)), "v1")
+        assert (request.request_id, request.version_id) == ("s:sample:0:1000000000000000000", "v1")
+        np.testing.assert_array_equal(request.prompt, [1, 2, 3])
+        assert request.prompt.dtype == np.int64
+        assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (2, True, 2)
+        assert request.params == SamplingParams(8, 0.7, 5, 0.9, 1, (5,), (), True)
+
+    @pytest.mark.parametrize(
+        ("stop", "tokens", "texts", "at_eos"),
+        [
+            (None, (), (), True),
+            ([], (), (), False),
+            ("\n\nUser:", (), ("\n\nUser:",), True),
+            (["a", "b"], (), ("a", "b"), True),
+            ([7, 8], (7, 8), (), True),
+        ],
+    )
+    def test_stop(self, stop, tokens, texts, at_eos):
+        for params in (tinker.SamplingParams(stop=stop), tinker.SamplingParams(stop=stop, max_tokens=1)):
+            sent = SdkSample(
+                prompt=tinker.ModelInput.from_ints([1]),
+                sampling_params=params,
+                sampling_session_id="s:sample:0",
+                seq_id=0,
+            )
+            found = to_sample_request(parse(AsampleRequest, _dump(sent)), None).params
+            assert (found.stop_tokens, found.stop_strings, found.stop_at_eos) == (tokens, texts, at_eos)
+
+    def test_defaults(self):
+        request = to_sample_request(parse(AsampleRequest, _sample({"stop": None, "seed": None})), None)
+        assert request.params == SamplingParams()
+        assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (1, False, 0)
+
+    @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
+    def test_seeds_of_64_bits(self, seed):
+        assert to_sample_request(parse(AsampleRequest, _sample({"seed": seed})), None).params.seed == seed
+
+    @pytest.mark.parametrize(
+        ("params", "complaint"),
+        [
+            ({"max_tokens": 0}, "sampling_params.max_tokens: got 0"),
+            ({"max_tokens": "8"}, "sampling_params.max_tokens: got '8'"),
+            ({"temperature": -1}, "sampling_params.temperature: got -1"),
+            ({"temperature": float("nan")}, "sampling_params.temperature: got nan"),
+            ({"top_p": 0}, "sampling_params.top_p: got 0"),
+            ({"top_p": 1.1}, "sampling_params.top_p: got 1.1"),
+            ({"top_k": 0}, "sampling_params.top_k: got 0"),
+            ({"top_k": -2}, "sampling_params.top_k: got -2"),
+            ({"seed": 2**64}, "sampling_params.seed"),
+            ({"stop": [1, "a"]}, "sampling_params.stop: got [1, 'a']"),
+            ({"stop": [-1]}, "sampling_params.stop: got [-1]"),
+            ({"stop": [True]}, "sampling_params.stop: got [True]"),
+            ({"stop": ""}, "sampling_params.stop: got ''"),
+            ({"stop": 5}, "sampling_params.stop: got 5"),
+            ({"stop": ["a"] * 257}, "at most 256"),
+            ({"min_p": 0.1}, "unknown key 'min_p'; known: max_tokens"),
+        ],
+    )
+    def test_bad_params(self, params, complaint):
+        with pytest.raises(UserError) as caught:
+            to_sample_request(parse(AsampleRequest, _sample(params)), None)
+        assert complaint in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("content", "complaint"),
+        [
+            ({"topk_sample_logprobs": 3}, "topk_sample_logprobs: got 3"),
+            ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs: got {'data': [1]"),
+            ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: got 2"),
+            ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: got 1"),
+            ({"record_stability_info": True}, "record_stability_info: got True"),
+            ({"base_model": "b"}, "base_model: got 'b'"),
+            ({"model_path": "tinker://x"}, "model_path: got 'tinker://x'"),
+            ({"num_samples": 0}, "num_samples: got 0"),
+            ({"num_samples": 10**6}, "num_samples: got 1000000"),
+            ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: got -1"),
+            ({"seq_id": -1}, "seq_id: got -1"),
+            ({"seq_id": 2**63}, "seq_id: got"),
+            ({"sampling_session_id": None}, "sampling_session_id: got None"),
+            ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "prompt.chunks[0].tokens[0]: got -1"),
+            ({"prompt": {"chunks": [{"tokens": [2**31]}]}}, "prompt.chunks[0].tokens[0]: got 2147483648"),
+            ({"prompt": {"chunks": [{"tokens": [1.0]}]}}, "prompt.chunks[0].tokens[0]: got 1.0"),
+            ({"prompt": [1, 2]}, "prompt: got [1, 2]"),
+            ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, "prompt.chunks[0].type: got 'dmel'"),
+            (
+                {"prompt": {"chunks": [{"tokens": [1]}, {"type": "image", "data": "", "format": "png"}]}},
+                "prompt.chunks[1].type: got 'image'",
+            ),
+            ({"prompt": {"chunks": [{"type": "image_asset_pointer"}]}}, "got 'image_asset_pointer'"),
+        ],
+    )
+    def test_refusals_name_the_field(self, content, complaint):
+        with pytest.raises(UserError) as caught:
+            to_sample_request(parse(AsampleRequest, _sample(**content)), None)
+        assert complaint in str(caught.value)
+
+    def test_options_at_their_defaults_are_fine(self):
+        content = {"topk_sample_logprobs": 0, "prompt_alt_tokens_k": 0, "record_stability_info": False}
+        nulls = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": None, "base_model": None}
+        to_sample_request(parse(AsampleRequest, _sample(**content, **nulls)), None)

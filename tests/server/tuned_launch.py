@@ -1,0 +1,26 @@
+"""``twinkle-server`` with some of its constants changed: tests cannot wait six minutes for a gap to be given up.
+
+Arguments before ``--`` are ``name=seconds`` with the names below, those after it are twinkle-server's own.
+"""
+
+import sys
+
+from twinkle.server import cli, embedded, snapshots
+from twinkle.server.mock import MockTrainer
+from twinkle.server.scheduler import Scheduler
+from twinkle.server.state import keys
+
+TUNING = {
+    "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
+    "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
+    "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
+    "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
+    "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
+}
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    for setting in sys.argv[1:split]:
+        name, _, seconds = setting.partition("=")
+        TUNING[name](float(seconds))
+    cli.main(sys.argv[split + 1 :])
