@@ -1,7 +1,7 @@
 """The chunked head against full logits and autograd: values and gradients, whatever the chunk."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,12 +10,11 @@ from reference import TOLERANCE, assert_numbers_close, relative_error
 from torch import Tensor
 
 from twinkle.model.grouped import Groups
-from twinkle.model.head import ChunkedHead, HeadLora, HeadSpec
-from twinkle.model.lora import BoundLora, Segment
+from twinkle.model.head import ChunkedHead, HeadSpec
+from twinkle.model.segments import BoundLora, Segment
 
 pytestmark = pytest.mark.matrix
 
-CPU = torch.device("cpu")
 ROWS = 43
 SIZES = {"toy": (64, 97), "wide": (512, 1000)}  # hidden, vocabulary
 CHUNKS = [1, 7, 16, ROWS, 1000]
@@ -55,7 +54,7 @@ def make_case(size: str, spec: str, segments: str, width: int, seed: int = 0) ->
     )
     lora = tuple(
         BoundLora(
-            Segment(start, start + sum(sizes), Groups.of(sizes, CPU)),
+            Segment(start, start + sum(sizes), Groups(sizes)),
             normal(len(sizes), 8 * (1 + number), hidden) / hidden**0.5,
             normal(len(sizes), vocab, 8 * (1 + number)) * 0.3,
         )
@@ -101,7 +100,10 @@ def expected(case: Case) -> tuple[Tensor, list[Tensor]]:
 
 
 def computed(case: Case, chunk_rows: int) -> tuple[Tensor, list[Tensor]]:
-    lora = [HeadLora(bound, torch.zeros_like(bound.a_GRI), torch.zeros_like(bound.b_GOR)) for bound in case.lora]
+    lora = [
+        replace(bound, da_GRI=torch.zeros_like(bound.a_GRI), db_GOR=torch.zeros_like(bound.b_GOR))
+        for bound in case.lora
+    ]
     head = ChunkedHead(case.spec, chunk_rows)
     logprobs_TK, gradient_TH = head.logprobs_and_gradient(
         case.hidden_TH, case.targets_TK, lambda *args: coefficients(case, *args), lora
@@ -144,9 +146,7 @@ def test_a_target_named_twice_counts_twice() -> None:
 def test_scoring_gives_the_same_log_probabilities_and_leaves_its_inputs_alone(spec: str, chunk_rows: int) -> None:
     case = make_case("toy", spec, "several", width=2)
     before = case.hidden_TH.clone(), case.spec.weight_VH.clone()
-    scored_TK = ChunkedHead(case.spec, chunk_rows).logprobs(
-        case.hidden_TH, case.targets_TK, [HeadLora(bound) for bound in case.lora]
-    )
+    scored_TK = ChunkedHead(case.spec, chunk_rows).logprobs(case.hidden_TH, case.targets_TK, case.lora)
     assert scored_TK.dtype == torch.float32
     assert_numbers_close(scored_TK, expected(case)[0])
     computed(case, chunk_rows)
@@ -157,7 +157,7 @@ def test_scoring_gives_the_same_log_probabilities_and_leaves_its_inputs_alone(sp
 def test_gradients_are_added_to_what_is_there() -> None:
     case = make_case("toy", "plain", "one group", width=1)
     (bound,) = case.lora
-    part = HeadLora(bound, torch.ones_like(bound.a_GRI), torch.full_like(bound.b_GOR, 2.0))
+    part = replace(bound, da_GRI=torch.ones_like(bound.a_GRI), db_GOR=torch.full_like(bound.b_GOR, 2.0))
     ChunkedHead(case.spec, 7).logprobs_and_gradient(
         case.hidden_TH, case.targets_TK, lambda *args: coefficients(case, *args), [part]
     )

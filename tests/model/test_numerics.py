@@ -314,7 +314,7 @@ def test_recomputed_activations_equal_kept_ones(model: str, make_trainer: MakeTr
 def count_layer_calls(trainer: Trainer) -> list[None]:
     """Grows each time the first decoder layer runs."""
     calls: list[None] = []
-    projection = trainer._engine.layers[0].linears["self_attn.q_proj"]
+    projection = trainer._engine.layers[0].inner.self_attn.q_proj
     projection.register_forward_pre_hook(lambda module, inputs: calls.append(None))
     return calls
 
@@ -325,7 +325,7 @@ def test_no_adapter_stays_bound_to_a_layer_after_a_batch(tokens: int | None, mak
     trainer = make_trainer(max_tokens_per_batch=tokens)
     trainer.create_adapter("rank 5", TENANTS["rank 5"].spec)
     trainer.forward_backward([request("rank 5", toy_llama(), 0)])
-    bound = [name for layer in trainer._engine.layers for name, linear in layer.linears.items() if linear.bound]
+    bound = [linear.name for layer in trainer._engine.layers for linear in layer.linears if linear.lora is not None]
     assert bound == []
 
 

@@ -12,7 +12,7 @@ from twinkle.model.stacks import RowLayout, Stack
 from twinkle.model.types import LoraSpec
 
 # Bytes a parameter of a resident adapter, beside its compute copy: weights, two Adam moments and the gradient in fp32,
-# and what a backward pass holds for it in passing (the rows of a batch and their fresh gradients).
+# and what a batch holds for it in passing (its own row of gradients).
 STATE_BYTES_PER_PARAMETER = 20
 # The same of a frozen adapter, whose weights stay in host memory: their passage to the device.
 FROZEN_BYTES_PER_PARAMETER = 4

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from twinkle.errors import UnsupportedError
+from twinkle.model.transfer import to_device
 
 PACKED = "twinkle_packed"
 
@@ -34,7 +35,7 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
-        ends = torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+        ends = to_device(torch.tensor((0, *lengths)).cumsum(0).int(), device)
         # The kernel only needs an upper bound; powers of two keep compiled code from seeing every length.
         return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length())
 

@@ -31,12 +31,17 @@ class _Request:
     item: CheckedItem
     adapter: Adapter
     logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
+    metrics: dict[str, float] = field(default_factory=dict)  # once complete
     gradient_P: Tensor | None = None
     finite: bool = True
 
     @property
     def complete(self) -> bool:
         return len(self.logprobs) == len(self.item.data)
+
+    @property
+    def ordered_logprobs(self) -> list[FloatArray]:
+        return [self.logprobs[number] for number in range(len(self.item.data))]
 
 
 class Call:
@@ -54,13 +59,18 @@ class Call:
         for index, item in enumerate(items):
             self._check(index, item)
         queue = self._plan()
+        running: tuple[MicroBatch, Computed] | None = None
         while queue:
             batch = queue.pop(0)
             computed = self._compute(batch)
             if computed is None:
                 queue = self._smaller(batch) + queue
             else:
-                self._absorb(batch, computed)
+                if running is not None:
+                    self._absorb(*running)  # while the device is busy with the next one
+                running = batch, computed
+        if running is not None:
+            self._absorb(*running)
         return [self._results[index] for index in range(len(items))]
 
     def _check(self, index: int, item: TrainItem) -> None:
@@ -134,13 +144,16 @@ class Call:
         return smaller
 
     def _absorb(self, batch: MicroBatch, computed: Computed) -> None:
-        row = 0
+        row, all_logprobs_TK = 0, computed.logprobs
         for index in batch.items:
+            request = self._requests[index]
             for sequence in (s for s in batch.sequences if s.item == index):
-                width = self._requests[index].item.data[sequence.datum].targets.shape[1]
-                logprobs_TK = computed.logprobs_TK[row : row + sequence.length, :width]
-                self._requests[index].logprobs[sequence.datum] = np.ascontiguousarray(logprobs_TK)
+                width = request.item.data[sequence.datum].targets.shape[1]
+                logprobs_TK = all_logprobs_TK[row : row + sequence.length, :width]
+                request.logprobs[sequence.datum] = np.ascontiguousarray(logprobs_TK)
                 row += sequence.length
+            if request.complete:
+                request.metrics = evaluate(request.item, request.ordered_logprobs)
         for gradient in computed.gradients:
             request = self._requests[gradient.index]
             request.finite = request.finite and gradient.finite
@@ -154,8 +167,7 @@ class Call:
                 self._finish(index, self._requests[index])
 
     def _finish(self, index: int, request: _Request) -> None:
-        logprobs = [request.logprobs[number] for number in range(len(request.item.data))]
-        metrics = evaluate(request.item, logprobs)
+        logprobs, metrics = request.ordered_logprobs, request.metrics
         if not all(np.isfinite(lp).all() for lp in logprobs) or not math.isfinite(metrics["loss:sum"]):
             self._fail(
                 index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: nothing was kept")

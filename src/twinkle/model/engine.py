@@ -11,20 +11,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
-from twinkle.model.batch import DeviceBatch, GradientRow, Part, build_batch, harvest
+from twinkle.model.batch import DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
 from twinkle.model.head import ChunkedHead
 from twinkle.model.layers import LayerBatch, TenantLayer, install
 from twinkle.model.norms import fuse_norms
 from twinkle.model.objective import Objective
+from twinkle.model.transfer import HostCopy
 from twinkle.model.types import FloatArray
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Target log-probabilities of all tokens, (T, K) in row order, and what each request adds to its gradient."""
+    """Of one micro-batch; the device may still be at it. Each property waits for what it needs and no more."""
 
-    logprobs_TK: FloatArray
-    gradients: list[GradientRow]
+    _logprobs: HostCopy
+    _gradients: Gradients | None
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """Of the targets of all tokens, (T, K) in row order: known before the backward pass is through."""
+        return self._logprobs.array()
+
+    @property
+    def gradients(self) -> list[GradientRow]:
+        """What each request adds to its adapter's gradient."""
+        return [] if self._gradients is None else self._gradients.rows()
 
 
 class Engine:
@@ -51,32 +62,33 @@ class Engine:
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False)
             hidden_TH = self._hidden(batch)
             logprobs_TK = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora)
-        return Computed(logprobs_TK.cpu().numpy(), [])
+        return Computed(HostCopy.of(logprobs_TK), None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
         """Log-probabilities and gradients; no adapter is touched."""
         batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute)
-        hidden_TH = self._hidden(batch)
+        with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
+            hidden_TH = self._hidden(batch)
+            with torch.no_grad():
+                logprobs_TK, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
+                logprobs = HostCopy.of(logprobs_TK)
+            if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
+                hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
-            logprobs_TK, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
-        if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
-            hidden_TH.backward(dhidden_TH)
-        with torch.no_grad():
-            gradients = harvest(batch)
-        return Computed(logprobs_TK.cpu().numpy(), gradients)
+            gradients = harvest(batch, parts)
+        return Computed(logprobs, gradients)
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
     ) -> Tensor:
         """The decoder's output for all rows, those of padding included."""
-        with torch.compiler.set_stance(self._stance):
-            output = self._decoder(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                use_cache=False,
-                batch=layer_batch,
-            )
+        output = self._decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            batch=layer_batch,
+        )
         return output.last_hidden_state.flatten(0, 1)
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: T rows, C rows of a chunk, H hidden features, V vocabulary, K targets a 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinkle.model.grouped import Groups, add_grouped_mm, grouped_mm, grouped_outer
-from twinkle.model.lora import BoundLora, Segment
+from twinkle.model.grouped import Groups
+from twinkle.model.segments import BoundLora, Segment, add_lora, add_lora_gradient
 
 # (start, stop, lp_CK) → dL/dlp of these rows
 Coefficients = Callable[[int, int, Tensor], Tensor]
@@ -33,15 +33,6 @@ class HeadSpec:
     softcap: float | None = None
 
 
-@dataclass(frozen=True)
-class HeadLora:
-    """Head LoRA of one segment and where its gradient is added up: da_GRI and db_GOR, fp32."""
-
-    bound: BoundLora
-    da_GRI: Tensor | None = None
-    db_GOR: Tensor | None = None
-
-
 class ChunkedHead:
     """Walks over hidden states in chunks of at most ``chunk_rows`` rows."""
 
@@ -49,15 +40,15 @@ class ChunkedHead:
         self.spec = spec
         self.chunk_rows = chunk_rows
 
-    def logprobs(self, hidden_TH: Tensor, targets_TK: Tensor, lora: Sequence[HeadLora] = ()) -> Tensor:
+    def logprobs(self, hidden_TH: Tensor, targets_TK: Tensor, lora: Sequence[BoundLora] = ()) -> Tensor:
         """log p(target), (T, K) fp32, without gradient."""
         chunks = self._chunks(len(hidden_TH))
         return torch.cat([self._chunk(hidden_TH, targets_TK, lora, rows).softmax.logprobs_CK for rows in chunks])
 
     def logprobs_and_gradient(
-        self, hidden_TH: Tensor, targets_TK: Tensor, coefficients: Coefficients, lora: Sequence[HeadLora] = ()
+        self, hidden_TH: Tensor, targets_TK: Tensor, coefficients: Coefficients, lora: Sequence[BoundLora] = ()
     ) -> tuple[Tensor, Tensor]:
-        """log p(target) and dL/dhidden; the gradient of head LoRA is added to its accumulators."""
+        """log p(target) and dL/dhidden; the gradient of head LoRA is added to its rows."""
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TH.device)
         gradient_TH = torch.empty_like(hidden_TH)
         for rows in self._chunks(len(hidden_TH)):
@@ -66,11 +57,11 @@ class ChunkedHead:
             coefficients_CK = coefficients(rows.start, rows.stop, chunk.softmax.logprobs_CK)
             dlogits_CV = chunk.softmax.gradient(coefficients_CK, self.spec.weight_VH.dtype)
             gradient_CH = torch.mm(dlogits_CV, self.spec.weight_VH, out=gradient_TH[rows])
-            for part, h_CR in zip(chunk.lora, chunk.inner, strict=True):
-                _lora_gradient(part, h_CR, dlogits_CV, chunk.hidden_CH, gradient_CH)
+            for part in chunk.lora:
+                add_lora_gradient(part, dlogits_CV, chunk.hidden_CH, chunk.h_CR, gradient_CH)
         return logprobs_TK, gradient_TH
 
-    def logits(self, hidden_TH: Tensor, lora: Sequence[HeadLora] = ()) -> Iterator[tuple[slice, Tensor]]:
+    def logits(self, hidden_TH: Tensor, lora: Sequence[BoundLora] = ()) -> Iterator[tuple[slice, Tensor]]:
         """All logits, chunk by chunk: which rows, and their logits (C, V) fp32."""
         for rows in self._chunks(len(hidden_TH)):
             hidden_CH = hidden_TH[rows]
@@ -81,16 +72,16 @@ class ChunkedHead:
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_rows, rows)) for start in range(0, rows, self.chunk_rows)]
 
-    def _chunk(self, hidden_TH: Tensor, targets_TK: Tensor, lora: Sequence[HeadLora], rows: slice) -> "_Chunk":
+    def _chunk(self, hidden_TH: Tensor, targets_TK: Tensor, lora: Sequence[BoundLora], rows: slice) -> "_Chunk":
         hidden_CH = hidden_TH[rows]
         logits_CV = self._base_logits(hidden_CH)
         clipped = [part for each in lora if (part := _clip(each, rows.start, rows.stop)) is not None]
-        inner, lora_CV = _lora_logits(clipped, hidden_CH, logits_CV.shape)
+        h_CR, lora_CV = _lora_logits(clipped, hidden_CH, logits_CV.shape)
         if self._use_kernels(logits_CV):
             softmax: _Softmax = _KernelSoftmax(logits_CV, lora_CV, targets_TK[rows])
         else:
             softmax = _PlainSoftmax(self._finished(logits_CV, lora_CV), self.spec, targets_TK[rows])
-        return _Chunk(hidden_CH, softmax, clipped, inner)
+        return _Chunk(hidden_CH, softmax, clipped, h_CR)
 
     def _use_kernels(self, logits_CV: Tensor) -> bool:
         return logits_CV.is_cuda and self.spec.scale == 1.0 and self.spec.softcap is None
@@ -170,41 +161,25 @@ class _KernelSoftmax:
 class _Chunk:
     hidden_CH: Tensor
     softmax: _Softmax
-    lora: list[HeadLora]  # clipped to the chunk
-    inner: list[Tensor]  # hidden A.T of each
+    lora: list[BoundLora]  # clipped to the chunk
+    h_CR: Tensor  # hidden A.T
 
 
-def _lora_logits(lora: Sequence[HeadLora], hidden_CH: Tensor, shape: torch.Size) -> tuple[list[Tensor], Tensor | None]:
-    """hidden A.T of each segment, and what LoRA adds to the logits (C, V): zero in rows without LoRA."""
+def _lora_logits(lora: Sequence[BoundLora], hidden_CH: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+    """hidden A.T, and what LoRA adds to the logits (C, V): zero in rows without LoRA."""
+    h_CR = hidden_CH.new_empty(len(hidden_CH), max((part.a_GRI.shape[1] for part in lora), default=0))
     if not lora:
-        return [], None
-    inner, whole = [], lora[0].bound.segment.stop - lora[0].bound.segment.start == shape[0]
-    lora_CV = None if whole else torch.zeros(shape, dtype=hidden_CH.dtype, device=hidden_CH.device)
+        return h_CR, None
+    everywhere = sum(part.segment.stop - part.segment.start for part in lora) == shape[0]
+    lora_CV = hidden_CH.new_empty(shape) if everywhere else hidden_CH.new_zeros(shape)
     for part in lora:
-        segment = part.bound.segment
-        rows = slice(segment.start, segment.stop)
-        inner.append(grouped_mm(hidden_CH[rows], part.bound.a_GRI.transpose(1, 2), segment.groups))
-        delta = grouped_mm(inner[-1], part.bound.b_GOR.transpose(1, 2), segment.groups)
-        if lora_CV is None:
-            return inner, delta
-        lora_CV[rows] = delta
-    return inner, lora_CV
+        add_lora(part, hidden_CH, h_CR, lora_CV, beta=0)
+    return h_CR, lora_CV
 
 
-def _lora_gradient(part: HeadLora, h_CR: Tensor, dlogits_CV: Tensor, hidden_CH: Tensor, gradient_CH: Tensor) -> None:
-    assert part.da_GRI is not None and part.db_GOR is not None, "a gradient was asked for without a place to put it"
-    segment = part.bound.segment
-    rows, groups = slice(segment.start, segment.stop), segment.groups
-    dlogits = dlogits_CV[rows]
-    dh_CR = grouped_mm(dlogits, part.bound.b_GOR, groups)
-    part.db_GOR.add_(grouped_outer(dlogits, h_CR, groups))
-    part.da_GRI.add_(grouped_outer(dh_CR, hidden_CH[rows], groups))
-    add_grouped_mm(gradient_CH[rows], dh_CR, part.bound.a_GRI, groups)
-
-
-def _clip(lora: HeadLora, start: int, stop: int) -> HeadLora | None:
+def _clip(lora: BoundLora, start: int, stop: int) -> BoundLora | None:
     """The part of a segment that lies in rows ``start``…``stop``, with rows counted from ``start``."""
-    segment = lora.bound.segment
+    segment = lora.segment
     low, high = max(segment.start, start), min(segment.stop, stop)
     if low >= high:
         return None
@@ -212,8 +187,8 @@ def _clip(lora: HeadLora, start: int, stop: int) -> HeadLora | None:
     overlaps = [min(after, high) - max(before, low) for before, after in pairwise(ends)]
     inside = [index for index, rows in enumerate(overlaps) if rows > 0]
     picked = slice(inside[0], inside[-1] + 1)
-    groups = Groups.of(tuple(overlaps[picked]), lora.bound.a_GRI.device)
-    bound = BoundLora(Segment(low - start, high - start, groups), lora.bound.a_GRI[picked], lora.bound.b_GOR[picked])
+    groups = Groups(tuple(overlaps[picked]))
+    clipped = BoundLora(Segment(low - start, high - start, groups), lora.a_GRI[picked], lora.b_GOR[picked])
     if lora.da_GRI is None or lora.db_GOR is None:
-        return HeadLora(bound)
-    return HeadLora(bound, lora.da_GRI[picked], lora.db_GOR[picked])
+        return clipped
+    return replace(clipped, da_GRI=lora.da_GRI[picked], db_GOR=lora.db_GOR[picked])

@@ -5,7 +5,7 @@ batch it computes arrives as an argument of its forward call. Recomputation in t
 batch it belongs to, whatever ran in between.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
 from twinkle.model.attention import CachedAttention, Packing
-from twinkle.model.lora import BoundLora, LoraLinear
-
-BoundLayer = Mapping[str, tuple[BoundLora, ...]]  # linear layer, named within its decoder layer → its adapters
+from twinkle.model.lora import LayerLora, LoraLinear
+from twinkle.model.lora_table import table_for
+from twinkle.model.segments import SegmentLora
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class LayerBatch:
     """What a decoder layer needs to know of the batch beside its hidden states."""
 
     packing: Packing | None  # None: the batch is padded and masked instead
-    one_stack: bool  # all rows belong to adapters of one layout
-    lora: tuple[BoundLayer, ...]  # one entry a decoder layer
+    lora: tuple[LayerLora, ...]  # one entry a decoder layer
     recompute: bool
     cached: tuple[CachedAttention, ...] | None = None  # sampling: one entry a decoder layer, in place of packing
 
@@ -39,7 +38,7 @@ class TenantLayer(nn.Module):
         super().__init__()
         self.inner = inner
         self.index = index
-        self.linears = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLinear)}
+        self.linears = [module for module in inner.modules() if isinstance(module, LoraLinear)]
         self.compiled: Callable[..., Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -54,40 +53,41 @@ class TenantLayer(nn.Module):
         if batch.cached is not None:
             kwargs["cached"] = batch.cached[self.index]
         lora = batch.lora[self.index]
-        run: Callable[..., Tensor] = _run_eagerly
-        if self.compiled is not None and batch.one_stack and torch.is_grad_enabled():
-            run = self.compiled
-            if not hidden_states.requires_grad:  # the first layer: the same code as for the others, not a second one
-                hidden_states = hidden_states.detach().requires_grad_()
-        if batch.recompute and torch.is_grad_enabled():
+        train = torch.is_grad_enabled()
+        if train and not hidden_states.requires_grad and any(lora.has(linear.name) for linear in self.linears):
+            # The first layer with adapters. Their gradients are made on the way of this one, so it must be asked for.
+            hidden_states = hidden_states.detach().requires_grad_()
+        train = train and hidden_states.requires_grad
+        run = self.compiled if train and self.compiled is not None else _run_eagerly
+        if train and batch.recompute:
             return checkpoint(run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False)
         return run(self.inner, self.linears, lora, hidden_states, args, kwargs)
 
 
 def run_layer(
     inner: nn.Module,
-    linears: Mapping[str, LoraLinear],
-    lora: BoundLayer,
+    linears: Sequence[LoraLinear],
+    lora: LayerLora,
     hidden_states: Tensor,
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Tensor:
-    """One decoder layer with these adapters; nothing stays bound afterwards. This is the unit of compilation."""
-    for name, linear in linears.items():
-        linear.bound = lora.get(name, ())
+    """One decoder layer with these adapters, which it has forgotten afterwards. This is the unit of compilation."""
+    for linear in linears:
+        linear.lora = lora
     output = inner(hidden_states, *args, **kwargs)
-    for linear in linears.values():
-        linear.bound = ()
+    for linear in linears:
+        linear.lora = None
     return output
 
 
-def _run_eagerly(inner: nn.Module, linears: Mapping[str, LoraLinear], *rest: Any) -> Tensor:
+def _run_eagerly(inner: nn.Module, linears: Sequence[LoraLinear], *rest: Any) -> Tensor:
     """The same; recomputation leaves the layer by an exception as soon as it has what it needs."""
     try:
         return run_layer(inner, linears, *rest)
     finally:
-        for linear in linears.values():
-            linear.bound = ()
+        for linear in linears:
+            linear.lora = None
 
 
 def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLayer]:
@@ -95,14 +95,16 @@ def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLa
     for target in architecture.linear:
         parent_name, _, child = target.name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        setattr(parent, child, LoraLinear(model.get_submodule(target.name)))
+        _, _, short_name = target.name.removeprefix(architecture.layers_path + ".").partition(".")
+        setattr(parent, child, LoraLinear(model.get_submodule(target.name), short_name))
     layers = model.get_submodule(architecture.layers_path)
     for index, inner in enumerate(layers):
         layers[index] = TenantLayer(inner, index)
     return list(layers)
 
 
-def split_name(name: str, architecture: Architecture) -> tuple[int, str]:
-    """ "model.layers.3.mlp.up_proj" → (3, "mlp.up_proj")."""
-    index, _, rest = name.removeprefix(architecture.layers_path + ".").partition(".")
-    return int(index), rest
+def bind_layers(segments: Sequence[SegmentLora], architecture: Architecture) -> tuple[LayerLora, ...]:
+    """The adapters of a batch for each decoder layer. Rows outside all segments get none."""
+    table = table_for(segments, [target.name for target in architecture.linear])
+    prefixes = [f"{architecture.layers_path}.{index}." for index in range(architecture.layer_count)]
+    return tuple(LayerLora(prefix, segments, table) for prefix in prefixes)

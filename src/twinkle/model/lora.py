@@ -1,57 +1,88 @@
 """A frozen linear layer with the LoRA of many tenants on top.
 
-The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target
-modules) are a contiguous :class:`Segment`, and inside it the rows of one request are a group. A layer is given, for the
-time of one call, the A and B of each group (:class:`BoundLora`) and computes
+A layer is given, for the time of one call, the adapters of the batch (:class:`LayerLora`) and computes
 
-    y = x W.T + bias;   y[segment] += grouped(x[segment], A) B
+    y = x W.T + bias + (x A.T) B.T
 
-B carries the adapter's scaling (alpha / rank) already. Gradients of A and B are one matrix a group: requests never mix,
-not even two requests of the same adapter.
+with the A and B of each row's request. Autograd knows of x and y alone: the backward pass adds the gradients of A and B
+to the rows that the batch has for them.
 
-Shapes: T rows, I input and O output features, G groups, R rank of the stack.
+Shapes: T rows, I input and O output features, R the largest rank of the batch.
 """
 
+import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twinkle.model.grouped import Groups, add_grouped_mm, grouped_mm, grouped_outer
+from twinkle.model.lora_table import LoraTable
+from twinkle.model.segments import BoundLora, SegmentLora, add_lora, add_lora_gradient
+
+_SMALLEST_WIDTH = 16  # of a multiple of it, Triton makes one kernel for all
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A contiguous range of rows whose adapters live in the same stack; ``whole`` when it is the whole batch."""
+class LayerLora:
+    """The adapters of one decoder layer in one batch, all segments at once where there is a table.
 
-    start: int
-    stop: int
-    groups: Groups
-    whole: bool = False
+    ``key`` stands for this object where only tensors can go: through compiled code.
+    """
+
+    def __init__(self, prefix: str, segments: Sequence[SegmentLora], table: LoraTable | None) -> None:
+        self.width = max([_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments)])  # of x A.T
+        self.key = torch.tensor(next(_KEYS))
+        self._prefix = prefix  # of the names of its linear layers
+        self._segments = segments
+        self._table = table
+        self._bound: dict[str, list[BoundLora]] = {}
+        _BY_KEY[int(self.key)] = self
+
+    def has(self, name: str) -> bool:
+        return any(segment.layout.has(self._prefix + name) for segment in self._segments)
+
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
+        """h = x A.T and y += h B.T, in place."""
+        if self._table is not None:
+            self._table.add(self._prefix + name, x_TI, h_TR, y_TO)
+        else:
+            for lora in self._by_segment(name):
+                add_lora(lora, x_TI, h_TR, y_TO)
+
+    def add_gradient(self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor) -> None:
+        """Adds what comes of dy to the gradients of A, B and x."""
+        if self._table is not None:
+            self._table.add_gradient(self._prefix + name, dy_TO, x_TI, h_TR, dx_TI)
+        else:
+            for lora in self._by_segment(name):
+                add_lora_gradient(lora, dy_TO, x_TI, h_TR, dx_TI)
+
+    def _by_segment(self, name: str) -> list[BoundLora]:
+        """Made when the linear layer first runs, while the device is busy."""
+        if name not in self._bound:
+            full = self._prefix + name
+            self._bound[name] = [segment.bound(full) for segment in self._segments if segment.layout.has(full)]
+        return self._bound[name]
 
 
-@dataclass(frozen=True)
-class BoundLora:
-    """The weights of one layer for the groups of one segment: a_GRI and b_GOR, leaves of the autograd graph."""
-
-    segment: Segment
-    a_GRI: Tensor
-    b_GOR: Tensor
+# Weak: the layers of a batch go with the batch.
+_KEYS = itertools.count()
+_BY_KEY: weakref.WeakValueDictionary[int, LayerLora] = weakref.WeakValueDictionary()
 
 
 class LoraLinear(nn.Module):
-    """Takes the place of an ``nn.Linear``; without bound adapters it is that layer."""
+    """Takes the place of an ``nn.Linear``, named within its decoder layer; without adapters it is that layer."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, name: str) -> None:
         super().__init__()
         self.weight_OI = base.weight
         self.bias_O = base.bias
         self.in_features = base.in_features
         self.out_features = base.out_features
-        self.bound: tuple[BoundLora, ...] = ()
+        self.name = name
+        self.lora: LayerLora | None = None
 
     @property
     def weight(self) -> Tensor:  # model code reads these of its linear layers
@@ -62,68 +93,91 @@ class LoraLinear(nn.Module):
         return self.bias_O
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.bound:
+        lora = self.lora
+        if lora is None:
             return F.linear(x, self.weight_OI, self.bias_O)
-        rows_TI = x.reshape(-1, self.in_features)
+        x_TI = x.reshape(-1, self.in_features).contiguous()
         if torch.compiler.is_compiling():
-            y_TO = _plain(rows_TI, self.weight_OI, self.bias_O, self.bound)
+            y_TO, _ = _compiled_forward(x_TI, self.weight_OI, self.bias_O, lora.key, self.name, lora.width)
+        elif lora.has(self.name):
+            y_TO = _LoraLinear.apply(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         else:
-            segments = tuple(lora.segment for lora in self.bound)
-            factors = [factor for lora in self.bound for factor in (lora.a_GRI, lora.b_GOR)]
-            y_TO = _LoraLinear.apply(rows_TI, self.weight_OI, self.bias_O, segments, *factors)
+            return F.linear(x, self.weight_OI, self.bias_O)
         return y_TO.view(*x.shape[:-1], self.out_features)
 
 
-def _plain(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, bound: Sequence[BoundLora]) -> Tensor:
-    """The formula as it stands, for the compiler to differentiate and fuse. Rows outside all segments get no LoRA."""
+def _forward(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str
+) -> tuple[Tensor, Tensor]:
+    """y, and x A.T for the backward pass: the product with B is never kept."""
     y_TO = F.linear(x_TI, weight_OI, bias_O)
-    if bound[0].segment.whole:
-        a_GIR, b_GRO = bound[0].a_GRI.transpose(1, 2), bound[0].b_GOR.transpose(1, 2)
-        return y_TO + grouped_mm(grouped_mm(x_TI, a_GIR, bound[0].segment.groups), b_GRO, bound[0].segment.groups)
-    parts, row = [], 0
-    for lora in bound:
-        segment, groups = lora.segment, lora.segment.groups
-        h_TR = grouped_mm(x_TI[segment.start : segment.stop], lora.a_GRI.transpose(1, 2), groups)
-        delta_TO = grouped_mm(h_TR, lora.b_GOR.transpose(1, 2), groups)
-        parts += [y_TO[row : segment.start], y_TO[segment.start : segment.stop] + delta_TO]
-        row = segment.stop
-    return torch.cat([*parts, y_TO[row:]])
+    h_TR = x_TI.new_empty(x_TI.shape[0], lora.width)
+    lora.add(name, x_TI, h_TR, y_TO)
+    return y_TO, h_TR
+
+
+def _backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, lora: LayerLora, name: str) -> Tensor:
+    """dx; the gradients of A and B are added to their rows."""
+    dy_TO = dy_TO.contiguous()
+    dx_TI = dy_TO @ weight_OI
+    lora.add_gradient(name, dy_TO, x_TI, h_TR, dx_TI)
+    return dx_TI
 
 
 class _LoraLinear(torch.autograd.Function):
-    """One graph node a layer: saves x and x A.T, never the product with B, and adds in place."""
+    """One graph node a layer."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, segments: Sequence[Segment], *factors: Tensor
-    ) -> Tensor:
-        y_TO = F.linear(x_TI, weight_OI, bias_O)
-        hidden = []
-        for segment, a_GRI, b_GOR in _triples(segments, factors):
-            h_TR = grouped_mm(x_TI[segment.start : segment.stop], a_GRI.transpose(1, 2), segment.groups)
-            add_grouped_mm(y_TO[segment.start : segment.stop], h_TR, b_GOR.transpose(1, 2), segment.groups)
-            hidden.append(h_TR)
-        ctx.segments = segments
-        ctx.save_for_backward(x_TI, weight_OI, *factors, *hidden)
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str) -> Tensor:
+        y_TO, h_TR = _forward(x_TI, weight_OI, bias_O, lora, name)
+        ctx.lora, ctx.name = lora, name
+        ctx.save_for_backward(x_TI, h_TR, weight_OI)
         return y_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, *rest = ctx.saved_tensors
-        count = len(ctx.segments)
-        factors, hidden = rest[: 2 * count], rest[2 * count :]
-        dy_TO = dy_TO.contiguous()
-        dx_TI = dy_TO @ weight_OI if ctx.needs_input_grad[0] else None
-        gradients: list[Tensor] = []
-        for (segment, a_GRI, b_GOR), h_TR in zip(_triples(ctx.segments, factors), hidden, strict=True):
-            dy = dy_TO[segment.start : segment.stop]
-            dh_TR = grouped_mm(dy, b_GOR, segment.groups)
-            x = x_TI[segment.start : segment.stop]
-            gradients += [grouped_outer(dh_TR, x, segment.groups), grouped_outer(dy, h_TR, segment.groups)]
-            if dx_TI is not None:
-                add_grouped_mm(dx_TI[segment.start : segment.stop], dh_TR, a_GRI, segment.groups)
-        return dx_TI, None, None, None, *gradients
+        x_TI, h_TR, weight_OI = ctx.saved_tensors
+        return _backward(dy_TO, x_TI, h_TR, weight_OI, ctx.lora, ctx.name), None, None, None, None
 
 
-def _triples(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[tuple[Segment, Tensor, Tensor]]:
-    return list(zip(segments, factors[0::2], factors[1::2], strict=True))
+# The same for compiled code. To the compiler these two are single steps, so that one compiled layer serves every batch,
+# whatever its adapters. Nothing is lost: it would not fuse matrix products with anything either.
+
+
+@torch.library.custom_op("twinkle::lora_linear", mutates_args=())
+def _compiled_forward(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, key: Tensor, name: str, width: int
+) -> tuple[Tensor, Tensor]:
+    return _forward(x_TI, weight_OI, bias_O, _BY_KEY[int(key)], name)
+
+
+@torch.library.custom_op("twinkle::lora_linear_backward", mutates_args=())
+def _compiled_backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, key: Tensor, name: str) -> Tensor:
+    return _backward(dy_TO, x_TI, h_TR, weight_OI, _BY_KEY[int(key)], name)
+
+
+@_compiled_forward.register_fake
+def _(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, key: Tensor, name: str, width: int
+) -> tuple[Tensor, Tensor]:
+    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), x_TI.new_empty(x_TI.shape[0], width)
+
+
+@_compiled_backward.register_fake
+def _(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, key: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x_TI)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_TI, weight_OI, _, key, name, _ = inputs
+    ctx.name = name
+    ctx.save_for_backward(x_TI, output[1], weight_OI, key)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy_TO: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x_TI, h_TR, weight_OI, key = ctx.saved_tensors
+    return _compiled_backward(dy_TO, x_TI, h_TR, weight_OI, key, ctx.name), None, None, None, None, None
+
+
+_compiled_forward.register_autograd(_differentiate, setup_context=_save)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from twinkle.loss import TokenLoss, coefficients
+from twinkle.model.transfer import to_device
 from twinkle.model.types import FloatArray
 from twinkle.model.validation import CheckedDatum, CheckedItem
 
@@ -57,7 +58,7 @@ class Objective:
 
     def to(self, device: torch.device) -> "Objective":
         moved = [
-            LossRun(run.loss, run.start, run.stop, {key: value.to(device) for key, value in run.inputs.items()})
+            LossRun(run.loss, run.start, run.stop, {key: to_device(value, device) for key, value in run.inputs.items()})
             for run in self.runs
         ]
         return Objective(tuple(moved))

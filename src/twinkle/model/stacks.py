@@ -63,6 +63,11 @@ class RowLayout:
     def has(self, name: str) -> bool:
         return name in self._offsets
 
+    def offsets(self, name: str) -> tuple[int, int]:
+        """Where A and B of one module begin."""
+        _, a, b = self._offsets[name]
+        return a, b
+
     def views(self, rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """A (…, R, I) and B (…, O, R) of one module as views into ``rows`` (…, P)."""
         target, a, b = self._offsets[name]

@@ -7,15 +7,14 @@ do not lie side by side copies their weights, so what was gathered is kept for t
 from collections.abc import Sequence
 from itertools import groupby
 
-import torch
 from torch import Tensor
 
 from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import Architecture
 from twinkle.model.grouped import Groups
-from twinkle.model.head import HeadLora
-from twinkle.model.layers import BoundLayer, split_name
-from twinkle.model.lora import BoundLora, Segment
+from twinkle.model.layers import bind_layers
+from twinkle.model.lora import LayerLora
+from twinkle.model.segments import BoundLora, Segment, SegmentLora
 
 RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows it has
 
@@ -23,52 +22,36 @@ RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows i
 class LoraBinder:
     """Remembers the last versions and the last layout; :meth:`forget` when versions may have moved."""
 
-    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+    def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
-        self._device = device
         self._gathered: dict[tuple[int, ...], Tensor] = {}
-        self._last: tuple[tuple[tuple[int, int], ...], tuple[BoundLayer, ...]] | None = None
+        self._last: tuple[tuple[tuple[int, int], ...], tuple[LayerLora, ...]] | None = None
 
     def forget(self) -> None:
         self._gathered.clear()
         self._last = None
 
-    def layers(self, runs: Sequence[RowsOf]) -> tuple[BoundLayer, ...]:
+    def layers(self, runs: Sequence[RowsOf]) -> tuple[LayerLora, ...]:
         """One entry a decoder layer."""
         key = tuple((id(version), rows) for version, rows in runs)
         if self._last is None or self._last[0] != key:
-            self._last = key, self._bind(runs)
+            self._last = key, bind_layers(self._segments(runs), self._architecture)
         return self._last[1]
 
-    def head(self, runs: Sequence[RowsOf]) -> tuple[HeadLora, ...]:
+    def head(self, runs: Sequence[RowsOf]) -> tuple[BoundLora, ...]:
         name = self._architecture.head.name
-        return tuple(
-            HeadLora(BoundLora(segment, *versions[0].layout.views(rows_GP, name)))
-            for versions, segment, rows_GP in self._segments(runs)
-            if versions[0].layout.has(name)
-        )
+        return tuple(segment.bound(name) for segment in self._segments(runs) if segment.layout.has(name))
 
-    def _bind(self, runs: Sequence[RowsOf]) -> tuple[BoundLayer, ...]:
-        layers: list[dict[str, tuple[BoundLora, ...]]] = [{} for _ in range(self._architecture.layer_count)]
-        for versions, segment, rows_GP in self._segments(runs):
-            layout = versions[0].layout
-            for target in layout.targets:
-                if target.name != self._architecture.head.name:
-                    index, short = split_name(target.name, self._architecture)
-                    bound = BoundLora(segment, *layout.views(rows_GP, target.name))
-                    layers[index][short] = (*layers[index].get(short, ()), bound)
-        return tuple(layers)
-
-    def _segments(self, runs: Sequence[RowsOf]) -> list[tuple[list[Adapter], Segment, Tensor]]:
-        """Versions of one stack with their rows and their weights (G, P)."""
+    def _segments(self, runs: Sequence[RowsOf]) -> list[SegmentLora]:
+        """Versions of one stack with their rows and their weights."""
         segments, start = [], 0
         for _, run in groupby(runs, key=lambda entry: None if entry[0] is None else id(entry[0].stack)):
             members = list(run)
             rows = tuple(count for _, count in members)
             versions = [version for version, _ in members if version is not None]
             if versions:
-                segment = Segment(start, start + sum(rows), Groups.of(rows, self._device))
-                segments.append((versions, segment, self._gather(versions)))
+                segment = Segment(start, start + sum(rows), Groups(rows))
+                segments.append(SegmentLora(segment, versions[0].layout, self._gather(versions), None))
             start += sum(rows)
         return segments
 

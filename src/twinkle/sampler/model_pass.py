@@ -19,7 +19,7 @@ from twinkle.errors import UnsupportedError
 from twinkle.model.adapter import Adapter
 from twinkle.model.attention import Packing
 from twinkle.model.engine import Engine
-from twinkle.model.layers import LayerBatch
+from twinkle.model.layers import LayerBatch, bind_layers
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.binding import LoraBinder, RowsOf
 from twinkle.sampler.cache import KeyValueCache, LayerShape
@@ -61,7 +61,7 @@ class ModelPass:
     def __init__(self, engine: Engine, cache: KeyValueCache | None) -> None:
         self._engine = engine
         self._cache = cache
-        self._binder = LoraBinder(engine.architecture, engine.device)
+        self._binder = LoraBinder(engine.architecture)
 
     def forget_versions(self) -> None:
         self._binder.forget()
@@ -87,7 +87,7 @@ class ModelPass:
         spans = [Span(piece.start, piece.start + len(piece.tokens), piece.blocks) for piece in pieces]
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         layers = self._binder.layers(_runs(pieces, lengths))
-        batch = LayerBatch(None, False, layers, False, cached=CachedRows.of(spans, device).layers(cache))
+        batch = LayerBatch(None, layers, False, cached=CachedRows.of(spans, device).layers(cache))
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces])).to(device)
         hidden_TH = self._engine.hidden_states(ids[None], torch.from_numpy(positions).to(device)[None], None, batch)
         return hidden_TH, list(accumulate(lengths, initial=0))[:-1]
@@ -100,7 +100,7 @@ class ModelPass:
             assert piece.start == 0, "without a cache a sequence is computed whole"
             ids[row, : len(piece.tokens)] = piece.tokens
             mask[row, : len(piece.tokens)] = 1
-        batch = LayerBatch(None, False, self._binder.layers(_runs(pieces, [longest] * len(pieces))), False)
+        batch = LayerBatch(None, self._binder.layers(_runs(pieces, [longest] * len(pieces))), False)
         positions = torch.arange(longest, device=device).expand(ids.shape)
         hidden_TH = self._engine.hidden_states(
             torch.from_numpy(ids).to(device), positions, torch.from_numpy(mask).to(device), batch
@@ -164,7 +164,8 @@ def probe_shapes(engine: Engine) -> list[LayerShape]:
     probes = tuple(ShapeProbe(packing) for _ in range(engine.architecture.layer_count))
     token = torch.zeros(1, 1, dtype=torch.long, device=engine.device)
     with torch.no_grad():
-        engine.hidden_states(token, token, None, LayerBatch(None, False, ({},) * len(probes), False, cached=probes))
+        batch = LayerBatch(None, bind_layers((), engine.architecture), False, cached=probes)
+        engine.hidden_states(token, token, None, batch)
     shapes = [probe.shape for probe in probes if probe.shape is not None]
     if len(shapes) != len(probes):
         raise UnsupportedError(f"{engine.architecture.family}: {len(probes) - len(shapes)} layers have no attention")

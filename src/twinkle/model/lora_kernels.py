@@ -1,0 +1,146 @@
+"""LoRA of all stacks of a batch as one CUDA kernel a product (Triton), in bf16 with fp32 accumulators.
+
+A kernel finds the matrix of a group by its address, so that ranks and sizes of groups may differ as they like and still
+need one launch. One dimension of every product is a rank: they are bound by memory, and read each row once.
+
+A group's A is (rank, wide) and its B (wide, rank), both row by row; an address of 0 means no adapter on this layer.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS = 64  # rows of one group that a kernel takes at a time
+
+
+def lora_mm(
+    out: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool, add: bool
+) -> None:
+    """``out[t] (+)= rows[t] @ (A.T, B.T, A or B of t's group)``; where ``out`` is wide it is added to.
+
+    tiles: (n, 4) int32, of at most TILE_ROWS rows each: group, first row, end of the group, rank.
+    rank: the largest.
+    """
+    outer, step = (128, 32) if add else (64, 128)
+    _lora_mm[(triton.cdiv(wide if add else rank, outer), len(tiles))](
+        out,
+        rows,
+        addresses_G,
+        tiles,
+        wide,
+        out.stride(0),
+        rows.stride(0),
+        IS_A=a,
+        ADD=add,
+        ROWS=TILE_ROWS,
+        INNER=step,
+        OUTER=outer,
+        num_warps=4,
+        num_stages=2 if add else 3,
+    )
+
+
+def add_lora_outer(
+    left: Tensor, right: Tensor, addresses_G: Tensor, spans: Tensor, wide: int, rank: int, *, a: bool
+) -> None:
+    """Adds ``left[rows of g].T @ right[rows of g]`` to the fp32 matrix of each group, the gradient of A or of B.
+
+    spans: (G, 4) int32: group, first row, end, rank.
+    """
+    inner, outer = (rank, wide) if a else (wide, rank)
+    _add_lora_outer[(triton.cdiv(outer, 64), triton.cdiv(inner, 64), len(spans))](
+        left,
+        right,
+        addresses_G,
+        spans,
+        wide,
+        left.stride(0),
+        right.stride(0),
+        IS_A=a,
+        ROWS=TILE_ROWS,
+        INNER=64,
+        OUTER=64,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+@triton.jit
+def _lora_mm(
+    out,
+    rows,
+    addresses,
+    tiles,
+    wide,
+    out_stride,
+    rows_stride,
+    IS_A: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+):
+    tile = tiles + 4 * tl.program_id(1)
+    group, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8, and the compiler should know
+    inner = rank if ADD else wide
+    outer = wide if ADD else rank
+    address = tl.load(addresses + group)
+    if (address == 0) | (tl.program_id(0) * OUTER >= outer):
+        return
+    weights = tl.multiple_of(address.to(tl.pointer_type(rows.dtype.element_ty)), 16)
+    t = first + tl.arange(0, ROWS)
+    n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
+    row = t.to(tl.int64)[:, None]
+    inside_t, inside_n = (t < end)[:, None], (n < outer)[None, :]
+    inner_stride = (wide if ADD else 1) if IS_A else (1 if ADD else rank)
+    outer_stride = (1 if ADD else wide) if IS_A else (rank if ADD else 1)
+    total = tl.zeros([ROWS, OUTER], dtype=tl.float32)
+    for start in range(0, inner, INNER):
+        k = start + tl.arange(0, INNER)
+        x = tl.load(rows + row * rows_stride + k[None, :], mask=inside_t & (k < inner)[None, :], other=0.0)
+        place = k[:, None] * inner_stride + n[None, :] * outer_stride
+        w = tl.load(weights + place, mask=(k < inner)[:, None] & inside_n, other=0.0)
+        total = tl.dot(x, w, total)
+    place = out + row * out_stride + n[None, :]
+    if ADD:
+        total += tl.load(place, mask=inside_t & inside_n, other=0.0).to(tl.float32)
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside_t & inside_n)
+
+
+@triton.jit
+def _add_lora_outer(
+    left,
+    right,
+    addresses,
+    spans,
+    wide,
+    left_stride,
+    right_stride,
+    IS_A: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+):
+    span = spans + 4 * tl.program_id(2)
+    group, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    rank = tl.load(span + 3) // 8 * 8
+    inner = rank if IS_A else wide
+    outer = wide if IS_A else rank
+    address = tl.load(addresses + group)
+    if (address == 0) | (tl.program_id(1) * INNER >= inner) | (tl.program_id(0) * OUTER >= outer):
+        return
+    gradient = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+    k = tl.program_id(1) * INNER + tl.arange(0, INNER)
+    n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
+    inside_k, inside_n = (k < inner)[None, :], (n < outer)[None, :]
+    total = tl.zeros([INNER, OUTER], dtype=tl.float32)
+    for start in range(first, end, ROWS):
+        t = start + tl.arange(0, ROWS)
+        row, inside_t = t.to(tl.int64)[:, None], (t < end)[:, None]
+        x = tl.load(left + row * left_stride + k[None, :], mask=inside_t & inside_k, other=0.0)
+        y = tl.load(right + row * right_stride + n[None, :], mask=inside_t & inside_n, other=0.0)
+        total = tl.dot(tl.trans(x), y, total)
+    place = gradient + k[:, None] * outer + n[None, :]
+    inside = (k < inner)[:, None] & inside_n
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
