@@ -18,7 +18,7 @@ TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook clean
+.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes of tinker-cookbook, unmodified, against our server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook
+
+chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
+	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
 
 clean: ## remove build outputs and caches (environments stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,12 +2,16 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tinker
-from serving import MODEL, Server
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))  # servers for tests
+from serving import MODEL, SdkServer
 
 from twinkle.model import Trainer
 
@@ -25,9 +29,10 @@ class _Complaints(logging.Handler):
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as running:
-        yield running
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
+    running = SdkServer(tmp_path_factory.mktemp("server")).start()
+    yield running
+    assert running.stop() == 0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,14 +55,15 @@ def no_complaints(complaints: _Complaints, request: pytest.FixtureRequest) -> It
 
 
 @pytest.fixture
-def service(server: Server, request: pytest.FixtureRequest) -> tinker.ServiceClient:
+def service(server: SdkServer, request: pytest.FixtureRequest) -> tinker.ServiceClient:
     """Each test is a tenant of its own."""
     return server.service(request.node.name)
 
 
 @pytest.fixture(scope="session")
 def trainer() -> Trainer:
-    """The same model in this process."""
+    """The same model in this process, on as many threads as the server has: bits depend on them."""
+    torch.set_num_threads(1)
     return Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
 
 

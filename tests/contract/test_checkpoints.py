@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tinker
-from serving import ALIAS, MODEL, Server, logprobs_of, sequences, tinker_data
+from serving import ALIAS, MODEL, SdkServer, logprobs_of, sequences, tinker_data
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
@@ -64,7 +64,7 @@ def test_names_are_taken_once(service: tinker.ServiceClient) -> None:
         training.load_state(f"tinker://{training.model_id}/weights/none").result()
 
 
-def test_listing_and_deleting(server: Server, service: tinker.ServiceClient, request: pytest.FixtureRequest) -> None:
+def test_listing_and_deleting(server: SdkServer, service: tinker.ServiceClient, request: pytest.FixtureRequest) -> None:
     rest = server.rest(request.node.name)
     training = service.create_lora_training_client(base_model=ALIAS, rank=4, user_metadata={"renderer_name": "r"})
     state = training.save_state("a", ttl_seconds=3600, user_metadata={"k": "v"}).result().path
@@ -93,14 +93,14 @@ def test_listing_and_deleting(server: Server, service: tinker.ServiceClient, req
         rest.get_weights_info_by_tinker_path(state).result()
 
 
-def test_files_are_pefts(server: Server, service: tinker.ServiceClient, files: Path) -> None:
+def test_files_are_pefts(server: SdkServer, service: tinker.ServiceClient, files: Path) -> None:
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
     training.save_state("peft").result()
     (found,) = (server.directory / "data" / "checkpoints").glob(f"{training.model_id.replace(':', '-')}/weights/peft")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in found.iterdir()}
 
 
-def test_a_finished_session_says_how_to_go_on(server: Server, request: pytest.FixtureRequest) -> None:
+def test_a_finished_session_says_how_to_go_on(server: SdkServer, request: pytest.FixtureRequest) -> None:
     service = server.service(request.node.name)
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
     step(training, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from serving import ALIAS, MODEL, Server, logprobs_of, sequences, tinker_data, trainer_data
+from serving import ALIAS, MODEL, SdkServer, logprobs_of, sequences, tinker_data, trainer_data
 from tinker import types
 
 from twinkle import hub
@@ -234,7 +234,7 @@ def test_unknown_models_and_bad_shapes_of_adapters(service: tinker.ServiceClient
 
 
 def test_eight_tenants_share_batches_and_get_the_trainers_bits(
-    server: Server, trainer: Trainer, request: pytest.FixtureRequest
+    server: SdkServer, trainer: Trainer, request: pytest.FixtureRequest
 ) -> None:
     """Eight tenants pipeline; the batches that the server made, given to a Trainer, come to the same bits."""
     clients = [

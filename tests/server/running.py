@@ -34,7 +34,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 MODEL = "mock"
 _HERE = Path(__file__).parent
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 
 
 def free_port() -> int:

@@ -28,7 +28,8 @@ class TokenCost:
 
 def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
     small, large = _PROBE_TOKENS[engine.device.type]
-    rehearse(engine, dtype, [_RANK, _RANK], [small, small // 2])  # ragged: kernels are compiled now, not in a request
+    if engine.device.type == "cuda":  # ragged: kernels are compiled now, not in a request
+        rehearse(engine, dtype, [_RANK, _RANK], [small, small // 2])
     adapters = _adapters(engine, dtype, [_RANK], head=True)
 
     def run(tokens: int, recompute: bool) -> None:

@@ -123,9 +123,7 @@ class Checkpoints:
         if existing is not None and not overwrite:
             raise InvalidInputError("path", path.name, f"a new name ({path} exists; overwrite=True replaces it)")
         directory = self._files.checkpoint(path)
-        await self._compute.run(
-            lambda: self._model.trainer.save(op.adapter_id, directory, optimizer=optimizer, overwrite=True)
-        )
+        await self._compute.run(lambda: self._save_now(op.adapter_id, directory, optimizer))
         now = time.time()
         record = CheckpointRecord(
             run_id=path.run_id,
@@ -171,7 +169,14 @@ class Checkpoints:
         assert sampler is not None, "checked before"
         if version_id not in sampler.version_ids():
             sampler.publish(version_id, adapter_id)
-        self._model.trainer.save(adapter_id, directory, optimizer=False, overwrite=True)
+        self._save_now(adapter_id, directory, optimizer=False)
+
+    def _save_now(self, adapter_id: str, directory: Path, optimizer: bool) -> None:
+        """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
+        try:
+            self._model.trainer.save(adapter_id, directory, optimizer=optimizer, overwrite=True)
+        except CheckpointError as error:
+            raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
         path = CheckpointPath.parse(load.path)

