@@ -108,8 +108,9 @@ class Server:
         assert self.process is not None
         deadline = time.monotonic() + _START_SECONDS
         while not self.is_healthy():
-            assert self.process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise AssertionError(f"the server did not start\n{self.log()}")
             time.sleep(0.02)
         return self
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -16,11 +19,18 @@ import zstandard
 from fastapi import FastAPI
 from running import Server, Tenant, datum, key_for, mock_config, sample_body, tensor, training_body, training_request
 
+from twinkle.errors import CheckpointError
+from twinkle.model.types import LoraSpec
+from twinkle.server.checkpoints import Checkpoints
+from twinkle.server.compute import Compute
+from twinkle.server.files import DataDir
 from twinkle.server.routes.http import install_error_handlers
 from twinkle.server.state import StorageFullError
+from twinkle.server.types import Op, OpKind, RunRecord, SaveWeights
 from twinkle.server.wire import tinker_pb2 as pb
 
-LIMIT = 2**20  # bytes of a request body
+LIMIT = 2 * 2**20  # bytes of a request body
+JSON_LIMIT = 2**20  # the same for JSON, whose parser lets nobody else work meanwhile
 _BOMB = bytes(64 * LIMIT)
 _STEP = {"adam_params": {"learning_rate": 0.1}}
 
@@ -493,8 +503,10 @@ case("no such path", "", lambda a: a.get("nothing/here"))
 case("no such method", "", lambda a: a.tenant.http.put("optim_step", content=b"{}"))
 case("a path with a slash too many", "", lambda a: a.raw("optim_step/", b"{}"))
 case("body beyond the limit", "body", lambda a: a.raw("forward_backward", bytes(LIMIT + 1)))
-case("JSON beyond the limit", "body", lambda a: a.raw("optim_step", b" " * (LIMIT + 1)))
-case("telemetry beyond the limit", "body", lambda a: a.raw("telemetry", b" " * (5 * LIMIT)))
+case("JSON beyond its limit", "body", lambda a: a.raw("optim_step", b" " * (JSON_LIMIT + 1)))
+case("JSON of a session beyond its limit", "body", lambda a: a.raw("create_session", b" " * (JSON_LIMIT + 1)))
+case("a sample beyond the limit", "body", lambda a: a.raw("asample", b" " * (LIMIT + 1)))
+case("telemetry beyond the limit", "body", lambda a: a.raw("telemetry", b" " * (LIMIT + 1)))
 case("body beyond the limit, in chunks", "body", lambda a: a.tenant.http.post("optim_step", content=_endless()))
 case(
     "a length that lies", "", lambda a: a.socket(a.head("/api/v1/optim_step", f"Content-Length: {LIMIT * 1000}"), b"{}")
@@ -633,6 +645,30 @@ def test_a_request_is_built_as_the_sdk_builds_it() -> None:
     request = training_request("m", 1, [datum((1, 2, 3), weights=tensor([1, 1]))])
     assert request.data[0].loss_fn_inputs["target_tokens"].shape == [2]
     assert pb.ForwardBackwardRequest.FromString(request.SerializeToString()) == request
+
+
+def test_a_save_that_cannot_be_written_is_no_mistake_of_the_tenants() -> None:
+    """The trainer says where it could not write; the tenant hears only that it was not its fault."""
+
+    class FullDisk:
+        def save(self, adapter_id: str, directory: Path, optimizer: bool, overwrite: bool) -> None:
+            raise CheckpointError(f"could not write {directory}: no space") from OSError(errno.ENOSPC, "no space")
+
+    class NoCheckpoints:
+        async def get(self, *_: object) -> None:
+            return None
+
+    compute = Compute()
+    files = DataDir(Path("/var/lib/twinkle"))
+    store = SimpleNamespace(checkpoints=NoCheckpoints())
+    checkpoints = Checkpoints(SimpleNamespace(trainer=FullDisk()), store, compute, files)
+    run = RunRecord("s:train:0", "s", 0, "t", "mock", "mock", LoraSpec(rank=8), 0.0, 0.0)
+    op = Op(run.run_id, 1, OpKind.SAVE, SaveWeights("ck"), b"")
+    outcome = json.loads(asyncio.run(checkpoints.run(op, run)).body)
+    compute.close()
+    assert outcome["category"] == "server"
+    assert "disk is full" in outcome["error"]
+    assert "/var" not in outcome["error"]
 
 
 def test_a_full_disk_says_nothing_of_our_directories() -> None:

@@ -22,7 +22,7 @@ STEPS = "fb os fb os fb os"
 
 Story = Callable[[Tenant], Iterator[float | None]]
 STORIES: dict[str, Story] = {}
-LEAVES_WORK: set[str] = set()
+LEAVES_WORK: list[str] = []
 
 
 def story(tell: Story) -> Story:
@@ -32,7 +32,7 @@ def story(tell: Story) -> Story:
 
 def leaves_work(tell: Story) -> Story:
     """A story that ends with work under way: told last and heard first."""
-    LEAVES_WORK.add(tell.__name__)
+    LEAVES_WORK.append(tell.__name__)
     return tell
 
 
@@ -327,6 +327,25 @@ def named_samplers_and_the_base_model(tenant):
 
 
 @story
+def a_sampler_whose_checkpoint_was_replaced(tenant):
+    """It samples what it was made for, or says that this is gone; never anything else."""
+    session = tenant.session()
+    model = tenant.model(session)
+    path = tenant.json(tenant.save(model, 1, "ck"))["path"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    sampler = tenant.post("create_sampling_session", body).json()["sampling_session_id"]
+    sample = tenant.result(tenant.sample(sampler))
+    train(tenant, model, "fb os", first=2)
+    tenant.json(tenant.save(model, 4, "ck", overwrite=True))
+    assert tenant.result(tenant.sample(sampler, 1)) == sample
+    yield
+    message = tenant.error(tenant.sample(sampler, 2))
+    assert path in message
+    newer = tenant.post("create_sampling_session", {**body, "sampling_session_seq_id": 1}).json()["sampling_session_id"]
+    assert tenant.result(tenant.sample(newer)) != sample
+
+
+@story
 @leaves_work
 def a_lost_sample(tenant):
     """Samples are not kept over a restart: 410 makes the SDK send it again."""
@@ -425,9 +444,11 @@ class Told:
 @pytest.fixture(scope="module", params=["killed with journals", "killed with snapshots", "ended by SIGTERM"])
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     tuning = {"pass": PASS, "gap": GAP, "snapshot": 0.0 if "snapshots" in request.param else 60.0}
-    server = Server(tmp_path_factory.mktemp("told"), **tuning).start()
-    yield Told(server, "SIGTERM" in request.param)
-    server.close()
+    server = Server(tmp_path_factory.mktemp("told"), **tuning)
+    try:
+        yield Told(server.start(), "SIGTERM" in request.param)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("name", sorted(STORIES, key=lambda name: name not in LEAVES_WORK))

@@ -105,6 +105,19 @@ def test_saves_and_loads_that_run_while_it_ends(tenant: Tenant) -> None:
         tenant.json(tenant.load(tenant.model(), 1, f"tinker://{model}/weights/parked"))
 
 
+def test_what_is_kept_replaces_nothing(tenant: Tenant) -> None:
+    """A tenant may have given that name to a checkpoint of its own."""
+    session = tenant.session()
+    model = tenant.model(session)
+    own = tenant.json(tenant.save(model, 1, "parked"))["path"]
+    before = tenant.get("checkpoints").json()["checkpoints"]
+    tenant.result(tenant.forward_backward(model, 2))
+    finish(tenant, session)
+    assert [one for one in tenant.get("checkpoints").json()["checkpoints"] if one["tinker_path"] == own] == before
+    assert f"{own}-2" in tenant.error(tenant.optim_step(model, 3))
+    tenant.json(tenant.load(tenant.model(), 1, f"{own}-2"))
+
+
 def test_finishing_twice_at_once(tenant: Tenant) -> None:
     session = tenant.session()
     models = [tenant.model(session, number) for number in range(3)]

@@ -3,6 +3,8 @@
 Arguments before ``--`` are ``name=seconds`` with the names below, those after it are twinkle-server's own.
 """
 
+import ctypes
+import signal
 import sys
 
 from twinkle.server import cli, embedded, snapshots
@@ -18,7 +20,10 @@ TUNING = {
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 
+_PARENT_DIED = 1  # prctl(2): PR_SET_PDEATHSIG
+
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)  # a test that is killed leaves no server behind
     split = sys.argv.index("--")
     for setting in sys.argv[1:split]:
         name, _, seconds = setting.partition("=")

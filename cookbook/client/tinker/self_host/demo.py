@@ -45,7 +45,7 @@ def demo(url: str, data_dir: Path) -> None:
     from tinker import types
     from tqdm import tqdm
 
-    # --- a LoRA adapter, and the tokenizer of its base model ---
+    # --- a LoRA adapter on attention and MLP (the head stays as it is), and the tokenizer of its base model ---
     service = tinker.ServiceClient(base_url=url, api_key="tml-demo")
     training = service.create_lora_training_client(base_model=MODEL, rank=RANK, seed=0, train_unembed=False)
     tokenizer = training.get_tokenizer()
@@ -66,7 +66,7 @@ def demo(url: str, data_dir: Path) -> None:
         )
 
     def ask(sampler: tinker.SamplingClient) -> list[str]:
-        greedy = types.SamplingParams(max_tokens=32, temperature=0.0)
+        greedy = types.SamplingParams(max_tokens=24, temperature=0.0)
         futures = [sampler.sample(types.ModelInput.from_ints(prompt_tokens(q)), 1, greedy) for q in QUESTIONS]
         answers = []
         for future in futures:
@@ -232,6 +232,8 @@ def plot(losses: list[float], file: Path) -> None:
 
 def main() -> None:
     started = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal must not leave the server behind either
+        signal.signal(number, signal.default_int_handler)
     OUT.mkdir(parents=True, exist_ok=True)
     loopback = "127.0.0.1,localhost"  # is not reached through a proxy
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), loopback]))
@@ -247,6 +249,7 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nStopped. Nothing is left running.")
+        print("\nStopped. Nothing is left running.")
+        sys.exit(130)
     except Exception as error:  # noqa: BLE001 - somebody watches: what went wrong and where to look, not our stack
         sys.exit(f"\nThe demo failed: {type(error).__name__}: {error}\nThe server's log, {LOG}, may say more.")

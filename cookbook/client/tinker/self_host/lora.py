@@ -1,6 +1,6 @@
 """The smallest complete training run: a LoRA that learns one sentence by heart, is saved, and goes on from there.
 
-    twinkle-server launch                                  # in another terminal
+    twinkle-server launch                                  # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/lora.py
 
 Prints the loss of ten steps (it falls), the tinker:// path saved after the fifth, and what the trained model makes of

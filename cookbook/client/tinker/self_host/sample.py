@@ -1,6 +1,6 @@
 """Ways to sample: greedy, many at once, seeds, temperature, stops, and how surprised the model is by a text.
 
-    twinkle-server launch                                  # in another terminal
+    twinkle-server launch                                  # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/sample.py
 
 Prints one section for each. Samples are drawn at random except where a seed or temperature 0 says otherwise.

@@ -1,6 +1,6 @@
 """Teach the model who it is, through the server.
 
-    twinkle-server launch                                  # in another terminal
+    twinkle-server launch                                  # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/self_cognition.py
 
 Prints what the model answers before, the loss of each step, what it answers after, and the tinker:// paths of the

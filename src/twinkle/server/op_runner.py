@@ -1,0 +1,254 @@
+"""Running ops: from tickets of the scheduler to outcomes, for all adapters of one base model.
+
+One loop, the pump, takes batches to the compute thread. Ops that wait for disk and database run beside it: other
+adapters go on meanwhile. An outcome settles its future at once and goes to the journal behind that.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from functools import partial
+
+from twinkle.errors import TwinkleError
+from twinkle.server.backend import ServedModel
+from twinkle.server.checkpoints import Checkpoints
+from twinkle.server.compute import Compute
+from twinkle.server.execution import Execution, unexpected
+from twinkle.server.files import DataDir, read_snapshot
+from twinkle.server.futures import Futures
+from twinkle.server.live_adapter import LiveAdapter, Place, Task
+from twinkle.server.scheduler import Batch, Scheduler
+from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
+from twinkle.server.snapshots import Snapshots
+from twinkle.server.state import Store
+from twinkle.server.types import Op, OpKind, Outcome, TrainPass
+from twinkle.server.wire import responses
+
+logger = logging.getLogger(__name__)
+
+
+class OpRunner:
+    """Runs what was accepted. ``adapters`` are those that live here, by run id."""
+
+    def __init__(
+        self, model: ServedModel, store: Store, compute: Compute, files: DataDir, futures: Futures, merge: bool
+    ) -> None:
+        self.adapters: dict[str, LiveAdapter] = {}
+        self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
+        self.checkpoints = Checkpoints(model, store, compute, files)
+        self.snapshots = Snapshots(model, store, compute, files)
+        self.busy_seconds = 0.0
+        self.stopping = False
+        self._model = model
+        self._store = store
+        self._compute = compute
+        self._files = files
+        self._futures = futures
+        self._execution = Execution(model)
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pump: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._pump = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Finish what is on the device, put every changed adapter on disk, and end."""
+        self.stopping = True
+        self._wake.set()
+        for adapter in self.adapters.values():
+            adapter.op_ended.set()  # whoever waits for the next one waits in vain
+        if self._pump is not None:
+            await self._pump
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for adapter_id in self.snapshots.changed():
+            await self.snapshots.finish_writing()
+            await self._snapshot(adapter_id)
+        await self.snapshots.finish_writing()
+
+    def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
+        """Hand an op to the scheduler; returns why it was not taken, if so."""
+        tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, digest_of(op.body))
+        submitted = self.scheduler.submit(ticket, time.monotonic())
+        if isinstance(submitted, Conflict | TooLate):
+            return submitted.message
+        if isinstance(submitted, Duplicate) and op.seq not in adapter.ops:
+            return f"seq_id {op.seq} was answered long ago, and its result is not kept any more"
+        adapter.ops.setdefault(op.seq, op)
+        adapter.highest_seq = max(adapter.highest_seq, op.seq)
+        self._futures.promise(op.request_id, adapter.run.tenant_id)
+        self._wake.set()
+        return None
+
+    # --- the pump -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while not self.stopping:
+            self._wake.clear()
+            now = time.monotonic()
+            await self._refuse_all(self.scheduler.refusals(now))
+            batch = self.scheduler.next_batch()
+            if batch is not None:
+                await self._run_batch(batch)
+            due = self.snapshots.due(now)
+            if due is not None:
+                await self._snapshot(due)
+            if batch is None and due is None:
+                await self._sleep(now)
+
+    async def _sleep(self, now: float) -> None:
+        deadlines = [t for t in (self.scheduler.next_deadline(), self.snapshots.next_due()) if t is not None]
+        timeout = max(0.0, min(deadlines) - now) if deadlines else None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout)
+
+    async def _run_batch(self, batch: Batch) -> None:
+        tasks = [self._task(ticket) for ticket in batch.tickets]
+        try:
+            tasks = [task for task in tasks if not await self._repeat_outcome(task) and await self._is_here(task)]
+            slow = [task for task in tasks if task.op.kind in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD)]
+            quick = [task for task in tasks if task not in slow]
+            for task in slow:  # these wait for disk and database: other adapters go on meanwhile
+                self._background(self._run_slow(task))
+            if quick:
+                await self._run_quick(quick)
+        except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
+            for task in tasks:
+                if not task.finished:
+                    self._finish(task, unexpected(error, task.op.request_id))
+
+    async def _run_quick(self, tasks: Sequence[Task]) -> None:
+        ops = [task.op for task in tasks]
+        logger.debug("batch: %s", " ".join(op.request_id for op in ops))
+        outcomes = await self._compute.run(partial(self._execute, ops))
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if task.op.kind is OpKind.CREATE and not outcome.failed:
+                task.adapter.place = Place.TRAINER
+            self._finish(task, outcome)
+
+    def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
+        """In the compute thread."""
+        started = time.perf_counter()
+        run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
+        outcomes = run(ops)
+        self.busy_seconds += time.perf_counter() - started
+        return outcomes
+
+    async def _run_slow(self, task: Task) -> None:
+        outcome = await self.checkpoints.run(task.op, task.adapter.run)
+        if task.op.kind is OpKind.LOAD and not outcome.failed:
+            await self._keep_loaded(task.op, outcome)
+        self._finish(task, outcome)
+
+    async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
+        """Once the client hears of a load, its source may be replaced or deleted: no replay may need it any more."""
+        try:
+            # In this order: a snapshot covers only ops whose outcome is on record.
+            await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
+            await self.snapshots.take_now(op.adapter_id, op.seq, None)
+        except Exception:  # the trainer loop is an edge; the weights are loaded all the same
+            logger.exception("no snapshot of %s after %s", op.adapter_id, op.request_id)
+
+    async def _repeat_outcome(self, task: Task) -> bool:
+        """After a restart: what failed fails again, what only wrote files is not written twice."""
+        replay = task.adapter.replays.get(task.op.seq)
+        if replay is None or replay.outcome is None or replay.must_run:
+            return False
+        if task.op.kind is OpKind.OPTIM_STEP:  # it closed its window all the same
+            await self._drop_window(task.adapter)
+        self._finish(task, replay.outcome)
+        return True
+
+    async def _is_here(self, task: Task) -> bool:
+        """Whether the op can run; brings the adapter from its snapshot to the trainer, once."""
+        if task.op.kind is OpKind.CREATE or await self.load(task.adapter):
+            return True
+        message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
+        self._finish(task, responses.failed(message, "user"))
+        return False
+
+    async def load(self, adapter: LiveAdapter) -> bool:
+        run_id = adapter.run.run_id
+        if adapter.place is Place.DISK:
+            try:
+                record = await self._store.snapshots.get(run_id)
+                assert record is not None, "an adapter that is on disk has a snapshot"
+                snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
+                await self._compute.run(lambda: self._model.trainer.restore(run_id, snapshot))
+                adapter.place = Place.TRAINER
+            except TwinkleError:
+                logger.exception("snapshot of %s cannot be restored", run_id)
+        return adapter.place is Place.TRAINER
+
+    async def _drop_window(self, adapter: LiveAdapter) -> None:
+        """Forget the gradient since the last optim_step, also where it is still in a snapshot."""
+        if await self.load(adapter):
+            await self._compute.run(partial(self._execution.drop_window, adapter.run.run_id))
+
+    async def _refuse_all(self, refusals: Sequence[Refusal]) -> None:
+        tasks = [(refusal, self._task(refusal.ticket)) for refusal in refusals]
+        for refusal, task in tasks:
+            if refusal.drops_gradient:
+                await self._drop_window(task.adapter)
+            self.settle(task.adapter, task.op, responses.failed(refusal.message, "user"))
+            # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
+            self.snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
+
+    def _task(self, ticket: Ticket) -> Task:
+        adapter = self.adapters[ticket.adapter_id]
+        return Task(ticket, adapter, adapter.ops[ticket.seq])
+
+    def _finish(self, task: Task, outcome: Outcome) -> None:
+        task.finished = True
+        self.scheduler.finish(task.ticket, failed=outcome.failed)
+        self.settle(task.adapter, task.op, outcome)
+        self._wake.set()
+
+    def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
+        """Tell whoever waits, then write it down. What is lost in between is computed again."""
+        adapter.ops.pop(op.seq, None)
+        replay = adapter.replays.pop(op.seq, None)
+        if replay is not None and replay.outcome is not None:
+            if outcome.failed and not replay.outcome.failed:
+                logger.error("replay of %s failed, though it had succeeded before", op.request_id)
+            outcome = replay.outcome
+        else:
+            self._background(self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time()))
+        self._futures.settle(op.request_id, outcome, time.time())
+        adapter.op_ended.set()
+        if op.kind is not OpKind.FORWARD:
+            self.snapshots.note(op.adapter_id, time.monotonic())
+
+    async def _snapshot(self, adapter_id: str) -> None:
+        adapter = self.adapters.get(adapter_id)
+        if adapter is None or adapter.place is not Place.TRAINER:
+            self.snapshots.forget(adapter_id)
+            return
+        position = self.scheduler.position(adapter_id)
+        if position is None:  # one of its ops is running and may change it
+            self.snapshots.postpone(adapter_id, time.monotonic())
+            return
+        try:
+            await self.snapshots.take(adapter_id, position.seq, position.failed_seq)
+        except Exception:  # the trainer loop is an edge; the journal still has everything
+            logger.exception("no snapshot of %s", adapter_id)
+            self.snapshots.postpone(adapter_id, time.monotonic())
+
+    def _background(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        """What could not be written down is lost at most until it is computed again."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("background work failed", exc_info=task.exception())
+
+
+def digest_of(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()
