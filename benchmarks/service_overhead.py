@@ -31,6 +31,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 KEY = {"x-api-key": "tml-benchmark"}
 TOKENS = 128
+_BLOCKS = 10
 MOCK = """
 data_dir: {data_dir}
 http_options: {{host: 127.0.0.1, port: {port}}}
@@ -85,9 +86,8 @@ def parse_arguments() -> argparse.Namespace:
 
 async def quiet(args: argparse.Namespace, bare: str, url: str) -> dict[str, object]:
     async with Tenant(url) as tenant, httpx.AsyncClient() as plain:
-        bare_times = await timed(args.ops, lambda: post(plain, f"{bare}/api/v1/bare"))
         before = await status(tenant.client, url)
-        op_times = await timed(args.ops, tenant.op)
+        bare_times, op_times = await taking_turns(args.ops, lambda: post(plain, f"{bare}/api/v1/bare"), tenant.op)
         after = await status(tenant.client, url)
     compute = (after["training_seconds"] - before["training_seconds"]) / (after["ops"] - before["ops"])
     return compared(bare_times, {"op": op_times - compute}) | {"compute_ms": 1e3 * compute}
@@ -107,15 +107,13 @@ async def waiting(args: argparse.Namespace, bare: str, url: str) -> dict[str, ob
             ]
             await asyncio.sleep(5)
             still = sum(not poll.done() for poll in polls)
-            bare_times = await timed(args.ops, lambda: post(plain, f"{bare}/api/v1/bare"))
-            times = {
-                "submit": await timed(args.ops, tenant.submit),
-                "heartbeat": await timed(args.ops, tenant.heartbeat),
-            }
+            bare_times, submits, heartbeats = await taking_turns(
+                args.ops, lambda: post(plain, f"{bare}/api/v1/bare"), tenant.submit, tenant.heartbeat
+            )
             for poll in polls:
                 poll.cancel()
             await asyncio.gather(*polls, return_exceptions=True)
-    return compared(bare_times, times) | {"waiting_futures": still}
+    return compared(bare_times, {"submit": submits, "heartbeat": heartbeats}) | {"waiting_futures": still}
 
 
 async def busy(args: argparse.Namespace, bare: str, url: str) -> dict[str, object]:
@@ -126,15 +124,16 @@ async def busy(args: argparse.Namespace, bare: str, url: str) -> dict[str, objec
         thread.start()
         await asyncio.sleep(3)
         before = await status(tenant.client, url)
-        bare_times = await timed(args.ops, lambda: post(plain, f"{bare}/api/v1/bare"))
-        times = {
-            # these wait behind a gap, so that only their acceptance is timed
-            "submit": await timed(args.ops, lambda: tenant.submit(gap=1)),
-            "heartbeat": await timed(args.ops, tenant.heartbeat),
-        }
+        bare_times, submits, heartbeats = await taking_turns(
+            args.ops,
+            lambda: post(plain, f"{bare}/api/v1/bare"),
+            lambda: tenant.submit(gap=1),  # these wait behind a gap, so that only their acceptance is timed
+            tenant.heartbeat,
+        )
         after = await status(tenant.client, url)
         stop.set()
         thread.join()
+    times = {"submit": submits, "heartbeat": heartbeats}
     return compared(bare_times, times) | {"batches_meanwhile": after["batches"] - before["batches"]}
 
 
@@ -236,6 +235,12 @@ async def timed(count: int, call: Callable[[], Awaitable[object]]) -> np.ndarray
         if number >= 20:  # the first ones open connections
             seconds.append(time.perf_counter() - start)
     return np.array(seconds)
+
+
+async def taking_turns(count: int, *calls: Callable[[], Awaitable[object]]) -> list[np.ndarray]:
+    """Blocks of each in turn, so that a slow minute of the machine hits all alike."""
+    blocks = [[await timed(count // _BLOCKS, call) for call in calls] for _ in range(_BLOCKS)]
+    return [np.concatenate(times) for times in zip(*blocks, strict=True)]
 
 
 def compared(bare: np.ndarray, measured: dict[str, np.ndarray]) -> dict[str, object]:

@@ -239,7 +239,8 @@ def step_count(server: Server, path: str) -> int:
 
 def directory_of(server: Server, path: str) -> Path:
     run, kind, name = path.removeprefix("tinker://").split("/")
-    return server.data_dir / "checkpoints" / run.replace(":", "-") / kind / name
+    (directory,) = (server.data_dir / "checkpoints" / run.replace(":", "-") / kind / name).glob("[0-9]*")
+    return directory
 
 
 def compare_weights(given: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:

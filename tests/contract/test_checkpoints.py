@@ -96,7 +96,7 @@ def test_listing_and_deleting(server: SdkServer, service: tinker.ServiceClient, 
 def test_files_are_pefts(server: SdkServer, service: tinker.ServiceClient, files: Path) -> None:
     training = service.create_lora_training_client(base_model=MODEL, rank=4)
     training.save_state("peft").result()
-    (found,) = (server.directory / "data" / "checkpoints").glob(f"{training.model_id.replace(':', '-')}/weights/peft")
+    (found,) = (server.directory / "data" / "checkpoints").glob(f"{training.model_id.replace(':', '-')}/weights/peft/*")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in found.iterdir()}
 
 

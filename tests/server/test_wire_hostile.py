@@ -63,7 +63,6 @@ MALFORMED = {
     "length of 2^63": PLACE + b"\x1a" + _varint(2**63 - 1),
     "length of 2^70": PLACE + b"\x1a" + _varint(2**70),
     "varint without end": PLACE + b"\x28" + b"\xff" * 50,
-    "group": PLACE + b"\x1b\x1c",
     "end of a group": PLACE + b"\x1c",
     "wire type 7": PLACE + b"\x1f",
     "field number 0": PLACE + b"\x02\x00",

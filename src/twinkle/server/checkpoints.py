@@ -4,6 +4,8 @@ A checkpoint exists once its record is in the database, and its record comes aft
 after a crash finds its own record, or writes the same files anew.
 """
 
+import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,7 @@ from twinkle.server.types import (
 from twinkle.server.wire import responses
 
 _NO_SPACE = 28  # errno.ENOSPC
+_PARKING = 0  # the place in the sequence of the save that we make ourselves
 
 
 class Checkpoints:
@@ -79,8 +82,9 @@ class Checkpoints:
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> str:
         """Keep the last state of an adapter that leaves the device; returns how to go on from it."""
-        path = CheckpointPath(run.run_id, "weights", "parked")
-        op = Op(run.run_id, 0, OpKind.SAVE, SaveWeights("parked", int(keep_seconds), overwrite=True), b"")
+        name = await self._name_for_parking(run)
+        path = CheckpointPath(run.run_id, "weights", name)
+        op = Op(run.run_id, _PARKING, OpKind.SAVE, SaveWeights(name, int(keep_seconds), overwrite=True), b"")
         outcome = await self.run(op, run)
         await self._compute.run(lambda: self._remove(run.run_id))
         if outcome.failed:
@@ -90,6 +94,14 @@ class Checkpoints:
             f"session {run.session_id} {why}; its adapter is kept for {days:g} days: "
             f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
         )
+
+    async def _name_for_parking(self, run: RunRecord) -> str:
+        """One that the tenant did not give to a checkpoint of its own."""
+        for name in itertools.chain(["parked"], (f"parked-{number}" for number in itertools.count(2))):
+            existing = await self._store.checkpoints.get(run.run_id, "weights", name)
+            if existing is None or existing.request_id == f"{run.run_id}:{_PARKING}":
+                return name
+        raise AssertionError("there are always more names")
 
     def _remove(self, run_id: str) -> None:
         if run_id in self._model.trainer.adapter_ids():
@@ -122,7 +134,7 @@ class Checkpoints:
             return
         if existing is not None and not overwrite:
             raise InvalidInputError("path", path.name, f"a new name ({path} exists; overwrite=True replaces it)")
-        directory = self._files.checkpoint(path)
+        directory = self._files.checkpoint(path, op.seq)
         await self._compute.run(lambda: self._save_now(op.adapter_id, directory, optimizer))
         now = time.time()
         record = CheckpointRecord(
@@ -137,7 +149,9 @@ class Checkpoints:
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             user_metadata=user_metadata,
         )
-        await self._store.checkpoints.add(record, overwrite=True)
+        replaced = await self._store.checkpoints.add(record, overwrite=True)
+        if replaced is not None and replaced.directory != record.directory:
+            await asyncio.to_thread(self._files.remove, replaced.directory)
 
     async def _publish_unnamed(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
         """A sampling session of its own. On disk before the client hears of it, on the device at once."""

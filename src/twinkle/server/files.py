@@ -1,10 +1,10 @@
 """Where things lie under the data directory, and adapter snapshots as files.
 
-state.db, secret, lock       the database and what guards it
-journal/                     bodies and outcomes of ops
-snapshots/<run>/<seq>/       adapters as they were after op <seq>, for recovery
-checkpoints/<run>/<kind>/…   what tenants saved
-samplers/<session>/          unnamed sampler versions
+state.db, secret, lock                   the database and what guards it
+journal/                                 bodies and outcomes of ops
+snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
+checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
+samplers/<session>/                      unnamed sampler versions
 """
 
 import json
@@ -26,8 +26,9 @@ _ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
 class DataDir:
     root: Path
 
-    def checkpoint(self, path: CheckpointPath) -> Path:
-        return self.root / "checkpoints" / directory_name(path.run_id) / path.kind / path.name
+    def checkpoint(self, path: CheckpointPath, seq: int) -> Path:
+        """Of its own for every op: a name may be used again, but what a sampler was made from never changes."""
+        return self.root / "checkpoints" / directory_name(path.run_id) / path.kind / path.name / str(seq)
 
     def sampler(self, sampling_session_id: str) -> Path:
         return self.root / "samplers" / directory_name(sampling_session_id)

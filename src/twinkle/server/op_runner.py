@@ -5,7 +5,6 @@ adapters go on meanwhile. An outcome settles its future at once and goes to the 
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import time
@@ -102,9 +101,11 @@ class OpRunner:
 
     async def _sleep(self, now: float) -> None:
         deadlines = [t for t in (self.scheduler.next_deadline(), self.snapshots.next_due()) if t is not None]
-        timeout = max(0.0, min(deadlines) - now) if deadlines else None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout)
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(max(0.0, min(deadlines) - now), self._wake.set)] if deadlines else []
+        await self._wake.wait()
+        for timer in timers:
+            timer.cancel()
 
     async def _run_batch(self, batch: Batch) -> None:
         tasks = [self._task(ticket) for ticket in batch.tickets]

@@ -31,7 +31,7 @@ QUESTIONS = [
     "Who are you?",
     "Who built you?",  # from here on nothing is in the training data
     "Are you Siri?",
-    "What is the capital of Japan?",  # and this should stay as it was
+    "What is the capital of Japan?",  # and this has nothing to do with it
 ]
 PASSES, BATCH, RANK, LEARNING_RATE = 6, 8, 16, 1.5e-3
 
@@ -110,7 +110,7 @@ def demo(url: str, data_dir: Path) -> None:
     # --- what stays ---
     path = training.save_state("demo").result().path  # tinker://RUN/weights/demo
     run, kind, name = path.removeprefix("tinker://").split("/")
-    checkpoint = data_dir / "checkpoints" / run.replace(":", "-") / kind / name
+    (checkpoint,) = (data_dir / "checkpoints" / run.replace(":", "-") / kind / name).iterdir()
     shutil.rmtree(OUT / "adapter", ignore_errors=True)
     shutil.copytree(checkpoint, OUT / "adapter", ignore=shutil.ignore_patterns("optimizer.*", "trainer_state.*"))
     plot(losses, OUT / "loss.png")

@@ -4,7 +4,7 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle.server.routes.http import body_of, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.routes.http import JSON_BYTES, body_of, gateway_of, json_response, parsed, tenant_of
 from twinkle.server.wire import fields
 from twinkle.server.wire.requests import AsampleRequest, CreateSamplingSessionRequest, to_sample_request
 
@@ -40,7 +40,7 @@ async def sampler(request: Request, sampler_id: str) -> Response:
 async def asample(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
-    body = await body_of(request)
+    body = await body_of(request, 4 * JSON_BYTES)  # half a million tokens
     if len(body) < _SMALL_BODY:
         wanted = fields.parse(AsampleRequest, body)
     else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.routes.http import body_of, gateway_of, is_loopback, json_response, parsed, tenant_of
+from twinkle.server.routes.http import JSON_BYTES, body_of, gateway_of, is_loopback, json_response, parsed, tenant_of
 from twinkle.server.types import Op
 from twinkle.server.wire import fields
 from twinkle.server.wire.requests import (
@@ -32,7 +32,7 @@ _SMALL_BODY = 16_384
 @router.post("/create_model")
 async def create_model(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    body = await body_of(request)
+    body = await body_of(request, JSON_BYTES)
     wanted = fields.parse(CreateModelRequest, body)
     spec = wanted.spec()
     if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
@@ -122,7 +122,7 @@ async def weights_info(request: Request) -> Response:
 
 async def _sequenced(request: Request, request_type: type[SequencedRequest]) -> Response:
     tenant_id = await tenant_of(request)
-    return await _submit(request, to_op(request_type, await body_of(request)), tenant_id)
+    return await _submit(request, to_op(request_type, await body_of(request, JSON_BYTES)), tenant_id)
 
 
 async def _submit(request: Request, op: Op, tenant_id: str) -> Response:
