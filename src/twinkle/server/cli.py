@@ -106,11 +106,10 @@ def _launch(args: argparse.Namespace, given: list[str]) -> None:
     if not args.no_wait:
         run_server(config, notes, args.log_level)
         return
-    http = config.http_options
     log_file = config.data_dir / "server.log"
     arguments = [argument for argument in given[1:] if argument != "--no-wait"]
-    pid = start_in_background(arguments, f"http://{http.host}:{http.port}", log_file)
-    print(f"serving on http://{http.host}:{http.port} as process {pid}; log in {log_file}")
+    pid, url = start_in_background(arguments, log_file)
+    print(f"serving on {url} as process {pid}; log in {log_file}")
 
 
 def _check_config(args: argparse.Namespace, _given: list[str]) -> None:

@@ -21,6 +21,7 @@ from twinkle.server.config import LimitsConfig, ServerConfig
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.gateway import Gateway, Services
+from twinkle.server.launch import LISTENING
 from twinkle.server.loading import load_served_model
 from twinkle.server.model_service import ModelService
 from twinkle.server.sampler_service import SamplerService
@@ -194,7 +195,7 @@ def _announcement(
         others = f" (also {', '.join(model.aliases)})" if model.aliases else ""
         lines += [f"serving {model.name}{others}", f"  {model.memory}"]
     lines += [
-        f"listening on {url}  (Tinker protocol under {url}/api/v1)",
+        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1)",
         f"data in {config.data_dir}",
         f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
         "connect:",
