@@ -414,3 +414,14 @@ def test_files_are_for_their_owner_only(server: Server, tenant: Tenant) -> None:
         assert tenant.key not in str(database.execute("SELECT * FROM sessions").fetchall())
     for name in ("secret", "state.db", "lock"):
         assert (server.data_dir / name).stat().st_mode & 0o077 == 0
+
+
+def test_a_page_that_gives_its_own_name_our_address_is_refused(server: Server, tenant: Tenant) -> None:
+    headers = {"x-api-key": tenant.key, "host": "rebound.example:8000"}
+    answer = httpx.get(f"{server.url}/api/v1/get_server_capabilities", headers=headers, trust_env=False)
+    assert answer.status_code == 400
+    assert "Host header" in answer.json()["detail"]
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+        headers["host"] = host
+        answer = httpx.get(f"{server.url}/api/v1/get_server_capabilities", headers=headers, trust_env=False)
+        assert answer.status_code == 200

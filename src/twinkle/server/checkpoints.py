@@ -160,7 +160,11 @@ class Checkpoints:
             raise UnsupportedError(f"{self._model.name} is served for training only; give the save a name")
         session = sampling_session_id(run.session_id, publish.session_seq)
         directory = self._files.sampler(session)
-        if await self._store.sampling_sessions.get(session) is None:
+        existing = await self._store.sampling_sessions.get(session)
+        if existing is not None and existing.version_id != session:
+            number = publish.session_seq
+            raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
+        if existing is None:
             await self._compute.run(lambda: self._publish(session, op.adapter_id, directory))
             await self._store.sampling_sessions.create(
                 SamplingSessionRecord(

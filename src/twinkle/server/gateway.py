@@ -258,7 +258,10 @@ class Gateway:
         else:
             raise InvalidInputError("base_model", None, "base_model or model_path")
         self.sampler_of(record)
-        return await self.store.sampling_sessions.create(record)
+        made = await self.store.sampling_sessions.create(record)
+        if (made.version_id, made.model_name) != (record.version_id, record.model_name):
+            raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
+        return made
 
     async def sampling_session(self, sampling_session_id: str, tenant_id: str) -> SamplingSessionRecord:
         record = await self.store.sampling_sessions.get(sampling_session_id)

@@ -84,12 +84,17 @@ class HttpOptions(BaseModel):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host.rstrip(".").lower() == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # another host name: it may resolve to anything
-            return False
+        return names_this_machine(self.host)
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether a host name or address can only mean the machine it is used on."""
+    if host.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # another host name: it may resolve to anything
+        return False
 
 
 class AuthConfig(BaseModel):

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -11,12 +12,15 @@ from starlette.requests import ClientDisconnect
 
 from twinkle.errors import (
     GoneError,
+    InvalidInputError,
     NotFoundError,
     QuotaError,
     TwinkleError,
     UnauthorizedError,
     UserError,
 )
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.sections import names_this_machine
 from twinkle.server.gateway import Gateway
 from twinkle.server.state import StorageFullError
 from twinkle.server.wire import fields
@@ -52,7 +56,20 @@ async def tenant_of(request: Request) -> str:
         value = request.headers.get(name)
         if key is None and value is not None:
             key = value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
-    return await gateway_of(request).tenant(key)
+    gateway = gateway_of(request)
+    _refuse_rebinding(gateway.config, request.url.hostname or "")
+    return await gateway.tenant(key)
+
+
+def _refuse_rebinding(config: ServerConfig, host: str) -> None:
+    """A web page may give its own name this machine's address, and its visitors' browsers would act as tenants here.
+
+    Where any key will do and only this machine can connect, a request must also call us by a name of this machine.
+    """
+    if config.auth.mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
+        public = None if config.public_url is None else urlsplit(config.public_url).hostname
+        if host != public:
+            raise InvalidInputError("Host header", host, "localhost, 127.0.0.1 or the host of public_url")
 
 
 async def body_of(request: Request, most: int | None = None) -> bytes:
