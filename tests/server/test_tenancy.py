@@ -18,8 +18,9 @@ from running import Server, Tenant, key_for, mock_config, sample_body, training_
 from twinkle.errors import ConfigError
 from twinkle.server import cli
 from twinkle.server import routes as server_routes
-from twinkle.server.app import PREFIX, make_app
+from twinkle.server.app import make_app
 from twinkle.server.config import default_config
+from twinkle.server.routes.http import PREFIX
 
 # Neither has anything of a tenant's to tell, and whoever watches the server has no key.
 PUBLIC = {("GET", "/healthz"), ("GET", "/status"), ("POST", "/telemetry")}
@@ -233,7 +234,7 @@ def routes() -> set[tuple[str, str]]:
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
     for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
         router = vars(importlib.import_module(module.name)).get("router")
-        written = set() if router is None else {route.path for route in router.routes}
+        written = set() if router is None else {route.path.removeprefix(PREFIX) for route in router.routes}
         assert written <= {path for _, path in found}, "left out of the schema, and so of these tests"
     return found
 

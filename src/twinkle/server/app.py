@@ -9,13 +9,12 @@ import twinkle
 from twinkle.server.routes import futures, rest, sampling, sessions, system, training
 from twinkle.server.routes.http import install_error_handlers
 
-PREFIX = "/api/v1"
-
 
 def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
     app = FastAPI(title="Twinkle", version=twinkle.__version__, lifespan=lifespan, redirect_slashes=False)
-    for area in (system, sessions, training, futures, sampling, rest):
-        app.include_router(area.router, prefix=PREFIX)
+    # One flat list, the busiest first: routes are tried in order, and an included router would be searched as a whole.
+    for area in (futures, training, sampling, sessions, system, rest):
+        app.router.routes.extend(area.router.routes)
     install_error_handlers(app)
     return app

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -87,6 +88,7 @@ class HttpOptions(BaseModel):
         return names_this_machine(self.host)
 
 
+@lru_cache(maxsize=256)  # asked for every request
 def names_this_machine(host: str) -> bool:
     """Whether a host name or address can only mean the machine it is used on."""
     if host.rstrip(".").lower() == "localhost":

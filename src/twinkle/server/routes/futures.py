@@ -5,12 +5,12 @@ from fastapi import APIRouter, Request, Response
 from twinkle.errors import NotFoundError
 from twinkle.server import ids
 from twinkle.server.gateway import Gateway
-from twinkle.server.routes.http import gateway_of, parsed, tenant_of
+from twinkle.server.routes.http import PREFIX, gateway_of, parsed, tenant_of
 from twinkle.server.types import Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire.requests import RetrieveFutureRequest
 
-router = APIRouter()
+router = APIRouter(prefix=PREFIX)
 
 # The SDK gives up on a poll after 45 s.
 _LONG_POLL_SECONDS = 25.0

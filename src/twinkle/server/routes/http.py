@@ -28,6 +28,7 @@ from twinkle.server.wire.errors import BodyTooLargeError
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "/api/v1"
 _BEARER = "bearer "
 # The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
 JSON_BYTES = 2**20

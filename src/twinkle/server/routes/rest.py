@@ -8,10 +8,10 @@ from fastapi import APIRouter, Query, Request, Response
 from twinkle.server.checkpoints import kind_of_checkpoint
 from twinkle.server.gateway import Gateway
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.routes.http import gateway_of, json_response, tenant_of
+from twinkle.server.routes.http import PREFIX, gateway_of, json_response, tenant_of
 from twinkle.server.types import CheckpointRecord, RunRecord
 
-router = APIRouter()
+router = APIRouter(prefix=PREFIX)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]

@@ -4,11 +4,11 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle.server.routes.http import JSON_BYTES, body_of, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.routes.http import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed, tenant_of
 from twinkle.server.wire import fields
 from twinkle.server.wire.requests import AsampleRequest, CreateSamplingSessionRequest, to_sample_request
 
-router = APIRouter()
+router = APIRouter(prefix=PREFIX)
 
 _SMALL_BODY = 16_384
 

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle.errors import GoneError
 from twinkle.server import ids
-from twinkle.server.routes.http import gateway_of, json_response, parsed, tenant_of
+from twinkle.server.routes.http import PREFIX, gateway_of, json_response, parsed, tenant_of
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 
-router = APIRouter()
+router = APIRouter(prefix=PREFIX)
 
 
 @router.post("/create_session")

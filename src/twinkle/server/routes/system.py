@@ -4,10 +4,10 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle.server.routes.http import body_of, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.routes.http import PREFIX, body_of, gateway_of, json_response, parsed, tenant_of
 from twinkle.server.wire.requests import ClientConfigRequest, check_telemetry
 
-router = APIRouter()
+router = APIRouter(prefix=PREFIX)
 
 # Chunks of a large batch may come in parallel and in any order; the rest are the SDK's defaults, made explicit where
 # they matter to us.

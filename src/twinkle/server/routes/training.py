@@ -7,7 +7,16 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.routes.http import JSON_BYTES, body_of, gateway_of, is_loopback, json_response, parsed, tenant_of
+from twinkle.server.routes.http import (
+    JSON_BYTES,
+    PREFIX,
+    body_of,
+    gateway_of,
+    is_loopback,
+    json_response,
+    parsed,
+    tenant_of,
+)
 from twinkle.server.types import Op
 from twinkle.server.wire import fields
 from twinkle.server.wire.requests import (
@@ -23,7 +32,7 @@ from twinkle.server.wire.requests import (
 )
 from twinkle.server.wire.training import decode_forward_backward, decompress
 
-router = APIRouter()
+router = APIRouter(prefix=PREFIX)
 
 # Bodies below this are decoded on the event loop, in a fraction of a millisecond; larger ones in a thread.
 _SMALL_BODY = 16_384

@@ -3,6 +3,7 @@
 The hashes' secret lies beside the database in a file of its own, so that neither alone says anything about a key.
 """
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -112,7 +113,8 @@ class Keys:
         return f"tenant-{self._hash(b'tenant', key).hex()[:24]}"
 
     def _hash(self, purpose: bytes, key: str) -> bytes:
-        return hmac.digest(self._secret, purpose + b":" + key.encode(), "sha256")
+        # BLAKE2's own keyed mode: a microsecond, where an HMAC takes a dozen, and every request comes here.
+        return hashlib.blake2b(purpose + b":" + key.encode(), digest_size=32, key=self._secret).digest()
 
 
 def read_secret(path: Path) -> bytes:
