@@ -45,11 +45,13 @@ format: $(STAMP) ## sort imports, fix what ruff can fix, and format
 	@$(VENV)/bin/ruff check --fix-only
 	@$(VENV)/bin/ruff format
 
-bench: $(STAMP) ## measure the trainer on CPU; JSON goes to build/bench
+bench: $(STAMP) ## measure trainer and service on CPU; JSON goes to build/bench
 	@mkdir -p build/bench
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype fp32 --json build/bench/multi_tenant_fp32.json
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype bf16 --json build/bench/multi_tenant_bf16.json
 	@$(VENV)/bin/python benchmarks/head_memory.py --device cpu --json build/bench/head_memory.json
+	@$(VENV)/bin/python benchmarks/service_overhead.py --json build/bench/service_overhead.json
+	@$(VENV)/bin/python benchmarks/service_merging.py --json build/bench/service_merging.json
 
 test-matrix: $(MATRIX:%=test-matrix-%) ## numerics tests on the ends of the transformers range, each in its own venv
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -54,6 +55,8 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False, tim
 
 async def main() -> None:
     args = parse_arguments()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiter holds a connection
     with tempfile.TemporaryDirectory() as directory:
         bare = f"http://127.0.0.1:{free_port()}"
         mock, real = (f"http://127.0.0.1:{free_port()}" for _ in range(2))

@@ -1,4 +1,4 @@
-"""The HTTP application: routers by area under ``/api/v1``, one error handler, nothing in between."""
+"""The HTTP application: routers by area under ``/api/v1``, error handlers, nothing in between."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager

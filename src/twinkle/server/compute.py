@@ -11,8 +11,8 @@ T = TypeVar("T")
 class Compute:
     """Runs blocking work off the event loop, one piece at a time and in order.
 
-    Each service has at most one piece waiting here, so that services alternate: a long rollout does not keep an
-    optimizer step waiting for longer than one turn, nor the reverse.
+    The loop of each service has at most one piece waiting here, so that training and sampling alternate: a long rollout
+    does not keep an optimizer step waiting for longer than one turn, nor the reverse. Saves and loads come in between.
     """
 
     def __init__(self) -> None:

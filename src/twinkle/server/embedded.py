@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -32,11 +33,13 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_SECONDS = 15.0
 # The longest the compute thread or the gateway may hold the interpreter while the other wants it.
 _SWITCH_SECONDS = 0.0005
+_OPEN_FILES = 65_536
 
 
 def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT, then drain: what runs is finished and every adapter is on disk."""
     sys.setswitchinterval(_SWITCH_SECONDS)
+    _allow_many_connections()
     listener = _listen(config)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -143,7 +146,6 @@ def _services(
     if model.sampler is None:
         return Services(model, training, None)
     sampling = SamplerService(
-        model,
         model.sampler,
         compute,
         files,
@@ -164,6 +166,14 @@ async def _keep_house(gateway: Gateway) -> None:
             logger.exception("housekeeping failed")
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
         work = gateway.keep_house(time.time())
+
+
+def _allow_many_connections() -> None:
+    """Each waiting future holds a connection, and shells commonly allow a process a thousand open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(config: ServerConfig) -> socket.socket:

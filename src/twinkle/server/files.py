@@ -5,6 +5,7 @@ journal/                                 bodies and outcomes of ops
 snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
 checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
 samplers/<session>/                      unnamed sampler versions
+server.log                               what a server says that ``launch --no-wait`` started
 """
 
 import json

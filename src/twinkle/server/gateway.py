@@ -1,7 +1,7 @@
 """The gateway: who is asking, what belongs to whom, and which service is to be asked.
 
 Plain async methods, one a question; routes turn HTTP into these calls and back. It keeps nothing that the state does
-not have, apart from heartbeats of the last half minute.
+not have, apart from heartbeats since the last housekeeping.
 """
 
 import asyncio

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from twinkle.errors import GoneError, QuotaError, TwinkleError
 from twinkle.sampler.types import Finished, SampleFailure, Sampler, SampleRequest
-from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import without_server_paths
 from twinkle.server.compute import Compute
 from twinkle.server.execution import failure_of, unexpected
@@ -38,7 +37,6 @@ class _Waiting:
 class SamplerService:
     def __init__(
         self,
-        model: ServedModel,
         sampler: Sampler,
         compute: Compute,
         files: DataDir,
@@ -47,7 +45,6 @@ class SamplerService:
         max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
     ) -> None:
-        self.model = model
         self._sampler = sampler
         self.tokens_sampled = 0
         self.busy_seconds = 0.0

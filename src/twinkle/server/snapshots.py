@@ -53,7 +53,7 @@ class Snapshots:
         return adapter_id if self._due_at[adapter_id] <= now else None
 
     def next_due(self) -> float | None:
-        """When to ask again; None while one is being written, whose end wakes nobody because nobody waits for it."""
+        """When to ask again; None if nothing changed. The end of one that is being written wakes nobody: look later."""
         if not self._due_at:
             return None
         if self._writing is not None:

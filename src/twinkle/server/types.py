@@ -163,7 +163,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """``tinker://{run_id}/{kind}/{name}``; the files are in ``directory``, relative to the checkpoint root."""
+    """``tinker://{run_id}/{kind}/{name}``; the files are in ``directory``, relative to the data directory."""
 
     run_id: str
     kind: CheckpointKind
@@ -224,6 +224,6 @@ class SnapshotRecord:
 
     adapter_id: str
     seq: int
-    directory: str  # relative to the snapshot root
+    directory: str  # relative to the data directory
     failed_seq: int | None  # a failed forward_backward in the open window
     taken_at: float

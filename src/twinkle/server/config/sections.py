@@ -106,7 +106,7 @@ class AuthConfig(BaseModel):
 
     mode: Literal["open", "keys"] = Field(
         default="open",
-        description="open: every request is served, and each distinct key is its own tenant. "
+        description="open: any key that begins with tml- is served, and each is its own tenant. "
         "keys: only keys made with `twinkle-server keys create`.",
     )
     allow_open_on_network: bool = Field(
@@ -115,7 +115,7 @@ class AuthConfig(BaseModel):
 
 
 class LimitsConfig(BaseModel):
-    """What one tenant may take, unless a key says otherwise."""
+    """What one tenant may take. Queues and unfetched results are counted for each base model by itself."""
 
     model_config = STRICT
 
@@ -123,13 +123,13 @@ class LimitsConfig(BaseModel):
         default=64 * 2**20, description="Size of one request body, also after decompression."
     )
     max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")
-    max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that are not finished.")
+    max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that wait to run.")
     max_waiting_samples_per_tenant: Count = Field(
         default=4096, description="Accepted sampling requests that are not finished."
     )
     max_rank: int = Field(default=128, ge=1, le=512, description="LoRA rank of one adapter.")
     max_tokens_per_request: Count = Field(
-        default=1_048_576, description="Tokens of one training or sampling request, summed over its sequences."
+        default=1_048_576, description="Tokens of one training request, summed over its sequences."
     )
     session_timeout_seconds: Seconds = Field(
         default=1800.0, description="Silence after which a session expires and its adapters are parked on disk."
@@ -143,7 +143,7 @@ class LimitsConfig(BaseModel):
     unfetched_result_seconds: Seconds = Field(
         default=_DAY, description="How long a result that nobody fetches is kept."
     )
-    max_unfetched_result_bytes: Count = Field(default=2**30, description="Results kept for the tenant, in all.")
+    max_unfetched_result_bytes: Count = Field(default=2**30, description="Results not fetched yet, in bytes.")
     sampler_version_retention_seconds: Seconds = Field(
         default=_DAY, description="How long an unnamed sampler version is kept after its session ended."
     )

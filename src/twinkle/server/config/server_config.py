@@ -46,7 +46,8 @@ class ServerConfig(BaseModel):
     )
     public_url: PublicUrl | None = Field(
         default=None,
-        description="Address under which clients reach the server, for links in answers; null is the request's.",
+        description="Address under which clients reach the server: shown at start, and an open server answers to its "
+        "host.",
     )
     allowed_dirs: Annotated[
         tuple[Directory, ...],
