@@ -64,6 +64,19 @@ def test_names_are_taken_once(service: tinker.ServiceClient) -> None:
         training.load_state(f"tinker://{training.model_id}/weights/none").result()
 
 
+def test_a_sampler_keeps_its_weights_when_its_checkpoint_is_overwritten(service: tinker.ServiceClient) -> None:
+    training = service.create_lora_training_client(base_model=MODEL, rank=4)
+    step(training, 1)
+    expected = training.save_weights_and_get_sampling_client()
+    path = training.save_state("again").result().path
+    sampler = service.create_sampling_client(model_path=path)
+    step(training, 2)
+    training.save_state("again", overwrite=True).result()
+    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+    found = sampler.compute_logprobs(prompt).result()[1:]
+    np.testing.assert_allclose(found, expected.compute_logprobs(prompt).result()[1:], atol=2e-5)
+
+
 def test_listing_and_deleting(server: SdkServer, service: tinker.ServiceClient, request: pytest.FixtureRequest) -> None:
     rest = server.rest(request.node.name)
     training = service.create_lora_training_client(base_model=ALIAS, rank=4, user_metadata={"renderer_name": "r"})

@@ -195,9 +195,7 @@ def a_number_from_far_away(tenant):
     body = {"session_id": never_made, "model_seq_id": 0, "base_model": "mock", "lora_config": {"rank": 0}}
     failed = tenant.submit("create_model", body)
     assert "rank" in tenant.error(failed)
-    far = tenant.optim_step(f"{never_made}:train:0", 2**61)
-    message = tenant.error(far)
-    assert "seq_id" in message or "sequence" in message
+    assert f"{never_made}:train:0" in tenant.error(tenant.optim_step(f"{never_made}:train:0", 2**61))
     yield
     assert "rank" in tenant.error(failed)
     assert results(tenant, train(tenant, tenant.model(), "fb")) == undisturbed(tenant, "fb")
@@ -328,7 +326,7 @@ def named_samplers_and_the_base_model(tenant):
 
 @story
 def a_sampler_whose_checkpoint_was_replaced(tenant):
-    """It samples what it was made for, or says that this is gone; never anything else."""
+    """It goes on to sample what it was made for."""
     session = tenant.session()
     model = tenant.model(session)
     path = tenant.json(tenant.save(model, 1, "ck"))["path"]
@@ -339,8 +337,7 @@ def a_sampler_whose_checkpoint_was_replaced(tenant):
     tenant.json(tenant.save(model, 4, "ck", overwrite=True))
     assert tenant.result(tenant.sample(sampler, 1)) == sample
     yield
-    message = tenant.error(tenant.sample(sampler, 2))
-    assert path in message
+    assert tenant.result(tenant.sample(sampler, 2)) == sample
     newer = tenant.post("create_sampling_session", {**body, "sampling_session_seq_id": 1}).json()["sampling_session_id"]
     assert tenant.result(tenant.sample(newer)) != sample
 

@@ -24,10 +24,9 @@ from twinkle.errors import UnknownNameError, UnsupportedError, UserError
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.sampler.types import SamplingParams
 from twinkle.server.types import LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
-from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
-    MAX_TELEMETRY_BYTES,
     AsampleRequest,
     CancelFutureRequest,
     ClientConfigRequest,
@@ -43,7 +42,6 @@ from twinkle.server.wire.requests import (
     SaveWeightsRequest,
     SessionHeartbeatRequest,
     WeightsInfoRequest,
-    check_telemetry,
     to_op,
     to_sample_request,
 )
@@ -125,11 +123,6 @@ class TestSimpleRequests:
         with pytest.raises(MalformedRequestError) as caught:
             parse(request_type, body)
         assert complaint in str(caught.value)
-
-    def test_telemetry_is_only_weighed(self):
-        check_telemetry(b"not even JSON")
-        with pytest.raises(BodyTooLargeError):
-            check_telemetry(b" " * (MAX_TELEMETRY_BYTES + 1))
 
 
 class TestCreateModel:

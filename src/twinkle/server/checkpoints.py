@@ -5,6 +5,7 @@ after a crash finds its own record, or writes the same files anew.
 """
 
 import asyncio
+import errno
 import itertools
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from twinkle.server.types import (
 )
 from twinkle.server.wire import responses
 
-_NO_SPACE = 28  # errno.ENOSPC
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _PARKING = 0  # the place in the sequence of the save that we make ourselves
 
 
@@ -68,7 +69,7 @@ class Checkpoints:
                 case _:
                     raise AssertionError(f"{op.kind} has nothing to do with files")
         except OSError as error:
-            if error.errno == _NO_SPACE:
+            if error.errno in _NO_SPACE:
                 error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
             return (
                 failure_of(error, op.request_id)
@@ -80,15 +81,15 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge
             return unexpected(error, op.request_id)
 
-    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> str:
-        """Keep the last state of an adapter that leaves the device; returns how to go on from it."""
+    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
+        """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
         name = await self._name_for_parking(run)
         path = CheckpointPath(run.run_id, "weights", name)
         op = Op(run.run_id, _PARKING, OpKind.SAVE, SaveWeights(name, int(keep_seconds), overwrite=True), b"")
         outcome = await self.run(op, run)
         await self._compute.run(lambda: self._remove(run.run_id))
         if outcome.failed:
-            return f"session {run.session_id} {why}, and its adapter could not be saved"
+            return None
         days = keep_seconds / 86400
         return (
             f"session {run.session_id} {why}; its adapter is kept for {days:g} days: "
@@ -133,7 +134,8 @@ class Checkpoints:
         if existing is not None and existing.request_id == op.request_id and not overwrite:
             return
         if existing is not None and not overwrite:
-            raise InvalidInputError("path", path.name, f"a new name ({path} exists; overwrite=True replaces it)")
+            hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
+            raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         directory = self._files.checkpoint(path, op.seq)
         await self._compute.run(lambda: self._save_now(op.adapter_id, directory, optimizer))
         now = time.time()
@@ -150,7 +152,9 @@ class Checkpoints:
             user_metadata=user_metadata,
         )
         replaced = await self._store.checkpoints.add(record, overwrite=True)
-        if replaced is not None and replaced.directory != record.directory:
+        if replaced is None or replaced.directory == record.directory:
+            return
+        if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
             await asyncio.to_thread(self._files.remove, replaced.directory)
 
     async def _publish_unnamed(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:

@@ -29,10 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="twinkle-server", description="Post-training as a service.")
+    parser = argparse.ArgumentParser(
+        prog="twinkle-server", description="Post-training as a service.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    launch = commands.add_parser("launch", help="serve; without a config file the demo model on 127.0.0.1:8000")
+    launch = commands.add_parser(
+        "launch", allow_abbrev=False, help="serve; without a config file the demo model on 127.0.0.1:8000"
+    )
     launch.set_defaults(run=_launch)
     _config_options(launch)
     launch.add_argument("--log-level", choices=_LOG_LEVELS, default="info")
@@ -141,15 +145,18 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def _data_dir(args: argparse.Namespace) -> Path:
-    if args.data_dir is not None:
-        return Path(args.data_dir)
-    return (default_config() if args.config is None else load_config(args.config)[0]).data_dir
+async def _open_store(args: argparse.Namespace) -> Store:
+    """The state of the server that these arguments would start."""
+    if args.config is not None:
+        config, _ = load_config(args.config, data_dir=args.data_dir)
+    else:
+        config = default_config(data_dir=args.data_dir)
+    return await Store.open(config.data_dir, config.database_url, lock=False)
 
 
 def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
     async def create() -> None:
-        store = await Store.open(_data_dir(args), lock=False)
+        store = await _open_store(args)
         record, key = await store.keys.create(args.tenant, args.name, time.time())
         await store.close()
         print(key)
@@ -160,7 +167,7 @@ def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
     async def listing() -> None:
-        store = await Store.open(_data_dir(args), lock=False)
+        store = await _open_store(args)
         for record in await store.keys.list():
             state = "revoked" if record.revoked_at is not None else "active"
             print(f"{record.key_id}  {record.tenant_id}  {state:8} {_day(record.created_at)}  {record.name}")
@@ -171,7 +178,7 @@ def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
     async def revoke() -> bool:
-        store = await Store.open(_data_dir(args), lock=False)
+        store = await _open_store(args)
         revoked = await store.keys.revoke(args.key_id, time.time())
         await store.close()
         return revoked

@@ -49,7 +49,7 @@ def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
 
 
 async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
-    store = await Store.open(config.data_dir, config.persistence.url)
+    store = await Store.open(config.data_dir, config.database_url)
     try:
         models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
         app = make_app(lambda app: _running(app, config, store, models))
@@ -97,8 +97,9 @@ class _Server(uvicorn.Server):
             return
         print(f"{number.name}: finishing what runs", file=sys.stderr, flush=True)
         self.should_exit = True
-        gateway: Gateway = self.app.state.gateway
-        gateway.release_waiters()
+        if self.started:  # before that nobody waits
+            gateway: Gateway = self.app.state.gateway
+            gateway.release_waiters()
 
 
 @asynccontextmanager
@@ -198,7 +199,8 @@ def _announcement(
 ) -> str:
     """What is served, where, with what memory, and how to connect."""
     host, port = listener.getsockname()[:2]
-    url = config.public_url or f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = config.public_url or f"http://{reachable}:{port}"
     key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
     lines = [f"note: {note}" for note in notes]
     for model in models:

@@ -10,6 +10,7 @@ server.log                               what a server says that ``launch --no-w
 
 import json
 import os
+import secrets
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ class DataDir:
         return self.root / "samplers" / directory_name(sampling_session_id)
 
     def snapshot(self, run_id: str, seq: int) -> Path:
-        return self.root / "snapshots" / directory_name(run_id) / str(seq)
+        """Of its own each time: the last one is not touched before the next one is on record."""
+        return self.snapshots(run_id) / f"{seq}-{secrets.token_hex(4)}"
 
     def snapshots(self, run_id: str) -> Path:
         return self.root / "snapshots" / directory_name(run_id)
@@ -54,7 +56,6 @@ class DataDir:
 def write_snapshot(directory: Path, snapshot: AdapterSnapshot) -> None:
     """Whole or not at all: a directory under its final name is complete."""
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True, mode=0o700)
     for name in _ARRAYS:
         array = vars(snapshot)[name]
@@ -62,7 +63,6 @@ def write_snapshot(directory: Path, snapshot: AdapterSnapshot) -> None:
             np.save(partial / f"{name}.npy", array, allow_pickle=False)
     meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
     (partial / "meta.json").write_text(json.dumps(meta))
-    shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
 

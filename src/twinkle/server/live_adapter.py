@@ -25,6 +25,7 @@ class LiveAdapter:
     place: Place
     last_request_at: float = 0.0
     highest_seq: int = 0
+    unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written down yet
     ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
     replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again)
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends

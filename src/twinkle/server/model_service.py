@@ -17,7 +17,7 @@ from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
 from twinkle.server.live_adapter import LiveAdapter, Place
-from twinkle.server.op_runner import OpRunner, digest_of
+from twinkle.server.op_runner import OpRunner
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
 from twinkle.server.types import Op, Outcome, RunRecord
@@ -91,9 +91,9 @@ class ModelService:
 
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
-        accepted = await self._store.ops.accept_run(run, op, digest_of(op.body), time.time())
+        accepted = await self._store.ops.accept_run(run, op, op.digest, time.time())
         # Without a record it was created long ago, and nobody knows any more with which request.
-        if accepted.record is not None and accepted.record.digest != digest_of(op.body):
+        if accepted.record is not None and accepted.record.digest != op.digest:
             return self.refuse(run, f"model_seq_id {run.number} was used before with another request")
         if accepted.created:
             adapter = LiveAdapter(run, Place.NOWHERE)
@@ -113,8 +113,8 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        accepted = await self._store.ops.accept(op, digest_of(op.body), time.time())
-        if accepted.record.digest != digest_of(op.body):
+        accepted = await self._store.ops.accept(op, op.digest, time.time())
+        if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))
         if accepted.created:
             adapter.last_request_at = time.time()
@@ -154,12 +154,14 @@ class ModelService:
         waiting = [adapter.ops.pop(ticket.seq) for ticket in self._scheduler.remove_adapter(run.run_id)]
         while adapter.ops:
             await adapter.next_end()
-        if await self._runner.load(adapter):
-            note = await self._runner.checkpoints.park(run, why, keep_seconds)
-        else:
-            note = f"session {run.session_id} {why}, and its adapter could not be read from disk"
+        loaded = await self._runner.load(adapter)
+        note = await self._runner.checkpoints.park(run, why, keep_seconds) if loaded else None
         for op in waiting:
-            self._runner.settle(adapter, op, responses.failed(note, "user"))
+            message = note or f"session {run.session_id} {why}, and its adapter could not be kept"
+            self._runner.settle(adapter, op, responses.failed(message, "user"))
+        if note is None:  # its journal and snapshot stay: the next start tries again
+            logger.error("%s could not be kept as a checkpoint when its session %s", run.run_id, why)
+            return
         await self._store.runs.set_state(run.run_id, "parked", note)
         self._runner.snapshots.forget(run.run_id)
         await self._runner.snapshots.finish_writing()

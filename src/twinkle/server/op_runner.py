@@ -5,7 +5,6 @@ adapters go on meanwhile. An outcome settles its future at once and goes to the 
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -22,11 +21,13 @@ from twinkle.server.live_adapter import LiveAdapter, Place, Task
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
-from twinkle.server.state import Store
+from twinkle.server.state import StorageFullError, Store
 from twinkle.server.types import Op, OpKind, Outcome, TrainPass
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 5.0
 
 
 class OpRunner:
@@ -71,7 +72,7 @@ class OpRunner:
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
         tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, digest_of(op.body))
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, op.digest)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
@@ -115,6 +116,7 @@ class OpRunner:
             quick = [task for task in tasks if task not in slow]
             for task in slow:  # these wait for disk and database: other adapters go on meanwhile
                 self._background(self._run_slow(task))
+            tasks = quick
             if quick:
                 await self._run_quick(quick)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
@@ -130,6 +132,19 @@ class OpRunner:
             if task.op.kind is OpKind.CREATE and not outcome.failed:
                 task.adapter.place = Place.TRAINER
             self._finish(task, outcome)
+            if task.op.kind is OpKind.CREATE and outcome.failed:
+                self._give_up(task.adapter)
+
+    def _give_up(self, adapter: LiveAdapter) -> None:
+        """An adapter that could not be created leaves again, and what waits for it fails."""
+        run_id = adapter.run.run_id
+        if self.adapters.pop(run_id, None) is None:
+            return  # its session ended meanwhile
+        note = f"model {run_id} could not be created"
+        for ticket in self.scheduler.remove_adapter(run_id):
+            self.settle(adapter, adapter.ops[ticket.seq], responses.failed(note, "user"))
+        self.snapshots.forget(run_id)
+        self._background(self._store.runs.set_state(run_id, "failed", note))
 
     def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
         """In the compute thread."""
@@ -218,11 +233,25 @@ class OpRunner:
                 logger.error("replay of %s failed, though it had succeeded before", op.request_id)
             outcome = replay.outcome
         else:
-            self._background(self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time()))
+            self._background(self._record(adapter, op, outcome))
         self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
         if op.kind is not OpKind.FORWARD:
             self.snapshots.note(op.adapter_id, time.monotonic())
+
+    async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
+        """Write an outcome down, however long the disk is full."""
+        while True:
+            try:
+                await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
+                adapter.unrecorded.discard(op.seq)
+                return
+            except StorageFullError as error:
+                adapter.unrecorded.add(op.seq)
+                logger.error("outcome of %s is not on record: %s", op.request_id, error)
+                if self.stopping:
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _snapshot(self, adapter_id: str) -> None:
         adapter = self.adapters.get(adapter_id)
@@ -230,7 +259,8 @@ class OpRunner:
             self.snapshots.forget(adapter_id)
             return
         position = self.scheduler.position(adapter_id)
-        if position is None:  # one of its ops is running and may change it
+        # One of its ops is running and may change it, or has an outcome that only a replay could bring back.
+        if position is None or adapter.unrecorded:
             self.snapshots.postpone(adapter_id, time.monotonic())
             return
         try:
@@ -249,7 +279,3 @@ class OpRunner:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("background work failed", exc_info=task.exception())
-
-
-def digest_of(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=16).digest()

@@ -55,6 +55,7 @@ class SamplerService:
         self._max_unfetched_bytes = max_unfetched_bytes
         self._waiting: list[_Waiting] = []
         self._tenants: dict[str, str] = {}  # of every request under way
+        self._running: set[str] = set()  # what the sampler has; of the compute thread
         self._last_used: dict[str, float] = {}  # by version
         self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -126,6 +127,7 @@ class SamplerService:
             try:
                 self._ensure_version(waiting.session)
                 sampler.submit(waiting.request)
+                self._running.add(waiting.request.request_id)
             except TwinkleError as error:
                 outcomes[waiting.request.request_id] = failure_of(error, waiting.request.request_id)
             except Exception as error:  # noqa: BLE001 - the sampler loop is an edge
@@ -135,9 +137,10 @@ class SamplerService:
                 outcomes[finished.request_id] = self._encode(finished)
             self._drop_old_versions()
         except Exception as error:  # noqa: BLE001 - as above; nobody may wait for ever
-            for request_id in set(self._tenants) - set(outcomes):
+            for request_id in self._running - set(outcomes):
                 sampler.cancel(request_id)
                 outcomes[request_id] = unexpected(error, request_id)
+        self._running -= set(outcomes)
         self.busy_seconds += time.perf_counter() - started
         return outcomes, sampler.busy
 
@@ -160,7 +163,9 @@ class SamplerService:
 
     def _drop_old_versions(self) -> None:
         loaded = self._sampler.version_ids()
-        by_age = sorted(loaded, key=lambda version_id: self._last_used.get(version_id, 0.0))
+        for version_id in loaded:  # one that was just published was not asked for yet
+            self._last_used.setdefault(version_id, time.monotonic())
+        by_age = sorted(loaded, key=self._last_used.__getitem__)
         for version_id in by_age[: max(0, len(loaded) - _MAX_VERSIONS)]:
             self._sampler.retire(version_id)
             self._last_used.pop(version_id, None)

@@ -1,8 +1,10 @@
 """The nouns of the service. Nothing here knows HTTP, the database or torch."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 from twinkle.model.types import AdamParams, Datum, LoraSpec
@@ -99,6 +101,11 @@ class Op:
     @property
     def request_id(self) -> str:
         return f"{self.adapter_id}:{self.seq}"
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Tells whether the same number came with the same body."""
+        return hashlib.blake2b(self.body, digest_size=16).digest()
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------

@@ -84,6 +84,10 @@ class ServerConfig(BaseModel):
         return self.persistence.path or self.data_dir / "state.db"
 
     @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.database_path}"
+
+    @property
     def served_models(self) -> tuple[ServedModelConfig, ...]:
         """The models with their names and samplers, in the order of the file."""
         return served_models(self.applications)

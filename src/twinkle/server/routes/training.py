@@ -82,7 +82,9 @@ async def forward_backward(request: Request) -> Response:
 
     def decode() -> Op:
         body = decompress(raw, encoding, limits.max_request_bytes)
-        return decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)
+        op = decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)
+        assert op.digest  # computed here, not on the event loop
+        return op
 
     small = len(raw) < _SMALL_BODY and encoding is None
     return await _submit(request, decode() if small else await asyncio.to_thread(decode), tenant_id)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from sqlalchemy import bindparam, delete, insert, select
+from sqlalchemy import bindparam, delete, func, insert, select
 
 from twinkle.server.state.database import Cursor, Database
 from twinkle.server.state.tables import SAMPLING_SESSIONS, SESSIONS
@@ -23,6 +23,12 @@ _ABANDONED = (
         SESSIONS.c.state != "active",
         SESSIONS.c.last_seen < bindparam("before"),
     )
+)
+_REFERRING = (
+    select(func.count())
+    .select_from(SAMPLING_SESSIONS)
+    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .where(SAMPLING_SESSIONS.c.directory == bindparam("directory"), SESSIONS.c.state == "active")
 )
 _DELETE = delete(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
 _LIST = select(SAMPLING_SESSIONS).where(_OF_SESSION).order_by(SAMPLING_SESSIONS.c.number)
@@ -57,6 +63,11 @@ class SamplingSessions:
         """Unnamed versions, which have files of their own, of sessions that ended and were last seen before then."""
         rows = await self._database.read(lambda cursor: cursor.rows(_ABANDONED, {"before": before}))
         return tuple(SamplingSessionRecord(**row) for row in rows)
+
+    async def refer_to(self, directory: str) -> bool:
+        """Whether somebody may still sample from the weights there."""
+        count = await self._database.read(lambda cursor: cursor.number(_REFERRING, {"directory": directory}))
+        return count > 0
 
     async def delete(self, sampling_session_id: str) -> None:
         await self._database.write(lambda cursor: cursor.execute(_DELETE, {"id": sampling_session_id}))

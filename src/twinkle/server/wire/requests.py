@@ -24,7 +24,7 @@ from twinkle.server.types import (
     Refused,
     SaveWeights,
 )
-from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import (
     AnyMetadata,
     CheckpointName,
@@ -106,12 +106,6 @@ class RetrieveFutureRequest(Request):
 
 class CancelFutureRequest(Request):
     request_id: Id
-
-
-def check_telemetry(body: bytes) -> None:
-    """Telemetry is thrown away whatever it says: a client whose telemetry is refused repeats it for ever."""
-    if len(body) > MAX_TELEMETRY_BYTES:
-        raise BodyTooLargeError(MAX_TELEMETRY_BYTES)
 
 
 # --- create_model -----------------------------------------------------------------------------------------------------
