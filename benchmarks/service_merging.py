@@ -1,7 +1,8 @@
 """Many tenants through the server: how well their requests merge, and what merging costs a lone one.
 
 Real SDK clients against `twinkle-server launch` with the demo model: eight tenants pipeline forward_backward +
-optim_step, then one client trains alone, with merging and with merging switched off. Times are medians.
+optim_step; then one client trains alone, in turn with one on a second server where merging is switched off. Times are
+medians, the ratio is the median over pairs of steps.
 
     python benchmarks/service_merging.py --json build/bench/service_merging.json
 """
@@ -40,16 +41,16 @@ def main() -> None:
     args = parse_arguments()
     os.environ["NO_PROXY"] = "127.0.0.1"
     report: dict[str, object] = {"arguments": vars(args) | {"json": str(args.json)}}
-    lone: dict[str, list[float]] = {"merged": [], "unmerged": []}
-    for turn in range(args.turns):  # taking turns, so that a slow minute of the machine hits both
-        for name, merge in (("merged", True), ("unmerged", False)):
-            with tempfile.TemporaryDirectory() as directory, serving(args, Path(directory), merge) as url:
-                if merge and turn == 0:
-                    report["many"] = many(args, url)
-                lone[name] += alone(args, url)
-    medians = {name: statistics.median(times) for name, times in lone.items()}
-    report["lone_step_s"] = medians
-    report["lone_merged_over_unmerged"] = medians["merged"] / medians["unmerged"]
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        serving(args, Path(directory) / "merging", merge=True) as merging,
+        serving(args, Path(directory) / "plain", merge=False) as plain,
+    ):
+        report["many"] = many(args, merging)
+        lone = alone(args, {"merged": merging, "unmerged": plain})
+    report["lone_step_s"] = {name: statistics.median(times) for name, times in lone.items()}
+    pairs = zip(lone["merged"], lone["unmerged"], strict=True)
+    report["lone_merged_over_unmerged"] = statistics.median(merged / unmerged for merged, unmerged in pairs)
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--len", type=int, default=64, dest="length")
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--lone-steps", type=int, default=40)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
 
@@ -72,7 +73,7 @@ def many(args: argparse.Namespace, url: str) -> dict[str, object]:
     """All tenants at once, each with two steps in flight."""
     before = status(url)
     started = time.perf_counter()
-    threads = [threading.Thread(target=train, args=(args, url, f"tml-{i}", 2)) for i in range(args.tenants)]
+    threads = [threading.Thread(target=train, args=(args, url, f"tml-{i}")) for i in range(args.tenants)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -88,34 +89,49 @@ def many(args: argparse.Namespace, url: str) -> dict[str, object]:
     }
 
 
-def alone(args: argparse.Namespace, url: str) -> list[float]:
-    return train(args, url, "tml-alone", 1)[1:]
+def alone(args: argparse.Namespace, urls: dict[str, str]) -> dict[str, list[float]]:
+    """One client a server, step by step in turn: a slow minute of the machine hits both alike."""
+    clients = {name: new_client(args, url, "tml-alone") for name, url in urls.items()}
+    times: dict[str, list[float]] = {name: [] for name in urls}
+    for number in range(args.lone_steps + 2):
+        for name in list(urls)[:: 1 if number % 2 else -1]:
+            started = time.perf_counter()
+            for future in step(args, clients[name]):
+                future.result()
+            if number >= 2:
+                times[name].append(time.perf_counter() - started)
+    return times
 
 
-def train(args: argparse.Namespace, url: str, key: str, in_flight: int) -> list[float]:
-    client = tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client(args.model, rank=16, seed=0)
+def train(args: argparse.Namespace, url: str, key: str) -> None:
+    client = new_client(args, url, key)
+    waiting = []
+    for _ in range(args.steps):
+        waiting.append(step(args, client))
+        if len(waiting) == 2:
+            for future in waiting.pop(0):
+                future.result()
+    for future in waiting[0]:
+        future.result()
+
+
+def new_client(args: argparse.Namespace, url: str, key: str) -> tinker.TrainingClient:
+    return tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client(args.model, rank=16, seed=0)
+
+
+def step(args: argparse.Namespace, client: tinker.TrainingClient) -> tuple:
     ids = np.random.default_rng(0).integers(100, 1000, args.length + 1).tolist()
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),
         loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * args.length},
     )
-    waiting, times = [], []
-    for _ in range(args.steps):
-        started = time.perf_counter()
-        waiting.append((client.forward_backward([datum], "cross_entropy"), client.optim_step(ADAM)))
-        if len(waiting) == in_flight:
-            for future in waiting.pop(0):
-                future.result()
-        times.append(time.perf_counter() - started)
-    for futures in waiting:
-        for future in futures:
-            future.result()
-    return times
+    return client.forward_backward([datum], "cross_entropy"), client.optim_step(ADAM)
 
 
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, directory: Path, merge: bool) -> Iterator[str]:
     port = free_port()
+    directory.mkdir()
     config = directory / "config.yaml"
     config.write_text(
         CONFIG.format(
