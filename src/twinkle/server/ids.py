@@ -14,7 +14,7 @@ from twinkle.errors import InvalidInputError
 from twinkle.server.types import CheckpointKind
 
 _SCHEMES = ("tinker://", "twinkle://")
-_SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,19}")
 
 
@@ -63,7 +63,7 @@ class CheckpointPath:
         if len(segments) == 3:
             run, kind, name = segments
             for known in get_args(CheckpointKind):
-                if kind == known and _RUN.fullmatch(run) and _SEGMENT.fullmatch(name):
+                if kind == known and _RUN.fullmatch(run) and CHECKPOINT_NAME.fullmatch(name):
                     return cls(run, known, name)
         raise InvalidInputError(field, text, "tinker://<run>/<weights|sampler_weights>/<name>")
 

@@ -148,7 +148,10 @@ class SamplerService:
         if isinstance(finished.outcome, SampleFailure):
             return failure_of(finished.outcome.error, finished.request_id)
         self.tokens_sampled += sum(len(sequence.tokens) for sequence in finished.outcome.sequences)
-        return encode_sample_result(finished.outcome)
+        try:
+            return encode_sample_result(finished.outcome)
+        except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
+            return unexpected(error, finished.request_id)
 
     def _ensure_version(self, session: SamplingSessionRecord) -> None:
         version_id = session.version_id

@@ -78,8 +78,8 @@ class Snapshots:
                 await asyncio.to_thread(write_snapshot, directory, snapshot)
                 await self._store.snapshots.set(record)
                 await asyncio.to_thread(remove_other_snapshots, directory)
-            except OSError as error:  # the journal still has everything: try again later
-                logger.error("snapshot of %s failed: %s", adapter_id, error)
+            except Exception:  # part of the trainer loop; the journal still has everything: try again later
+                logger.exception("snapshot of %s failed", adapter_id)
                 self._due_at.setdefault(adapter_id, time.monotonic() + _INTERVAL_SECONDS)
             finally:
                 took = time.monotonic() - started

@@ -4,13 +4,20 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle.server.routes.http import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.routes.http import (
+    JSON_BYTES,
+    PREFIX,
+    SMALL_BODY,
+    body_of,
+    gateway_of,
+    json_response,
+    parsed,
+    tenant_of,
+)
 from twinkle.server.wire import fields
 from twinkle.server.wire.requests import AsampleRequest, CreateSamplingSessionRequest, to_sample_request
 
 router = APIRouter(prefix=PREFIX)
-
-_SMALL_BODY = 16_384
 
 
 @router.post("/create_sampling_session")
@@ -41,7 +48,7 @@ async def asample(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
     body = await body_of(request, 4 * JSON_BYTES)  # half a million tokens
-    if len(body) < _SMALL_BODY:
+    if len(body) < SMALL_BODY:
         wanted = fields.parse(AsampleRequest, body)
     else:
         wanted = await asyncio.to_thread(fields.parse, AsampleRequest, body)

@@ -10,6 +10,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.routes.http import (
     JSON_BYTES,
     PREFIX,
+    SMALL_BODY,
     body_of,
     gateway_of,
     is_loopback,
@@ -33,9 +34,6 @@ from twinkle.server.wire.requests import (
 from twinkle.server.wire.training import decode_forward_backward, decompress
 
 router = APIRouter(prefix=PREFIX)
-
-# Bodies below this are decoded on the event loop, in a fraction of a millisecond; larger ones in a thread.
-_SMALL_BODY = 16_384
 
 
 @router.post("/create_model")
@@ -83,10 +81,10 @@ async def forward_backward(request: Request) -> Response:
     def decode() -> Op:
         body = decompress(raw, encoding, limits.max_request_bytes)
         op = decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)
-        assert op.digest  # computed here, not on the event loop
+        _ = op.digest  # computed and kept: hashing a large body is not for the event loop either
         return op
 
-    small = len(raw) < _SMALL_BODY and encoding is None
+    small = len(raw) < SMALL_BODY and encoding is None
     return await _submit(request, decode() if small else await asyncio.to_thread(decode), tenant_id)
 
 

@@ -1,11 +1,11 @@
 """What the JSON requests are made of: strict field types with their bounds, and :func:`parse`."""
 
 import json
-import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from twinkle.server.ids import CHECKPOINT_NAME
 from twinkle.server.wire.errors import MalformedRequestError
 
 MAX_STOPS = 256
@@ -13,7 +13,6 @@ _MAX_TTL = 3653 * 86400  # ten years, in seconds
 _MAX_METADATA_ENTRIES = 256
 _MAX_METADATA_BYTES = 65_536  # as JSON
 _MAX_TOKEN_ID = 2**31 - 1
-_CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def _storable(text: str) -> str:
@@ -35,7 +34,7 @@ def _small(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checkpoint_name(name: str) -> str:
-    if not _CHECKPOINT_NAME.fullmatch(name):
+    if not CHECKPOINT_NAME.fullmatch(name):
         raise ValueError("allowed: up to 128 of A-Z a-z 0-9 . _ - and not a dot first (the server adds tinker://…)")
     return name
 
