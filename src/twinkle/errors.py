@@ -14,13 +14,16 @@ __all__ = [
     "AdapterNotFoundError",
     "CapacityError",
     "CheckpointError",
+    "DataError",
     "DownloadError",
     "InvalidInputError",
     "MissingDependencyError",
     "NonFiniteError",
+    "StreamError",
     "TwinkleError",
     "UnknownNameError",
     "UnsupportedError",
+    "UploadError",
     "UserError",
 ]
 
@@ -75,6 +78,10 @@ class UnsupportedError(UserError, NotImplementedError):
     """A model, option or combination that Twinkle does not implement (yet)."""
 
 
+class StreamError(UnsupportedError, TypeError):
+    """A stream has no length and no rows by number. A TypeError, so that ``list(stream)`` goes on without a length."""
+
+
 class CapacityError(TwinkleError, MemoryError):
     """The request does not fit the memory that this process was given."""
 
@@ -83,8 +90,16 @@ class CheckpointError(UserError, OSError):
     """A checkpoint directory is missing, incomplete or does not match."""
 
 
+class DataError(TwinkleError, RuntimeError):
+    """A dataset could not deliver a row."""
+
+
 class DownloadError(TwinkleError, OSError):
-    """Model files could not be fetched or converted."""
+    """Files could not be fetched or converted."""
+
+
+class UploadError(TwinkleError, OSError):
+    """A hub did not take what was sent to it."""
 
 
 class MissingDependencyError(TwinkleError, ImportError):

@@ -1,7 +1,10 @@
 """A server process for tests, and the data they train on."""
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tinker
@@ -10,22 +13,27 @@ from tinker import types
 
 from twinkle.model import Datum
 
-MODEL = "random://llama-tiny"
+# With which sampler these tests run: torch, vllm (make test-vllm) or mock (made-up numbers: some are skipped).
+SAMPLER = os.environ.get("TWINKLE_TEST_SAMPLER", "torch")
+MODEL = "random://llama-tiny-wide" if SAMPLER == "vllm" else "random://llama-tiny"
 ALIAS = "org/tiny"
 
 
 class SdkServer(Server):
     """A server with a tiny model, and the SDK's clients for it. Its log names every device batch."""
 
-    def __init__(self, directory: Path) -> None:
-        model = {"model_id": MODEL, "backend": "transformers", "device": "cpu", "dtype": "fp32", "aliases": [ALIAS]}
-        sampler = {"model_id": MODEL, "sampler_type": "torch"}
+    def __init__(
+        self, directory: Path, sampler: str = SAMPLER, sections: Mapping[str, Any] | None = None, **tuning: float
+    ) -> None:
+        """sections: more of the configuration; tuning: of tuned_launch.py."""
+        real = {"backend": "transformers", "device": "cpu", "dtype": "fp32"}
+        model = {"model_id": MODEL, "aliases": [ALIAS], **({"backend": "mock"} if sampler == "mock" else real)}
         applications = [
             {"name": "server", "import_path": "server"},
             {"name": "model", "import_path": "model", "args": model},
-            {"name": "sampler", "import_path": "sampler", "args": sampler},
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": sampler}},
         ]
-        super().__init__(directory, {"applications": applications})
+        super().__init__(directory, {"applications": applications, **(sections or {})}, **tuning)
 
     def command(self, *arguments: str) -> list[str]:
         return super().command(*arguments, "--log-level", "debug")

@@ -7,11 +7,16 @@ import pickle
 import numpy as np
 import pytest
 import tinker
-from serving import ALIAS, MODEL, logprobs_of, sequences, tinker_data
+import torch
+from serving import ALIAS, MODEL, SAMPLER, logprobs_of, sequences, tinker_data
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=3e-2, eps=1e-8)
 PROMPT = types.ModelInput.from_ints([10, 20, 30, 40])
+TOLERANCE = 2e-5  # two ways to compute the same, in fp32
+VOCABULARY = 512
+WIDEST = VOCABULARY - 2 if SAMPLER == "vllm" else VOCABULARY  # so many likeliest tokens can be asked for
+real_numbers = pytest.mark.skipif(SAMPLER == "mock", reason="the mock's numbers are made up")
 
 
 def params(**changes: object) -> types.SamplingParams:
@@ -88,6 +93,7 @@ def test_seeds(training: tinker.TrainingClient) -> None:
     assert draw(sampler, seed=2**63 + 5) == draw(sampler, seed=2**63 + 5)
 
 
+@real_numbers
 def test_temperature(training: tinker.TrainingClient) -> None:
     """0 is greedy; log-probabilities are of the tempered distribution."""
     sampler = training.save_weights_and_get_sampling_client()
@@ -105,6 +111,7 @@ def test_temperature(training: tinker.TrainingClient) -> None:
         assert by_token[2.0][a] - by_token[2.0][b] == pytest.approx(difference / 2, abs=1e-3)
 
 
+@real_numbers
 def test_stops(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
     sampler = training.save_weights_and_get_sampling_client()
     (full,) = draw(sampler, max_tokens=64)
@@ -125,7 +132,8 @@ def test_stops(service: tinker.ServiceClient, training: tinker.TrainingClient) -
 def test_prompt_logprobs_with_samples(training: tinker.TrainingClient) -> None:
     sampler = training.save_weights_and_get_sampling_client()
     response = sampler.sample(PROMPT, 2, params(), include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
-    assert response.prompt_logprobs == sampler.compute_logprobs(PROMPT).result()
+    assert response.prompt_logprobs[0] is None
+    assert response.prompt_logprobs[1:] == pytest.approx(sampler.compute_logprobs(PROMPT).result()[1:], abs=TOLERANCE)
     assert response.topk_prompt_logprobs[0] is None
     for scored, top in zip(response.prompt_logprobs[1:], response.topk_prompt_logprobs[1:], strict=True):
         assert len(top) == 3
@@ -133,17 +141,106 @@ def test_prompt_logprobs_with_samples(training: tinker.TrainingClient) -> None:
         assert scored <= top[0][1] + 1e-6
 
 
+def test_topk_of_what_is_sampled(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    response = sampler.sample(PROMPT, 2, params(temperature=0.0), topk_sample_logprobs=3).result()
+    for sequence in response.sequences:
+        assert len(sequence.topk_logprobs) == len(sequence.tokens)
+        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            assert len(top) == 3
+            assert [lp for _, lp in top] == sorted((lp for _, lp in top), reverse=True)
+            assert top[0] == (token, pytest.approx(logprob, abs=TOLERANCE))
+
+
+@real_numbers
+def test_topk_of_what_is_sampled_is_tempered(training: tinker.TrainingClient) -> None:
+    """The whole vocabulary's probabilities add up to one, at every temperature."""
+    sampler = training.save_weights_and_get_sampling_client()
+    for temperature in (0.5, 1.0, 2.0):
+        wanted = params(max_tokens=3, temperature=temperature)
+        (sequence,) = sampler.sample(PROMPT, 1, wanted, topk_sample_logprobs=WIDEST).result().sequences
+        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            assert dict(top)[token] == pytest.approx(logprob, abs=TOLERANCE)
+            missing = (VOCABULARY - WIDEST) / VOCABULARY  # the least likely have less than that
+            assert sum(math.exp(lp) for _, lp in top) == pytest.approx(1, abs=1e-3 + missing)
+
+
+def test_targets(training: tinker.TrainingClient) -> None:
+    """Dense or sparse, named tokens have the log-probabilities that other options give for them."""
+    sampler = training.save_weights_and_get_sampling_client()
+    prompt = types.ModelInput.from_ints(list(range(10, 40)))
+    scored = sampler.sample(
+        prompt, 1, params(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2
+    ).result()
+    ids = torch.full((29, 3), -1)
+    expected = torch.zeros(29, 3)
+    for row in (3, 28):
+        ids[row, 0], expected[row, 0] = 10 + row + 1, scored.prompt_logprobs[row + 1]
+        ids[row, 2], expected[row, 2] = scored.topk_prompt_logprobs[row + 1][1]
+    for targets in (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1)):
+        found = sampler.sample(prompt, 1, params(max_tokens=1), target_prompt_logprobs=targets).result()
+        returned = found.target_prompt_logprobs
+        assert returned.shape == [29, 3]
+        assert returned.sparse_crow_indices == targets.sparse_crow_indices
+        assert returned.sparse_col_indices == targets.sparse_col_indices
+        torch.testing.assert_close(returned.to_torch(), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_draws_at_every_position(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    found = sampler.sample(PROMPT, 1, params(max_tokens=1), prompt_alt_tokens_k=8).result().prompt_alt_tokens
+    tokens, logprobs = found.tokens.to_torch(), found.logprobs.to_torch()
+    assert tokens.shape == logprobs.shape == (3, 8)
+    assert len(set(tokens.flatten().tolist())) > 3
+    targets = types.TensorData.from_torch(tokens)
+    same = sampler.sample(PROMPT, 1, params(max_tokens=1), target_prompt_logprobs=targets).result()
+    torch.testing.assert_close(same.target_prompt_logprobs.to_torch(), logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_only_the_end_of_a_prompt(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    whole = sampler.compute_logprobs(PROMPT).result()
+    part = sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result()
+    assert part[:2] == [None, None]
+    assert part[2:] == pytest.approx(whole[2:], abs=TOLERANCE)
+    targets = types.TensorData.from_torch(torch.tensor([[20], [30], [40]]))
+    response = sampler.sample(
+        PROMPT,
+        1,
+        params(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        target_prompt_logprobs=targets,
+        prompt_logprobs_last_n=1,
+    ).result()
+    assert [row is None for row in response.topk_prompt_logprobs] == [True, True, True, False]
+    # What is named is scored wherever it is.
+    assert response.target_prompt_logprobs.data == pytest.approx(whole[1:], abs=TOLERANCE)
+
+
 @pytest.mark.complaint("non-retryable error")
 def test_mistakes(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=MODEL)
+    long = types.ModelInput.from_ints([1] * 100_000)
     for prompt, changes, text in (
         (types.ModelInput.from_ints([10**6]), {}, "prompt"),
         (types.ModelInput.from_ints([]), {}, "prompt"),
+        (long, {}, "prompt"),
         (PROMPT, {"max_tokens": 10**6}, "max_tokens"),
     ):
         with pytest.raises(tinker.RequestFailedError, match=text) as error:
             sampler.sample(prompt, 1, params(**changes)).result()
         assert error.value.category == types.RequestErrorCategory.User
+    for options in (
+        {"topk_sample_logprobs": 10**6},
+        {"prompt_alt_tokens_k": 10**6},
+        {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 4},
+        {"target_prompt_logprobs": types.TensorData.from_torch(torch.tensor([[1], [2]]))},
+        {"target_prompt_logprobs": types.TensorData.from_torch(torch.full((3, 2), -1))},
+        {"target_prompt_logprobs": types.TensorData.from_torch(torch.tensor([[1], [2], [10**6]]))},
+    ):
+        with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=next(reversed(options))[:17]):
+            sampler.sample(PROMPT, 1, params(), **options).result()
     with pytest.raises(tinker.NotFoundError):
         service.create_sampling_client(model_path="tinker://s-0:train:0/sampler_weights/none")
 

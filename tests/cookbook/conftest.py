@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recipe_runs import BASE_MODEL, INSTRUCT_MODEL, Bench
@@ -32,7 +33,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     directory = tmp_path_factory.mktemp("cookbook")
     for name in (BASE_MODEL, INSTRUCT_MODEL):
         _write_tokenizer(directory / "hub" / name)
-    _write_dataset(directory / "hub" / "HuggingFaceH4" / "no_robots")
+    _write_dataset(directory / "hub" / "HuggingFaceH4" / "no_robots", "default", _conversations())
+    _write_dataset(directory / "hub" / "openai" / "gsm8k", "main", _word_problems())
     log = directory / "server.log"
     server = _start_server(directory, log)
     try:
@@ -74,21 +76,38 @@ def _write_tokenizer(folder: Path) -> None:
         shutil.copyfile(model / name, folder / name)
 
 
-def _write_dataset(folder: Path) -> None:
-    """Conversations in which there is a manner to learn, split like the data set they stand for."""
+def _write_dataset(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """Rows in the format of the data set that they stand for, and split like it."""
     folder.mkdir(parents=True)
-    legs = {"ant": 6, "bee": 6, "cat": 4, "crab": 10, "hen": 2, "horse": 4, "owl": 2, "spider": 8}
-    rows = [_conversation(count, animal, legs[animal]) for count in range(2, 19) for animal in legs]
     for split, content in (("test", rows[:8]), ("train", rows[8:])):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n")
 
 
-def _conversation(count: int, animal: str, legs: int) -> dict[str, list[dict[str, str]]]:
+def _conversations() -> list[dict[str, Any]]:
+    """In these there is a manner to learn."""
+    legs = {"ant": 6, "bee": 6, "cat": 4, "crab": 10, "hen": 2, "horse": 4, "owl": 2, "spider": 8}
+    return [_conversation(count, animal, legs[animal]) for count in range(2, 19) for animal in legs]
+
+
+def _conversation(count: int, animal: str, legs: int) -> dict[str, Any]:
     question = f"How many legs do {count} {animal}s have?"
     answer = f"One {animal} walks on {legs}, so {count} of them walk on {count * legs}. Ahoy!"
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def _word_problems() -> list[dict[str, Any]]:
+    """With two more examples each, and their answer again: a small model finds some of them, not all."""
+    return [_word_problem(total, part) for total in range(3, 10) for part in range(2, total)]
+
+
+def _word_problem(total: int, part: int) -> dict[str, Any]:
+    examples = "".join(
+        f"What is {total - less} + {less}?\n\nAssistant: \\boxed{{{total}}}\n\nUser: " for less in (0, 1)
+    )
+    answer = f"It is {total - part} + {part} = <<{total - part}+{part}={total}>>{total}.\n#### {total}"
+    return {"question": f"{examples}What is {total - part} + {part}?", "answer": answer}
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -95,10 +95,14 @@ class Run:
     def checkpoints(self) -> list[dict[str, Any]]:
         return _rows(self.folder / "checkpoints.jsonl")
 
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row a step."""
+        return _rows(self.folder / "metrics.jsonl")[self.rows_before :]
+
     def metric(self, name: str) -> dict[int, float]:
         """By step, where it was measured."""
-        rows = _rows(self.folder / "metrics.jsonl")[self.rows_before :]
-        return {row["step"]: row[name] for row in rows if name in row}
+        return {int(row["step"]): row[name] for row in self.metrics if name in row}
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 """Recipes of tinker-cookbook, unmodified, train the demo model through the server (``make test-cookbook``)."""
 
+from math import isfinite
 from statistics import fmean
 
 import httpx
 import pytest
-from recipe_runs import INSTRUCT_MODEL, Bench, Run
+from recipe_runs import BASE_MODEL, INSTRUCT_MODEL, Bench, Run
 
 pytestmark = pytest.mark.cookbook
 
@@ -40,6 +41,33 @@ def test_chat_sl_goes_on_after_an_interruption(bench: Bench) -> None:
     assert kept_checkpoints(bench, second) == {
         f"{kind}/{name}" for kind in ("weights", "sampler_weights") for name in (*periodic_saves(saved), "final")
     }
+
+
+def test_rl_loop(bench: Bench) -> None:
+    options = {"batch_size": 4, "group_size": 6, "max_tokens": 12, "max_steps": 2, "save_every": 1, "lora_rank": 8}
+    run = bench.start("rl_loop", "rl_loop", **options).finish()
+    rewards = run.metric("reward/total")
+    assert list(rewards) == [0, 1]
+    assert all(0 < reward < 1 for reward in rewards.values())  # neither has nothing to learn from
+    assert all_finite(run)
+    assert [record["name"] for record in run.checkpoints] == ["000001", "final"]
+    assert run.complaints == []
+
+
+def test_math_rl_on_arithmetic(bench: Bench) -> None:
+    """Whether it learns takes more steps: benchmarks/arithmetic_rl.py."""
+    options = {"groups_per_batch": 8, "group_size": 4, "learning_rate": 1e-3, "lora_rank": 8, "max_steps": 3}
+    run = bench.start("math_rl.train", "arithmetic", model_name=BASE_MODEL, save_every=2, **options).finish()
+    assert list(run.metric("env/all/correct")) == list(run.metric("env/all/reward/total")) == [0, 1, 2]
+    # Half the mean square between the log-probabilities of sampler and trainer: bf16, and not the step before.
+    assert all(gap < 0.01 for gap in run.metric("optim/kl_sample_train_v2").values())
+    assert all_finite(run)
+    assert [record["name"] for record in run.checkpoints] == ["000002", "final"]
+    assert run.complaints == []
+
+
+def all_finite(run: Run) -> bool:
+    return all(isfinite(value) for row in run.metrics for value in row.values())
 
 
 def falls(metric: dict[int, float]) -> bool:

@@ -43,7 +43,10 @@ def test_home_directory_is_expanded(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ("s3://bucket/model", "unknown model id scheme 's3'; known: hf, ms, pypi, random"),
-        ("random://llama-2b", "unknown random model 'llama-2b'; known: llama-1b, llama-8b, llama-tiny"),
+        (
+            "random://llama-2b",
+            "unknown random model 'llama-2b'; known: llama-1b, llama-8b, llama-tiny, llama-tiny-wide",
+        ),
         ("random://llama-1b?sed=1", "unknown random:// option 'sed'; known: seed"),
     ],
 )

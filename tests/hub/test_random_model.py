@@ -8,7 +8,7 @@ from twinkle.hub import load_tokenizer, resolve
 
 transformers = pytest.importorskip("transformers")
 
-NAMES = ["llama-1b", "llama-8b", "llama-tiny"]
+NAMES = ["llama-1b", "llama-8b", "llama-tiny", "llama-tiny-wide"]
 TEXTS = [
     "",
     " leading and  double  spaces ",
@@ -24,6 +24,7 @@ TEXTS = [
         ("llama-1b", (2048, 16, 32, 8, 64, 8192, 128256, True, "llama3", 131072)),
         ("llama-8b", (4096, 32, 32, 8, 128, 14336, 128256, False, "llama3", 131072)),
         ("llama-tiny", (64, 2, 4, 2, 16, 128, 512, True, "default", 2048)),
+        ("llama-tiny-wide", (64, 2, 2, 1, 32, 128, 512, True, "default", 2048)),
     ],
 )
 def test_config(cache_dir, name, shape):

@@ -425,8 +425,8 @@ def test_clip_bounds_are_in_order(config: dict[str, float]) -> None:
 # --- the package ------------------------------------------------------------------------------------------------------
 
 
-def test_public_names_are_sorted_and_present() -> None:
-    assert twinkle.loss.__all__ == sorted(twinkle.loss.__all__)
+def test_public_names_are_present() -> None:
+    assert len(twinkle.loss.__all__) == len(set(twinkle.loss.__all__))
     assert all(hasattr(twinkle.loss, name) for name in twinkle.loss.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         twinkle.loss.nothing  # noqa: B018

@@ -613,3 +613,16 @@ def test_killed_right_after_the_exchange(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "x" / "old").exists()
     assert (tmp_path / "x" / checkpoint.STATE).exists()
+
+
+def test_a_save_that_is_written_later_holds_what_was_there(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Training goes on while files are written."""
+    trainer = trained(llama)
+    write, expected = trainer.prepare_save("a"), trainer.snapshot("a")
+    take_step(trainer, item(llama, 5))
+    (tmp_path / "ck").mkdir()
+    write(tmp_path / "ck")
+    trainer.load("a", tmp_path / "ck")
+    assert_same(trainer.snapshot("a"), expected)
+    trainer.prepare_save("a", optimizer=False)(tmp_path / "weights")
+    assert not (tmp_path / "weights" / "optimizer.safetensors").exists()

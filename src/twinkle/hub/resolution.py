@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinkle.hub.aliases import resolve_model_id_alias
 from twinkle.hub.model_folder import require_model_folder
 from twinkle.hub.model_id import HuggingFaceId, LocalFolderId, ModelScopeId, PypiId, RandomId, parse_model_id
 from twinkle.hub.pypi import pypi_model_folder
 from twinkle.hub.random_model import random_model_folder
 from twinkle.hub.remote import download_from_hugging_face, download_from_modelscope
+from twinkle.hub.repository import require_hf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,9 +33,10 @@ class LocalModel:
 
 def resolve(model_id: str) -> LocalModel:
     """Find the model, downloading and converting it the first time."""
-    parsed = parse_model_id(model_id)
+    parsed = parse_model_id(resolve_model_id_alias(model_id))
     match parsed:
         case HuggingFaceId():
+            require_hf(model_id)
             return LocalModel(model_id, download_from_hugging_face(parsed), None)
         case ModelScopeId():
             return LocalModel(model_id, download_from_modelscope(parsed), None)

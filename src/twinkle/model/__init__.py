@@ -1,4 +1,4 @@
-"""Training: the multi-tenant :class:`Trainer` and the nouns of its interface.
+"""Training: the multi-tenant :class:`Trainer`, the nouns of its interface, and the models of the library.
 
 What a name needs (torch and transformers, above all) is imported when the name is first used.
 """
@@ -6,36 +6,56 @@ What a name needs (torch and transformers, above all) is imported when the name 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from twinkle.errors import UnsupportedError
 from twinkle.model.types import (
     AdamParams,
     AdapterSnapshot,
     Datum,
     LoraSpec,
+    ObjectiveValue,
+    TokenValues,
     TrainFailure,
     TrainItem,
     TrainResult,
 )
 
 if TYPE_CHECKING:
+    from twinkle.model.interface import TwinkleModel
     from twinkle.model.loading import adopt_model
+    from twinkle.model.multi_lora_model import MultiLoraTransformersModel
     from twinkle.model.trainer import Trainer
+    from twinkle.model.transformers_model import TransformersModel
 
 __all__ = [
     "AdamParams",
     "AdapterSnapshot",
     "Datum",
     "LoraSpec",
+    "MultiLoraTransformersModel",
+    "ObjectiveValue",
+    "TokenValues",
     "TrainFailure",
     "TrainItem",
     "TrainResult",
     "Trainer",
+    "TransformersModel",
+    "TwinkleModel",
     "adopt_model",
 ]
 
-_HOME = {"Trainer": "twinkle.model.trainer", "adopt_model": "twinkle.model.loading"}
+_HOME = {
+    "MultiLoraTransformersModel": "twinkle.model.multi_lora_model",
+    "Trainer": "twinkle.model.trainer",
+    "TransformersModel": "twinkle.model.transformers_model",
+    "TwinkleModel": "twinkle.model.interface",
+    "adopt_model": "twinkle.model.loading",
+}
+_NOT_IMPLEMENTED = {"MegatronModel": "TransformersModel", "MultiLoraMegatronModel": "MultiLoraTransformersModel"}
 
 
 def __getattr__(name: str) -> object:
+    if name in _NOT_IMPLEMENTED:
+        raise UnsupportedError(f"{name}: there is no Megatron backend yet; {_NOT_IMPLEMENTED[name]} has the same verbs")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

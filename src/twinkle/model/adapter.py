@@ -1,9 +1,11 @@
 """One tenant's adapter: fp32 master weights, Adam state, step count, gradient, and its compute copy while resident.
 
-A frozen adapter is what a sampler keeps of one: weights that never change, without optimizer state.
+A frozen adapter is what a sampler keeps of one: a compute copy that never changes. While it is paged to the host,
+``weights_P`` holds that copy; while it is resident, nothing.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from twinkle.model.types import LoraSpec
 # Bytes a parameter of a resident adapter, beside its compute copy: weights, two Adam moments and the gradient in fp32,
 # and what a batch holds for it in passing (its own row of gradients).
 STATE_BYTES_PER_PARAMETER = 20
-# The same of a frozen adapter, whose weights stay in host memory: their passage to the device.
+# The same of a frozen adapter, of which a compute copy is all there is: its passage from host memory.
 FROZEN_BYTES_PER_PARAMETER = 4
 
 
@@ -41,9 +43,24 @@ class Adapter:
     @classmethod
     def frozen_copy(cls, adapter: "Adapter") -> "Adapter":
         """The weights as they are now, in host memory."""
-        weights_P = _moved(adapter.weights_P, torch.device("cpu"))
-        if weights_P is adapter.weights_P:
-            weights_P = weights_P.clone()
+        row_P = torch.empty(adapter.layout.size, dtype=adapter.stack.dtype)
+        if adapter.slot is not None:
+            row_P.copy_(adapter.stack.row(adapter.slot))
+        else:
+            adapter.write_compute_copy(row_P)
+        return cls._frozen(adapter, row_P)
+
+    @classmethod
+    def frozen_in_slot(cls, adapter: "Adapter", slot: int) -> "Adapter":
+        """The same without leaving the device: the adapter is resident, and the slot is another of its stack."""
+        assert adapter.slot is not None, "there is nothing to copy on the device"
+        adapter.stack.row(slot).copy_(adapter.stack.row(adapter.slot))
+        frozen = cls._frozen(adapter, torch.empty(0))
+        frozen.slot = slot
+        return frozen
+
+    @classmethod
+    def _frozen(cls, adapter: "Adapter", weights_P: Tensor) -> "Adapter":
         nothing = torch.empty(0)
         return cls(adapter.adapter_id, adapter.spec, adapter.stack, weights_P, nothing, nothing, frozen=True)
 
@@ -56,27 +73,65 @@ class Adapter:
         """Device memory it takes while resident, beside its compute copy."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.size
 
+    @cached_property
+    def finite(self) -> bool:
+        """Whether a frozen adapter's weights are all numbers."""
+        assert self.frozen, "weights that are trained may change"
+        row_P = self.weights_P if self.slot is None else self.stack.row(self.slot)
+        return bool(row_P.isfinite().all())
+
     def add_gradient(self, gradient_P: Tensor) -> None:
         gradient_P = gradient_P.to(self.weights_P.device)  # its adapter may have been paged out meanwhile
         self.gradient_P = gradient_P if self.gradient_P is None else self.gradient_P + gradient_P
 
     def refresh_compute_copy(self) -> None:
-        """Bring the compute copy up to date with the master weights; B carries the scaling there."""
+        """Bring the compute copy up to date with the master weights."""
         assert self.slot is not None, "only a resident adapter has a compute copy"
-        row_P, split = self.stack.row(self.slot), self.layout.a_size
-        weights_P = self.weights_P.to(row_P.device)  # those of a frozen adapter are in host memory
+        self.write_compute_copy(self.stack.row(self.slot))
+
+    def write_compute_copy(self, row_P: Tensor) -> None:
+        """In the compute type, B with the scaling."""
+        split, weights_P = self.layout.a_size, self.weights_P.to(row_P.device)
         row_P[:split].copy_(weights_P[:split])
         torch.mul(weights_P[split:], self.spec.scaling, out=row_P[split:])
 
-    def move_state(self, device: torch.device) -> None:
-        """Move everything but the compute copy; a frozen adapter has nothing that could have changed."""
+    def host_copy(self, optimizer: bool) -> "Adapter":
+        """Weights, step and, if asked for, Adam's moments as they are now, in host memory, for whoever writes them."""
+        moments = (_on_host(self.exp_avg_P), _on_host(self.exp_avg_sq_P)) if optimizer else (torch.empty(0),) * 2
+        return Adapter(self.adapter_id, self.spec, self.stack, _on_host(self.weights_P), *moments, step=self.step)
+
+    def enter(self, slot: int) -> None:
+        """Take a place on the device."""
+        self.slot = slot
         if self.frozen:
-            return
+            self.stack.row(slot).copy_(self.weights_P, non_blocking=True)
+            self.weights_P = torch.empty(0)
+        else:
+            self._move_state(self.stack.device)
+            self.refresh_compute_copy()
+
+    def leave(self) -> None:
+        """Give up the place on the device; everything goes to host memory."""
+        assert self.slot is not None, "it has no place"
+        host = torch.device("cpu")
+        if self.frozen:
+            self.weights_P = _on_host(self.stack.row(self.slot))
+        else:
+            self._move_state(host)
+        self.stack.give_back(self.slot)
+        self.slot = None
+
+    def _move_state(self, device: torch.device) -> None:
         self.weights_P = _moved(self.weights_P, device)
         self.exp_avg_P = _moved(self.exp_avg_P, device)
         self.exp_avg_sq_P = _moved(self.exp_avg_sq_P, device)
         if self.gradient_P is not None:
             self.gradient_P = _moved(self.gradient_P, device)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy, also where the tensor is there already."""
+    return _moved(tensor, torch.device("cpu")) if tensor.is_cuda else tensor.clone()
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -124,14 +124,19 @@ def _head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 
 def _head_spec(config: PreTrainedConfig, head: nn.Linear) -> HeadSpec:
+    scale, softcap = logit_shape(config)
+    return HeadSpec(head.weight.detach(), None if head.bias is None else head.bias.detach(), scale, softcap)
+
+
+def logit_shape(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """Scale and soft cap of a family's logits."""
     values = config.to_dict()
     scale = 1.0
     if values.get("logits_scaling") is not None:  # Granite divides
         scale = 1.0 / values["logits_scaling"]
     if values.get("logit_scale") is not None:  # Cohere multiplies
         scale = values["logit_scale"]
-    bias = None if head.bias is None else head.bias.detach()
-    return HeadSpec(head.weight.detach(), bias, scale, values.get("final_logit_softcapping"))
+    return scale, values.get("final_logit_softcapping")
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, object]]:

@@ -70,6 +70,8 @@ def packed_attention(
         raise UnsupportedError(
             f"{type(module).__name__} cannot run packed: it must be given bounds, no mask, no dropout"
         )
+    if query.dtype != value.dtype:  # autocast: rotary embeddings leave queries and keys in fp32
+        query, key = query.to(value.dtype), key.to(value.dtype)
     if packing is None:
         assert cached is not None
         return cached.attend(query, key, value, scaling, sliding_window, softcap), None

@@ -17,7 +17,9 @@ from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import Architecture
 from twinkle.model.attention import Packing
 from twinkle.model.grouped import Groups
+from twinkle.model.head import HeadQuery
 from twinkle.model.layers import LayerBatch, bind_layers
+from twinkle.model.objective import CustomLoss
 from twinkle.model.segments import BoundLora, Segment, SegmentLora
 from twinkle.model.transfer import HostCopy, to_device
 from twinkle.model.validation import CheckedDatum, CheckedItem
@@ -25,12 +27,16 @@ from twinkle.model.validation import CheckedDatum, CheckedItem
 
 @dataclass(frozen=True)
 class Part:
-    """Those sequences of one request that are in a micro-batch; ``index`` is the request's place in the call."""
+    """Those sequences of one request that are in a micro-batch; ``index`` is the request's place in the call.
+
+    ``custom`` is what the request has in the place of a named loss.
+    """
 
     index: int
     item: CheckedItem
-    adapter: Adapter
+    adapter: Adapter | None  # None: the base model, which is never trained
     data: tuple[CheckedDatum, ...]
+    custom: CustomLoss | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -47,6 +53,7 @@ class DeviceBatch:
     layer_batch: LayerBatch
     real_rows_T: Tensor | None  # padded: the rows that hold tokens
     targets_TK: Tensor
+    query: HeadQuery
     adapters: tuple[SegmentLora, ...]
     head_lora: tuple[BoundLora, ...]
 
@@ -60,15 +67,18 @@ def build_batch(
     rows_per_sequence = max(lengths) if architecture.padded else None
     adapters, head_lora = [], []
     row = head_row = 0
-    for _, run in groupby(parts, key=lambda part: id(part.adapter.stack)):
+    for _, run in groupby(parts, key=lambda part: None if part.adapter is None else id(part.adapter.stack)):
         members = list(run)
         segment = head_segment = _segment(head_row, [sum(part.lengths) for part in members])
         if rows_per_sequence is not None:
             segment = _segment(row, [len(part.data) * rows_per_sequence for part in members])
-        adapters.append(_segment_lora(members, segment, train))
+        row, head_row = segment.stop, head_segment.stop
+        wearers = [part.adapter for part in members if part.adapter is not None]
+        if not wearers:  # rows outside all segments are the base model's
+            continue
+        adapters.append(_segment_lora(wearers, segment, train))
         if adapters[-1].layout.has(architecture.head.name):
             head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
-        row, head_row = segment.stop, head_segment.stop
     tokens = [datum.tokens for datum in data]
     targets = np.concatenate([np.pad(d.targets, ((0, 0), (0, width - d.targets.shape[1]))) for d in data])
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
@@ -80,6 +90,7 @@ def build_batch(
         LayerBatch(packing, bind_layers(adapters, architecture), recompute),
         None if real_rows is None else to_device(real_rows, device),
         to_device(torch.from_numpy(targets), device),
+        _query(parts, device),
         tuple(adapters),
         tuple(head_lora),
     )
@@ -110,7 +121,7 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
     """After the backward pass: gradients with respect to the master weights."""
     rows: list[Tensor] = []
     sums: list[Tensor] = []
-    scalings = (part.adapter.spec.scaling for part in parts)
+    scalings = (part.adapter.spec.scaling for part in parts if part.adapter is not None)
     for segment in batch.adapters:
         assert segment.gradient_GP is not None
         scaling_G = list(islice(scalings, len(segment.gradient_GP)))
@@ -127,10 +138,18 @@ def _segment(start: int, sizes: Sequence[int]) -> Segment:
     return Segment(start, start + sum(sizes), Groups(tuple(sizes)))
 
 
-def _segment_lora(parts: Sequence[Part], segment: Segment, train: bool) -> SegmentLora:
-    stack = parts[0].adapter.stack
-    slots = [part.adapter.slot for part in parts if part.adapter.slot is not None]
-    assert len(slots) == len(parts), "adapters of a batch must be resident"
+def _query(parts: Sequence[Part], device: torch.device) -> HeadQuery:
+    statistics = any(part.item.statistics for part in parts)
+    if all(part.item.temperature == 1.0 for part in parts):
+        return HeadQuery(statistics)
+    sharpness = np.repeat([1 / part.item.temperature for part in parts], [sum(part.lengths) for part in parts])
+    return HeadQuery(statistics, to_device(torch.from_numpy(sharpness.astype(np.float32))[:, None], device))
+
+
+def _segment_lora(adapters: Sequence[Adapter], segment: Segment, train: bool) -> SegmentLora:
+    stack = adapters[0].stack
+    slots = [adapter.slot for adapter in adapters if adapter.slot is not None]
+    assert len(slots) == len(adapters), "adapters of a batch must be resident"
     weights_GP = stack.gather(slots)
     # Zeros, since all products add to it, and a layer that the model never runs has none.
     gradient_GP = torch.zeros(weights_GP.shape, device=weights_GP.device) if train else None

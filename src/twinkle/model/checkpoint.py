@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from twinkle.errors import CheckpointError, InvalidInputError
 from twinkle.model.adapter import Adapter
 from twinkle.model.peft_config import UNIMPLEMENTED, peft_config, spec_from_peft
 from twinkle.model.stacks import RowLayout
-from twinkle.model.types import LoraSpec
+from twinkle.model.types import EMPTY, LoraSpec
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -45,15 +45,37 @@ _RENAME_EXCHANGE = 2
 
 
 def save_adapter(
-    adapter: Adapter, directory: Path, *, target_modules: list[str], base_model: str, optimizer: bool, overwrite: bool
+    adapter: Adapter,
+    directory: Path,
+    *,
+    target_modules: list[str],
+    base_model: str,
+    optimizer: bool,
+    overwrite: bool,
+    state: Mapping[str, object] = EMPTY,
+    companions: Callable[[Path], None] | None = None,
 ) -> None:
+    """``state``: further entries of trainer_state.json. ``companions`` writes further files."""
+
+    def write(staging: Path) -> None:
+        _write_files(adapter, staging, target_modules, base_model, optimizer, state)
+        if companions is not None:
+            companions(staging)
+
+    write_whole(directory, write, overwrite=overwrite)
+
+
+def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+    """``write`` fills a directory beside ``directory``, whose place it takes when it is complete and on disk."""
     directory = directory.resolve()  # of a link, the directory it names is replaced
     if directory.exists() and not (overwrite and directory.is_dir()):
         raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
     staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
     try:
         staging.mkdir(parents=True)
-        _write_files(adapter, staging, target_modules, base_model, optimizer)
+        write(staging)
+        for path in (*staging.rglob("*"), staging):
+            _flush(path)
         _put_in_place(staging, directory)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {directory}: {error}") from error
@@ -63,7 +85,7 @@ def save_adapter(
 
 def read_spec(directory: Path) -> LoraSpec:
     """The spec of a saved adapter, ours or PEFT's."""
-    config = _read_json(directory / CONFIG)
+    config = read_json(directory / CONFIG)
     try:
         return spec_from_peft({**config, **_TRAINING_ONLY})
     except InvalidInputError as error:
@@ -94,7 +116,14 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     adapter.gradient_P = None
 
 
-def _write_files(adapter: Adapter, staging: Path, target_modules: list[str], base_model: str, optimizer: bool) -> None:
+def _write_files(
+    adapter: Adapter,
+    staging: Path,
+    target_modules: list[str],
+    base_model: str,
+    optimizer: bool,
+    more_state: Mapping[str, object],
+) -> None:
     layout, rank = adapter.layout, adapter.spec.rank
     _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model))
     save_file(named_tensors(adapter.weights_P, layout, rank), staging / WEIGHTS, metadata={"format": "pt"})
@@ -104,9 +133,7 @@ def _write_files(adapter: Adapter, staging: Path, target_modules: list[str], bas
         )
         save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
     state = {"format": _FORMAT, "step": adapter.step, "spec": asdict(adapter.spec), "base_model": base_model}
-    _write_json(staging / STATE, state)
-    for path in (*staging.iterdir(), staging):
-        _flush(path)
+    _write_json(staging / STATE, {**more_state, **state})
 
 
 def _put_in_place(staging: Path, directory: Path) -> None:
@@ -190,7 +217,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"could not read {path}: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -201,7 +228,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _read_step(path: Path) -> int:
-    state = _read_json(path)
+    state = read_json(path)
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
     step = state.get("step")

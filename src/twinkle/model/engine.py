@@ -15,7 +15,7 @@ from twinkle.model.batch import DeviceBatch, GradientRow, Gradients, Part, build
 from twinkle.model.head import ChunkedHead
 from twinkle.model.layers import LayerBatch, TenantLayer, install
 from twinkle.model.norms import fuse_norms
-from twinkle.model.objective import Objective
+from twinkle.model.objective import BatchObjective, LossPart
 from twinkle.model.transfer import HostCopy
 from twinkle.model.types import FloatArray
 
@@ -24,13 +24,16 @@ from twinkle.model.types import FloatArray
 class Computed:
     """Of one micro-batch; the device may still be at it. Each property waits for what it needs and no more."""
 
-    _logprobs: HostCopy
+    _values: HostCopy
     _gradients: Gradients | None
 
     @property
-    def logprobs(self) -> FloatArray:
-        """Of the targets of all tokens, (T, K) in row order: known before the backward pass is through."""
-        return self._logprobs.array()
+    def values(self) -> FloatArray:
+        """What the head says of all tokens, (T, M) in row order: known before the backward pass is through.
+
+        The log-probabilities of K targets, then, where someone asked for them, the statistics.
+        """
+        return self._values.array()
 
     @property
     def gradients(self) -> list[GradientRow]:
@@ -61,8 +64,8 @@ class Engine:
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False)
             hidden_TH = self._hidden(batch)
-            logprobs_TK = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora)
-        return Computed(HostCopy.of(logprobs_TK), None)
+            values_TM = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora, batch.query)
+        return Computed(HostCopy.of(values_TM), None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
         """Log-probabilities and gradients; no adapter is touched."""
@@ -70,13 +73,13 @@ class Engine:
         with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
-                logprobs_TK, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
-                logprobs = HostCopy.of(logprobs_TK)
+                values_TM, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
+                values = HostCopy.of(values_TM)
             if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
             gradients = harvest(batch, parts)
-        return Computed(logprobs, gradients)
+        return Computed(values, gradients)
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
@@ -96,16 +99,17 @@ class Engine:
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
     def _head(self, batch: DeviceBatch, hidden_TH: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        objective = Objective.of([(part.item, part.data) for part in parts], batch.targets_TK.shape[1])
+        asked = [LossPart(part.item, part.data, part.custom) for part in parts]
+        objective = BatchObjective.of(asked, batch.targets_TK.shape[1])
         if objective.pointwise:
             # dL/dlp of a token needs that token alone: gradients come out of the same walk as log-probabilities.
             coefficients = objective.to(self.device).coefficients
         else:
             # A loss over whole sequences needs all of them first, and the head is walked a second time.
-            first_TK = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora)
-            known_TK = objective.coefficients(0, len(first_TK), first_TK.cpu()).to(self.device)
+            first_TM = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora, batch.query)
+            known_TM = objective.coefficients(0, len(first_TM), first_TM.cpu()).to(self.device)
 
-            def coefficients(start: int, stop: int, logprobs_CK: Tensor) -> Tensor:
-                return known_TK[start:stop]
+            def coefficients(start: int, stop: int, values_CM: Tensor) -> Tensor:
+                return known_TM[start:stop]
 
-        return self.head.logprobs_and_gradient(hidden_TH, batch.targets_TK, coefficients, batch.head_lora)
+        return self.head.logprobs_and_gradient(hidden_TH, batch.targets_TK, coefficients, batch.head_lora, batch.query)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
 from twinkle.model.attention import CachedAttention, Packing
-from twinkle.model.lora import LayerLora, LoraLinear
+from twinkle.model.lora import LayerAdapters, LayerLora, LoraLinear
 from twinkle.model.lora_table import table_for
 from twinkle.model.segments import SegmentLora
 
@@ -26,7 +26,7 @@ class LayerBatch:
     """What a decoder layer needs to know of the batch beside its hidden states."""
 
     packing: Packing | None  # None: the batch is padded and masked instead
-    lora: tuple[LayerLora, ...]  # one entry a decoder layer
+    lora: tuple[LayerAdapters, ...]  # one entry a decoder layer; to be trained they must be LayerLora
     recompute: bool
     cached: tuple[CachedAttention, ...] | None = None  # sampling: one entry a decoder layer, in place of packing
 
@@ -67,7 +67,7 @@ class TenantLayer(nn.Module):
 def run_layer(
     inner: nn.Module,
     linears: Sequence[LoraLinear],
-    lora: LayerLora,
+    lora: LayerAdapters,
     hidden_states: Tensor,
     args: tuple[object, ...],
     kwargs: dict[str, object],

@@ -13,7 +13,7 @@ Shapes: T rows, I input and O output features, R the largest rank of the batch.
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,23 @@ from twinkle.model.segments import BoundLora, SegmentLora, add_lora, add_lora_gr
 _SMALLEST_WIDTH = 16  # of a multiple of it, Triton makes one kernel for all
 
 
+class LayerAdapters(Protocol):
+    """The adapters of one decoder layer for the rows of one batch. Linear layers are named within their layer."""
+
+    @property
+    def width(self) -> int:
+        """Of x A.T: the largest rank, or more."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
+        """h = x A.T and y += h B.T, in place."""
+        ...
+
+
 class LayerLora:
-    """The adapters of one decoder layer in one batch, all segments at once where there is a table.
+    """The adapters of one decoder layer in one batch, all segments at once where there is a table. Can be trained.
 
     ``key`` stands for this object where only tensors can go: through compiled code.
     """
@@ -82,7 +97,7 @@ class LoraLinear(nn.Module):
         self.in_features = base.in_features
         self.out_features = base.out_features
         self.name = name
-        self.lora: LayerLora | None = None
+        self.lora: LayerAdapters | None = None
 
     @property
     def weight(self) -> Tensor:  # model code reads these of its linear layers
@@ -98,16 +113,19 @@ class LoraLinear(nn.Module):
             return F.linear(x, self.weight_OI, self.bias_O)
         x_TI = x.reshape(-1, self.in_features).contiguous()
         if torch.compiler.is_compiling():
+            assert isinstance(lora, LayerLora), "only training is compiled"
             y_TO, _ = _compiled_forward(x_TI, self.weight_OI, self.bias_O, lora.key, self.name, lora.width)
-        elif lora.has(self.name):
+        elif not lora.has(self.name):
+            return F.linear(x, self.weight_OI, self.bias_O)
+        elif torch.is_grad_enabled():
             y_TO = _LoraLinear.apply(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         else:
-            return F.linear(x, self.weight_OI, self.bias_O)
+            y_TO, _ = _forward(x_TI, self.weight_OI, self.bias_O, lora, self.name)
         return y_TO.view(*x.shape[:-1], self.out_features)
 
 
 def _forward(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerAdapters, name: str
 ) -> tuple[Tensor, Tensor]:
     """y, and x A.T for the backward pass: the product with B is never kept."""
     y_TO = F.linear(x_TI, weight_OI, bias_O)

@@ -2,12 +2,14 @@
 
 Consecutive requests with the same loss are evaluated together, each token with its own tenant's configuration.
 
-Shapes: n tokens of a run or request, K targets a token, C rows of a head chunk.
+Shapes: n tokens of a run or request, K targets a token, C rows of a head chunk, M values of a row (log-probabilities of
+K targets and, where someone asked for them, statistics).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,53 +30,113 @@ class LossRun:
     stop: int
     inputs: Mapping[str, Tensor]
 
-
-@dataclass(frozen=True)
-class Objective:
-    """The losses of one batch of rows."""
-
-    runs: tuple[LossRun, ...]
-
     @classmethod
-    def of(cls, parts: Sequence[tuple[CheckedItem, Sequence[CheckedDatum]]], width: int) -> "Objective":
-        """``parts``: the requests in row order, each with those of its sequences that are in this batch."""
-        runs, start = [], 0
-        for name, run in groupby(parts, key=lambda part: part[0].loss.name):
-            members = list(run)
-            columns = [_inputs(item, data, width) for item, data in members]
-            inputs = {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
-            if not members[0][0].loss.pointwise:
-                inputs["sequence"] = _sequence_numbers([datum for _, data in members for datum in data])
-            stop = start + sum(len(datum.tokens) for _, data in members for datum in data)
-            tensors = {key: torch.from_numpy(value) for key, value in inputs.items()}
-            runs.append(LossRun(members[0][0].loss, start, stop, tensors))
-            assert name == members[0][0].loss.name
-            start = stop
-        return cls(tuple(runs))
+    def of(cls, members: Sequence["LossPart"], start: int, width: int) -> "LossRun":
+        loss = members[0].item.loss
+        data = [datum for part in members for datum in part.data]
+        columns = [_inputs(part.item, part.data, width) for part in members]
+        inputs = {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
+        if not loss.pointwise:
+            inputs["sequence"] = _sequence_numbers(data)
+        tensors = {key: torch.from_numpy(value) for key, value in inputs.items()}
+        return cls(loss, start, start + sum(len(datum.tokens) for datum in data), tensors)
 
     @property
     def pointwise(self) -> bool:
-        return all(run.loss.pointwise for run in self.runs)
+        return self.loss.pointwise
 
-    def to(self, device: torch.device) -> "Objective":
-        moved = [
-            LossRun(run.loss, run.start, run.stop, {key: to_device(value, device) for key, value in run.inputs.items()})
-            for run in self.runs
-        ]
-        return Objective(tuple(moved))
+    def to(self, device: torch.device) -> "LossRun":
+        return replace(self, inputs={key: to_device(value, device) for key, value in self.inputs.items()})
 
-    def coefficients(self, start: int, stop: int, logprobs_CK: Tensor) -> Tensor:
-        """dL/dlp of the rows ``start``…``stop``, (C, K)."""
-        result_CK = torch.zeros_like(logprobs_CK)
+    def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
+        inputs = {key: value[low - self.start : high - self.start] for key, value in self.inputs.items()}
+        lp = values_CM[:, :width] if self.loss.allows_topk else values_CM[:, 0]
+        return coefficients(self.loss, lp, inputs).reshape(high - low, -1)
+
+
+class CustomLoss(Protocol):
+    """What one request has in the place of a named loss: rows are counted from its first one in the batch."""
+
+    @property
+    def pointwise(self) -> bool: ...
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
+        """dL/dvalue of these rows, (C, M) with K = ``width``; one that is not pointwise gets all rows at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class CustomRun:
+    """Rows ``start``…``stop`` are one request with a loss of its own."""
+
+    custom: CustomLoss
+    start: int
+    stop: int
+
+    @property
+    def pointwise(self) -> bool:
+        return self.custom.pointwise
+
+    def to(self, device: torch.device) -> "CustomRun":
+        return self  # it moves its rows itself
+
+    def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
+        return self.custom.coefficients(low - self.start, high - self.start, values_CM, width)
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """One request, with those of its sequences that are in a batch."""
+
+    item: CheckedItem
+    data: Sequence[CheckedDatum]
+    custom: CustomLoss | None
+
+    @property
+    def kind(self) -> str:
+        """Neighbours of one kind are evaluated together."""
+        return self.item.loss.name if self.custom is None else f"custom {id(self.custom)}"
+
+
+@dataclass(frozen=True)
+class BatchObjective:
+    """The losses of one batch of rows; ``width`` is K."""
+
+    runs: tuple[LossRun | CustomRun, ...]
+    width: int
+
+    @classmethod
+    def of(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
+        """``parts``: the requests in row order."""
+        runs: list[LossRun | CustomRun] = []
+        start = 0
+        for _, run in groupby(parts, key=lambda part: part.kind):
+            members = list(run)
+            custom = members[0].custom
+            if custom is None:
+                runs.append(LossRun.of(members, start, width))
+            else:
+                runs.append(CustomRun(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
+            start = runs[-1].stop
+        return cls(tuple(runs), width)
+
+    @property
+    def pointwise(self) -> bool:
+        return all(run.pointwise for run in self.runs)
+
+    def to(self, device: torch.device) -> "BatchObjective":
+        return replace(self, runs=tuple(run.to(device) for run in self.runs))
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor) -> Tensor:
+        """dL/dvalue of the rows ``start``…``stop``, (C, M)."""
+        result_CM = torch.zeros_like(values_CM)
         for run in self.runs:
             low, high = max(start, run.start), min(stop, run.stop)
             if low < high:
-                inputs = {key: value[low - run.start : high - run.start] for key, value in run.inputs.items()}
                 rows = slice(low - start, high - start)
-                lp = logprobs_CK[rows] if run.loss.allows_topk else logprobs_CK[rows, 0]
-                gradient = coefficients(run.loss, lp, inputs)
-                result_CK[rows, : gradient.shape[1] if gradient.ndim == 2 else 1] = gradient.reshape(high - low, -1)
-        return result_CK
+                gradient = run.coefficients(low, high, values_CM[rows], self.width)
+                result_CM[rows, : gradient.shape[1]] = gradient
+        return result_CM
 
 
 def evaluate(item: CheckedItem, logprobs: Sequence[FloatArray]) -> dict[str, float]:

@@ -1,11 +1,12 @@
-"""AdamW on one adapter's flat row: torch's own, with every hyper-parameter given anew at each step."""
+"""Adam on one adapter's flat row: torch's own, with every hyper-parameter given anew at each step."""
 
 import math
 import sys
 from collections.abc import Callable
 
 import torch
-from torch.optim.adamw import adamw
+from torch import Tensor
+from torch.optim.adam import adam
 
 from twinkle.errors import InvalidInputError, NonFiniteError
 from twinkle.model.adapter import Adapter
@@ -21,12 +22,15 @@ def check_adam_params(params: AdamParams) -> None:
     _require("eps", params.eps, lambda x: x > 0, "a finite number > 0")
 
 
-def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
-    """One step with the accumulated gradient, which is consumed. Without a gradient nothing happens."""
+def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+    """One step with the accumulated gradient, which is consumed. Without a gradient nothing happens.
+
+    decoupled: weight decay shrinks the weights (AdamW); otherwise it is added to the gradient (Adam).
+    """
     gradient_P = adapter.gradient_P
     if gradient_P is None:
         return {"unclipped_grad_l2:mean": 0.0}
-    norm = float(torch.linalg.vector_norm(gradient_P, dtype=torch.float64 if gradient_P.device.type == "cpu" else None))
+    norm = gradient_norm(gradient_P)
     if not math.isfinite(norm):
         raise NonFiniteError(
             f"the accumulated gradient of adapter {adapter.adapter_id!r} has norm {norm}: no step taken"
@@ -34,7 +38,7 @@ def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     if params.grad_clip_norm > 0:
         # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
         gradient_P = gradient_P * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-    adamw(
+    adam(
         [adapter.weights_P],
         [gradient_P],
         [adapter.exp_avg_P],
@@ -43,6 +47,7 @@ def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
         [torch.tensor(float(adapter.step), device=gradient_P.device)],
         fused=True,
         amsgrad=False,
+        decoupled_weight_decay=decoupled,
         beta1=params.beta1,
         beta2=params.beta2,
         lr=params.learning_rate,
@@ -54,6 +59,11 @@ def adam_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     adapter.gradient_P = None
     adapter.refresh_compute_copy()
     return {"unclipped_grad_l2:mean": norm}
+
+
+def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:
+    precise = torch.float64 if gradient_P.device.type == "cpu" else None
+    return float(torch.linalg.vector_norm(gradient_P, norm_type, dtype=precise))
 
 
 def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:

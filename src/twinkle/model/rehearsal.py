@@ -1,5 +1,7 @@
 """Trains throw-away adapters on random tokens: to measure what a token costs and to compile before tenants come."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +11,7 @@ from twinkle.loss import get_loss
 from twinkle.model.adapter import Adapter
 from twinkle.model.batch import Part
 from twinkle.model.engine import Engine
+from twinkle.model.head import ChunkedHead
 from twinkle.model.memory import measure_per_token
 from twinkle.model.stacks import RowLayout, Stack, initial_row
 from twinkle.model.types import LoraSpec
@@ -35,9 +38,21 @@ def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
     def run(tokens: int, recompute: bool) -> None:
         engine.forward_backward(_parts(engine, adapters, [tokens]), recompute=recompute)
 
-    kept = measure_per_token(lambda tokens: run(tokens, False), engine.device, small, large)
-    recomputed = measure_per_token(lambda tokens: run(tokens, True), engine.device, small, large)
+    with _head_chunks(engine, small):
+        kept = measure_per_token(lambda tokens: run(tokens, False), engine.device, small, large)
+        recomputed = measure_per_token(lambda tokens: run(tokens, True), engine.device, small, large)
     return TokenCost(kept, min(recomputed, kept))
+
+
+@contextmanager
+def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
+    """No longer than these: what a chunk of the head holds is then the same in runs of any length, and cancels out."""
+    head = engine.head
+    engine.head = ChunkedHead(head.spec, min(rows, head.chunk_rows))
+    try:
+        yield
+    finally:
+        engine.head = head
 
 
 def rehearse(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:

@@ -7,10 +7,8 @@ from itertools import count
 import torch
 
 from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from twinkle.model.adapter import Adapter
+from twinkle.model.adapter import FROZEN_BYTES_PER_PARAMETER, Adapter
 from twinkle.model.stacks import SLOTS_PER_BLOCK, RowLayout, Stack
-
-_HOST = torch.device("cpu")
 
 
 class AdapterPool:
@@ -67,6 +65,18 @@ class AdapterPool:
         self._require_fit(version, self.budget_bytes)
         self._versions.append(version)
 
+    def freeze(self, adapter_id: str) -> Adapter:
+        """Take in the adapter's weights as they are now as a version; on the device, where both have room there."""
+        adapter = self.get(adapter_id)
+        _require_room(adapter_id, adapter.stack.block_bytes + _frozen_bytes(adapter), self.budget_bytes)
+        if adapter.slot is not None and self._make_room(adapter.stack, _frozen_bytes(adapter), {id(adapter)}):
+            version = Adapter.frozen_in_slot(adapter, adapter.stack.take())
+            version.last_used = next(self._clock)
+        else:
+            version = Adapter.frozen_copy(adapter)
+        self._versions.append(version)
+        return version
+
     def remove_version(self, version: Adapter) -> None:
         self._release(version)
         self._versions = [other for other in self._versions if other is not version]
@@ -104,18 +114,16 @@ class AdapterPool:
     def _try_make_resident(self, wanted: list[Adapter]) -> bool:
         keep = {id(adapter) for adapter in wanted}
         for adapter in wanted:
-            if adapter.slot is None and not self._make_room(adapter, keep):
-                return False
             if adapter.slot is None:
-                adapter.slot = adapter.stack.take()
-                adapter.move_state(self._device)
-                adapter.refresh_compute_copy()
+                if not self._make_room(adapter.stack, adapter.state_bytes, keep):
+                    return False
+                adapter.enter(adapter.stack.take())
         return True
 
-    def _make_room(self, wanted: Adapter, keep: set[int]) -> bool:
-        stack = wanted.stack
+    def _make_room(self, stack: Stack, state_bytes: int, keep: set[int]) -> bool:
+        """For one more adapter of this stack."""
         while True:
-            needed = wanted.state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
+            needed = state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
             if self._used_bytes() + needed <= self.budget_bytes:
                 if not stack.has_free_slot:
                     stack.add_block()
@@ -127,8 +135,8 @@ class AdapterPool:
 
     def _page_out(self, adapter: Adapter) -> None:
         if adapter.slot is not None:
-            self._release(adapter)
-            adapter.move_state(_HOST)
+            adapter.leave()
+            adapter.stack.drop_empty_blocks()
 
     def _release(self, adapter: Adapter) -> None:
         if adapter.slot is not None:
@@ -144,12 +152,19 @@ class AdapterPool:
         return [*self._adapters.values(), *self._versions]
 
     def _require_fit(self, adapter: Adapter, budget_bytes: int) -> None:
-        needed = _bytes_of([adapter])
-        if needed > budget_bytes:
-            raise CapacityError(
-                f"adapter {adapter.adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
-                f"{budget_bytes / 2**20:.0f} MiB are set aside for adapters"
-            )
+        _require_room(adapter.adapter_id, _bytes_of([adapter]), budget_bytes)
+
+
+def _require_room(adapter_id: str, needed: int, budget_bytes: int) -> None:
+    if needed > budget_bytes:
+        raise CapacityError(
+            f"adapter {adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
+            f"{budget_bytes / 2**20:.0f} MiB are set aside for adapters"
+        )
+
+
+def _frozen_bytes(adapter: Adapter) -> int:
+    return FROZEN_BYTES_PER_PARAMETER * adapter.layout.size
 
 
 def _bytes_of(adapters: Iterable[Adapter]) -> int:

@@ -6,7 +6,8 @@ touches one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -24,15 +25,16 @@ from twinkle.model.compilation import compile_layers
 from twinkle.model.engine import Engine
 from twinkle.model.loading import load_model
 from twinkle.model.memory import MemoryPlan, available_bytes, divide, head_chunk_rows
-from twinkle.model.optimizer import adam_step, check_adam_params
+from twinkle.model.optimizer import adam_step, check_adam_params, gradient_norm
 from twinkle.model.packing import Budget
-from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.peft_config import peft_config, spec_from_peft
 from twinkle.model.rehearsal import measure_token_cost
 from twinkle.model.residency import AdapterPool
 from twinkle.model.self_check import check_engine, plain_logprobs
 from twinkle.model.stacks import RowLayout, initial_row, rank_bucket
 from twinkle.model.targets import check_spec, select_targets, short_names
 from twinkle.model.types import (
+    EMPTY,
     AdamParams,
     AdapterSnapshot,
     FloatArray,
@@ -153,6 +155,11 @@ class Trainer:
     def step_count(self, adapter_id: str) -> int:
         return self._pool.get(adapter_id).step
 
+    def peft_config(self, adapter_id: str) -> dict[str, object]:
+        """The contents of its adapter_config.json."""
+        adapter = self._pool.get(adapter_id)
+        return peft_config(adapter.spec, short_names(adapter.layout.targets, self.architecture), self.model_id)
+
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
@@ -163,12 +170,26 @@ class Trainer:
         """Log-probabilities and losses; each request's gradient is added to its adapter's."""
         return self._run(items, train=True)
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes."""
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes.
+
+        decoupled: False is Adam, whose weight decay is part of the gradient.
+        """
         adapter = self._pool.get(adapter_id)
         check_adam_params(params)
         self._pool.make_resident([adapter])
-        return adam_step(adapter, params)
+        return adam_step(adapter, params, decoupled=decoupled)
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None:
+        """Multiply the accumulated gradient; without one nothing changes."""
+        adapter = self._pool.get(adapter_id)
+        if adapter.gradient_P is not None:
+            adapter.gradient_P = adapter.gradient_P * factor
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
+        """Of the accumulated gradient; 0 without one."""
+        gradient_P = self._pool.get(adapter_id).gradient_P
+        return 0.0 if gradient_P is None else gradient_norm(gradient_P, norm_type)
 
     def zero_grad(self, adapter_id: str) -> None:
         """Drop the accumulated gradient."""
@@ -216,8 +237,20 @@ class Trainer:
         fresh.step = snapshot.step
         self._pool.put(fresh)
 
-    def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None:
-        """Write a directory that PEFT can load; with ``optimizer`` also all that training on needs."""
+    def save(
+        self,
+        adapter_id: str,
+        directory: str | Path,
+        optimizer: bool = True,
+        overwrite: bool = False,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a directory that PEFT can load; with ``optimizer`` also all that training on needs.
+
+        state: further entries of trainer_state.json. companions: writes further files into the directory it is given,
+        which appears with them or not at all.
+        """
         adapter = self._pool.get(adapter_id)
         checkpoint.save_adapter(
             adapter,
@@ -226,6 +259,20 @@ class Trainer:
             base_model=self.model_id,
             optimizer=optimizer,
             overwrite=overwrite,
+            state=state,
+            companions=companions,
+        )
+
+    def prepare_save(self, adapter_id: str, optimizer: bool = True) -> Callable[[Path], None]:
+        """Copy what :meth:`save` would write; the function returned writes it, in any thread, over what is there."""
+        adapter = self._pool.get(adapter_id)
+        return functools.partial(
+            checkpoint.save_adapter,
+            adapter.host_copy(optimizer),
+            target_modules=short_names(adapter.layout.targets, self.architecture),
+            base_model=self.model_id,
+            optimizer=optimizer,
+            overwrite=True,
         )
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
@@ -256,10 +303,6 @@ class Trainer:
     @property
     def pool(self) -> AdapterPool:
         return self._pool
-
-    def frozen_copy(self, adapter_id: str) -> Adapter:
-        """The adapter's weights as they are now; training on does not change them."""
-        return Adapter.frozen_copy(self._pool.get(adapter_id))
 
     def frozen_from_checkpoint(self, directory: str | Path) -> Adapter:
         """The weights of a directory written by :meth:`save` or by PEFT."""

@@ -4,7 +4,7 @@ Plain frozen dataclasses over numpy; this file imports neither torch nor transfo
 build requests without them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -68,21 +68,63 @@ class Datum:
 
 
 @dataclass(frozen=True)
+class TokenValues:
+    """What the model says of the targets of one sequence, each (T,).
+
+    entropies and predictions (the likeliest token) are empty unless statistics were asked for.
+    """
+
+    logprobs: FloatArray
+    entropies: FloatArray
+    predictions: IntArray
+
+
+@dataclass(frozen=True)
+class ObjectiveValue:
+    """What an objective makes of a request: its loss, and the loss's slope in every token, one array (T,) a datum.
+
+    ``entropies`` is empty where the loss does not depend on them. ``metrics`` are named ``name:reduction``.
+    """
+
+    loss: float
+    logprobs: Sequence[FloatArray]
+    entropies: Sequence[FloatArray] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# A loss of a whole request, all its sequences together. It is called once, with one entry a datum in the order of the
+# data; a TwinkleError that it raises fails its own request alone.
+Objective = Callable[[Sequence[TokenValues]], ObjectiveValue]
+
+
+@dataclass(frozen=True)
 class TrainItem:
-    """One request of one tenant: some sequences, one loss, one adapter."""
+    """One request of one tenant: some sequences, one loss, one adapter.
+
+    ``objective`` takes the place of a named loss. ``temperature`` divides the logits. ``statistics`` asks for entropies
+    and predictions. ``base_model`` leaves the adapter out, in ``forward`` alone.
+    """
 
     adapter_id: str
     data: Sequence[Datum]
     loss: str = "cross_entropy"
     loss_config: Mapping[str, float] = field(default_factory=dict)
+    objective: Objective | None = None
+    temperature: float = 1.0
+    statistics: bool = False
+    base_model: bool = False
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Target log-probabilities, one array a datum and shaped like its targets, and metrics named ``name:reduction``."""
+    """Target log-probabilities, one array a datum and shaped like its targets, and metrics named ``name:reduction``.
+
+    ``values`` has one entry a datum if the item asked for statistics, else none.
+    """
 
     logprobs: list[FloatArray]
     metrics: dict[str, float]
+    values: tuple[TokenValues, ...] = ()
 
 
 @dataclass(frozen=True)

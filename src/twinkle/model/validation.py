@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
 from twinkle.loss import TokenLoss, get_loss, resolve_config
-from twinkle.model.types import Datum, FloatArray, IntArray, TrainItem
+from twinkle.model.types import Datum, FloatArray, IntArray, Objective, TrainItem
+
+_HOTTEST = 1e4  # beyond it every distribution is flat, and a typing mistake likelier than a wish
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class CheckedItem:
     loss: TokenLoss
     config: Mapping[str, float]
     data: tuple[CheckedDatum, ...]
+    objective: Objective | None = None  # in the place of loss
+    temperature: float = 1.0
+    statistics: bool = False
 
     @property
     def width(self) -> int:
@@ -51,7 +56,23 @@ def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedI
     data = tuple(
         _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length) for index, datum in enumerate(item.data)
     )
-    return CheckedItem(item.adapter_id, loss, config, data)
+    _check_options(item, data)
+    return CheckedItem(
+        item.adapter_id, loss, config, data, item.objective, float(item.temperature), bool(item.statistics)
+    )
+
+
+def _check_options(item: TrainItem, data: Sequence[CheckedDatum]) -> None:
+    temperature = item.temperature
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 < temperature <= _HOTTEST:
+        raise InvalidInputError("temperature", temperature, f"a number > 0 and at most {_HOTTEST:g}")
+    if item.objective is None and not item.statistics:
+        return
+    if item.objective is not None and item.loss_config:
+        raise InvalidInputError("loss_config", item.loss_config, "nothing beside an objective")
+    if any(len(datum.target_shape) != 1 for datum in data):
+        raise InvalidInputError("targets", "several a token", "one a token with an objective or with statistics")
 
 
 def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max_length: int) -> CheckedDatum:

@@ -1,13 +1,16 @@
 """Sampling: generate with the base model and with published adapter versions.
 
-What :class:`TorchSampler` needs (torch and transformers, above all) is imported when it is first used.
+What :class:`TorchSampler` and :class:`LocalSampler` need (torch and transformers, above all) is imported when they are
+first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from twinkle.sampler.types import (
+    DrawnTokens,
     Finished,
+    Progress,
     SampledSequence,
     SampleFailure,
     Sampler,
@@ -18,10 +21,14 @@ from twinkle.sampler.types import (
 )
 
 if TYPE_CHECKING:
+    from twinkle.sampler.local_sampler import LocalSampler
     from twinkle.sampler.torch_sampler import TorchSampler
 
 __all__ = [
+    "DrawnTokens",
     "Finished",
+    "LocalSampler",
+    "Progress",
     "SampleFailure",
     "SampleRequest",
     "SampleResult",
@@ -32,8 +39,10 @@ __all__ = [
     "TorchSampler",
 ]
 
+_LAZY = {"LocalSampler": "twinkle.sampler.local_sampler", "TorchSampler": "twinkle.sampler.torch_sampler"}
+
 
 def __getattr__(name: str) -> object:
-    if name != "TorchSampler":
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("twinkle.sampler.torch_sampler"), name)
+    return getattr(import_module(_LAZY[name]), name)

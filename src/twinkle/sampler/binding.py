@@ -1,7 +1,8 @@
 """The LoRA of the rows of one forward pass: which rows belong to which version, for every layer and for the head.
 
 Rows come ordered by stack and slot, those of the base model last; the layers leave these alone. Gathering versions that
-do not lie side by side copies their weights, so what was gathered is kept for the next pass with the same versions.
+do not lie side by side copies their weights, so what was gathered is kept for the next pass with the same versions. On
+CPUs the layers of a few versions are two products each (:mod:`twinkle.sampler.dense_lora`).
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import Architecture
 from twinkle.model.grouped import Groups
 from twinkle.model.layers import bind_layers
-from twinkle.model.lora import LayerLora
+from twinkle.model.lora import LayerAdapters
 from twinkle.model.segments import BoundLora, Segment, SegmentLora
+from twinkle.sampler.dense_lora import DenseLora
 
 RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows it has
 
@@ -25,18 +27,35 @@ class LoraBinder:
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
         self._gathered: dict[tuple[int, ...], Tensor] = {}
-        self._last: tuple[tuple[tuple[int, int], ...], tuple[LayerLora, ...]] | None = None
+        self._last: tuple[tuple[tuple[int, int], ...], tuple[LayerAdapters, ...]] | None = None
+        self._dense: DenseLora | None = None  # of copies, which do not move
 
     def forget(self) -> None:
         self._gathered.clear()
         self._last = None
 
-    def layers(self, runs: Sequence[RowsOf]) -> tuple[LayerLora, ...]:
+    def layers(self, runs: Sequence[RowsOf]) -> tuple[LayerAdapters, ...]:
         """One entry a decoder layer."""
         key = tuple((id(version), rows) for version, rows in runs)
         if self._last is None or self._last[0] != key:
-            self._last = key, bind_layers(self._segments(runs), self._architecture)
+            self._last = key, self._bind(runs)
         return self._last[1]
+
+    def _bind(self, runs: Sequence[RowsOf]) -> tuple[LayerAdapters, ...]:
+        versions = list({id(version): version for version, _ in runs if version is not None}.values())
+        on_cpu = all(version.stack.device.type == "cpu" for version in versions)
+        if not versions or not on_cpu or not DenseLora.takes(versions):
+            return bind_layers(self._segments(runs), self._architecture)
+        if self._dense is None or not self._dense.covers(versions):
+            self._dense = DenseLora(self._with_earlier(versions), self._architecture)
+        return self._dense.layers(runs)
+
+    def _with_earlier(self, versions: list[Adapter]) -> list[Adapter]:
+        """Those of the last set too, while there is room: passes for prompts and for drawing take turns."""
+        known = {id(version) for version in versions}
+        earlier = [version for version in (self._dense.versions if self._dense else ()) if id(version) not in known]
+        resident = [version for version in earlier if version.slot is not None]
+        return [*versions, *resident] if DenseLora.takes([*versions, *resident]) else versions
 
     def head(self, runs: Sequence[RowsOf]) -> tuple[BoundLora, ...]:
         name = self._architecture.head.name

@@ -5,6 +5,9 @@ blocks; the one that writes into a shared block gets a copy first. Block 0 belon
 unequal length are filled up with it. Blocks are zeroed when they are taken, because a weight of zero times another
 tenant's NaN would be NaN.
 
+Full blocks can be remembered by what they hold (:mod:`twinkle.sampler.prefix_cache`). A remembered block without owners
+is as free as any other; it is only taken last, those that have been without owners for longest first.
+
 Shapes: B blocks, J key/value heads, D head dimension.
 """
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import CapacityError
+from twinkle.sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
 
@@ -64,13 +68,16 @@ class KeyValueCache:
                 views.append(part.unflatten(1, (BLOCK, shape.heads, width)))
                 place += size
         self._free = list(range(count - 1, 0, -1))
+        self._idle: dict[int, None] = {}  # remembered, without owners, in the order in which they lost the last one
+        self._prefixes = PrefixCache()
         self._owners = [0] * count
         self._unclean: list[int] = []
+        self._set_aside = 1
 
     @property
     def capacity(self) -> int:
         """Blocks that sequences may own."""
-        return len(self._owners) - 1
+        return len(self._owners) - self._set_aside
 
     @property
     def nbytes(self) -> int:
@@ -78,25 +85,29 @@ class KeyValueCache:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
+
+    def set_aside(self) -> int:
+        """A block that sequences will never own."""
+        self._set_aside += 1
+        return self.take()
 
     def take(self) -> int:
         """A block for one owner; it is zero after the next :meth:`clean`."""
-        block = self._free.pop()
-        self._owners[block] = 1
+        block = self._take()
         self._unclean.append(block)
         return block
 
     def take_copy(self, block: int) -> int:
         """A block with the contents of another."""
-        copy = self._free.pop()
-        self._owners[copy] = 1
+        copy = self._take()
         self._buffer[copy].copy_(self._buffer[block])
         return copy
 
     def share(self, blocks: Sequence[int]) -> list[int]:
         """One more owner for each."""
         for block in blocks:
+            self._idle.pop(block, None)
             self._owners[block] += 1
         return list(blocks)
 
@@ -105,10 +116,36 @@ class KeyValueCache:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner less for each; blocks without owners are free."""
-        for block in blocks:
+        for block in reversed(blocks):  # the end of a sequence is forgotten before its beginning
             self._owners[block] -= 1
-            if self._owners[block] == 0:
+            if self._owners[block] == 0 and block in self._prefixes:
+                self._idle[block] = None
+            elif self._owners[block] == 0:
                 self._free.append(block)
+
+    def remember(self, version: int, name: bytes, block: int) -> None:
+        """The block is full and will not change while it has owners."""
+        self._prefixes.remember(version, name, block)
+
+    def find(self, version: int, name: bytes) -> int | None:
+        return self._prefixes.find(version, name)
+
+    def forget(self, version: int) -> None:
+        """Nobody will ask for blocks of this version again."""
+        for block in self._prefixes.forget(version):
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            self._prefixes.drop(block)
+        self._owners[block] = 1
+        return block
 
     def clean(self) -> None:
         """Zero what has been taken since the last time, all at once. To be called before anything is written."""

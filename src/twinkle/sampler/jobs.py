@@ -4,7 +4,8 @@ A job begins with a single sequence, which computes the prompt. From the prompt'
 sample is drawn; the other samples then join with that token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -13,12 +14,13 @@ from twinkle.errors import NonFiniteError
 from twinkle.model.adapter import Adapter
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.drawing import Draw, Drawn
-from twinkle.sampler.model_pass import Computed, Piece
-from twinkle.sampler.noise import uniform
-from twinkle.sampler.types import SampledSequence, SampleResult, StopReason, TopLogprobs
+from twinkle.sampler.model_pass import Ahead, Computed, Piece
+from twinkle.sampler.noise import uniforms, words
+from twinkle.sampler.prefix_cache import BASE
+from twinkle.sampler.prompt_scores import PromptScores
+from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
 
-_EMPTY_LOGPROB = -99999.0  # of a cell of TopLogprobs that holds nothing
 _MARGIN = 8  # tokens: decoding may spoil the first of those it is given (a cut character, a space left out)
 
 
@@ -32,32 +34,49 @@ class Tokenizer(Protocol):
 
 @dataclass(eq=False)
 class Sequence:
-    """``cached`` of its tokens, prompt and generated ones, have their keys and values in ``blocks``."""
+    """``cached`` of its tokens, prompt and generated ones, have their keys and values in ``blocks``.
+
+    What belongs to the schedule: whether it is running, in what way its positions are encoded (``length_class``), and
+    what its full blocks are called.
+    """
 
     job: "Job"
     index: int  # which of the samples
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)  # one row each
+    stop_reason: StopReason | None = None
+    streamed: int = 0  # generated tokens that were handed over
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
-    stop_reason: StopReason | None = None
+    running: bool = False
+    turn: int = 0  # when it was computed last, where that counts
+    length_class: int = 0
+    names: list[bytes] = field(default_factory=list)
 
     @property
     def order(self) -> tuple[int, int]:
         """Who came first."""
         return self.job.number, self.index
 
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.job.prompt_length :]
-
     def add(self, drawn: Drawn) -> None:
         self.tokens.append(drawn.token)
         self.logprobs.append(drawn.logprob)
+        if drawn.top is not None:
+            self.tops.append(drawn.top)
         if self.job.ends(self):
             self.stop_reason = "stop"
         elif len(self.logprobs) >= self.job.request.max_tokens:
             self.stop_reason = "length"
+
+    def generated(self, start: int = 0) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
+        """What has been drawn, from token number ``start`` on: tokens, their log-probabilities, the likeliest."""
+        tokens, tops = self.tokens[self.job.prompt_length + start :], self.tops[start:]
+        top = None
+        if tops:
+            ids, values = ([each.token_ids for each in tops], [each.logprobs for each in tops])
+            top = TopLogprobs(np.concatenate(ids), np.concatenate(values))
+        return np.array(tokens, np.int64), np.array(self.logprobs[start:], np.float32), top
 
 
 @dataclass(eq=False)
@@ -72,44 +91,82 @@ class Job:
     sequences: list[Sequence] = field(default_factory=list)
     stem: list[int] = field(default_factory=list)  # the prompt's blocks, kept for samples that have not begun
     prompt_done: bool = False
-    scores: FloatArray | None = None
-    top: TopLogprobs | None = None
+    prompt_reached: int = 0  # so many of the prompt's tokens have been in the cache
+    prompt_reused: int = 0  # so many of those were there already
+    scores: PromptScores = field(init=False)
 
     def __post_init__(self) -> None:
-        request, length = self.request, len(self.request.prompt)
-        self.sequences.append(Sequence(self, 0, request.prompt.tolist()))
-        if request.prompt_logprobs:
-            self.scores = np.full(length, np.nan, np.float32)
-        if request.topk_prompt_logprobs:
-            shape = (length, request.topk_prompt_logprobs)
-            self.top = TopLogprobs(np.zeros(shape, np.int64), np.full(shape, _EMPTY_LOGPROB, np.float32))
+        self.sequences.append(Sequence(self, 0, self.request.prompt.tolist()))
+        self.scores = PromptScores(self.request)
+
+    @cached_property
+    def draw(self) -> Draw:
+        """How a token is drawn, but for the random number."""
+        params = self.request.params
+        return Draw(params.temperature, params.top_k, params.top_p, 0.0, self.request.topk_sample_logprobs)
 
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
 
     @property
+    def longest(self) -> int:
+        """Tokens that a sample may have in the cache: nothing is computed of the last one."""
+        return self.prompt_length + self.request.max_tokens - 1
+
+    @property
     def done(self) -> bool:
         return self.prompt_done and all(sequence.stop_reason is not None for sequence in self.sequences)
 
+    @property
+    def version_key(self) -> int:
+        """Tells versions apart while they are published or used."""
+        return BASE if self.version is None else id(self.version)
+
+    def reusable(self, sequence: Sequence) -> int:
+        """So many of the sequence's tokens need not be computed: not the last one, nor what is to be scored."""
+        if self.prompt_done:
+            return len(sequence.tokens) - 1
+        return min(self.prompt_length, self.scores.first) - 1
+
+    def reached(self, tokens: int, *, reused: bool) -> None:
+        """So many tokens of the prompt are in the cache now; a sequence that gave way does not count as new."""
+        fresh = min(tokens, self.prompt_length) - self.prompt_reached
+        if fresh > 0:
+            self.prompt_reached += fresh
+            self.prompt_reused += fresh if reused else 0
+
     def piece(self, sequence: Sequence, start: int, stop: int) -> Piece:
         """What to compute of ``sequence.tokens[start:stop]``."""
-        targets = self._targets(sequence, start, stop)
         return Piece(
             self.version,
             np.array(sequence.tokens[start:stop], np.int64),
             start,
             sequence.blocks,
             draws=self._draws(sequence) if stop == len(sequence.tokens) else (),
-            targets=targets,
-            top=0 if targets is None else self.request.topk_prompt_logprobs,
+            scoring=None if self.prompt_done else self.scores.scoring(start, stop),
         )
 
-    def absorb(self, sequence: Sequence, start: int, computed: Computed) -> list[Sequence]:
+    def ahead(self, sequence: Sequence) -> Ahead:
+        """The sequence as it is, to draw several tokens of it."""
+        request = self.request
+        return Ahead(
+            self.version,
+            sequence.tokens[-1],
+            len(sequence.tokens) - 1,
+            sequence.blocks,
+            self.draw,
+            request.seed,
+            sequence.index,
+            len(sequence.logprobs),
+        )
+
+    def absorb(self, sequence: Sequence, start: int, stop: int, computed: Computed) -> list[Sequence]:
         """Take in what was computed; returns the samples that the prompt's end brought forth."""
-        self._absorb_scores(start, computed)
+        if computed.scores is not None:
+            self.scores.absorb(start, stop, computed.scores)
         if not all(drawn.finite for drawn in computed.drawn):
-            raise NonFiniteError("the model's logits hold NaN or infinity for this prompt and version")
+            raise _not_finite()
         if not computed.drawn:
             return []
         if self.prompt_done:
@@ -122,6 +179,16 @@ class Job:
         for each, drawn in zip(self.sequences, computed.drawn, strict=True):
             each.add(drawn)
         return fresh
+
+    def absorb_ahead(self, sequence: Sequence, drawn: list[Drawn]) -> int:
+        """Take in tokens up to the end of the sample; returns how many that were."""
+        for number, each in enumerate(drawn, start=1):
+            if not each.finite:
+                raise _not_finite()
+            sequence.add(each)
+            if sequence.stop_reason is not None:
+                return number
+        return len(drawn)
 
     def ends(self, sequence: Sequence) -> bool:
         """Whether the newest token ends the sample."""
@@ -136,37 +203,36 @@ class Job:
         text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in strings)
 
+    def progress(self) -> list[Progress]:
+        """What has been drawn since the last time."""
+        return [self._progress(each) for each in self.sequences if each.streamed < len(each.logprobs)]
+
     def result(self) -> SampleResult:
         sequences = []
         for sequence in self.sequences:
             assert sequence.stop_reason is not None, "a result has no open ends"
-            tokens, logprobs = np.array(sequence.generated, np.int64), np.array(sequence.logprobs, np.float32)
-            sequences.append(SampledSequence(tokens, logprobs, sequence.stop_reason))
-        return SampleResult(sequences, self.scores, self.top)
+            tokens, logprobs, top = sequence.generated()
+            sequences.append(SampledSequence(tokens, logprobs, sequence.stop_reason, top))
+        return SampleResult(
+            sequences,
+            prompt_logprobs=self.scores.logprobs,
+            topk_prompt_logprobs=self.scores.top,
+            target_prompt_logprobs=self.scores.targets,
+            prompt_alt_tokens=self.scores.drawn,
+            cached_prompt_tokens=self.prompt_reused,
+        )
+
+    def _progress(self, sequence: Sequence) -> Progress:
+        tokens, logprobs, top = sequence.generated(sequence.streamed)
+        sequence.streamed = len(sequence.logprobs)
+        return Progress(self.request.request_id, sequence.index, tokens, logprobs, top, sequence.stop_reason)
 
     def _draws(self, sequence: Sequence) -> tuple[Draw, ...]:
         """The next token of the sample; at the end of the prompt, the first token of every sample."""
-        params, position = self.request.params, len(sequence.logprobs)
         samples = [sequence.index] if self.prompt_done else range(self.request.num_samples)
-        return tuple(
-            Draw(params.temperature, params.top_k, params.top_p, uniform(self.request.seed, sample, position))
-            for sample in samples
-        )
+        noise = uniforms(words(self.request.seed), words(*samples), words(len(sequence.logprobs)))
+        return tuple(replace(self.draw, uniform=number) for number in noise.tolist())
 
-    def _targets(self, sequence: Sequence, start: int, stop: int) -> IntArray | None:
-        """The prompt tokens that these rows predict, while they are still to be scored."""
-        if self.prompt_done or (self.scores is None and self.top is None):
-            return None
-        return self.request.prompt[start + 1 : stop + 1]
 
-    def _absorb_scores(self, start: int, computed: Computed) -> None:
-        if computed.scores is None:
-            return
-        if not np.isfinite(computed.scores).all():
-            raise NonFiniteError("log-probabilities of the prompt are NaN or infinite under this version")
-        rows = slice(start + 1, start + 1 + len(computed.scores))
-        if self.scores is not None:
-            self.scores[rows] = computed.scores
-        if self.top is not None and computed.top_ids is not None and computed.top_logprobs is not None:
-            self.top.token_ids[rows] = computed.top_ids
-            self.top.logprobs[rows] = computed.top_logprobs
+def _not_finite() -> NonFiniteError:
+    return NonFiniteError("the model's logits hold NaN or infinity for this prompt and version")

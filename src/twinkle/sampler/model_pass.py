@@ -4,12 +4,12 @@ Knows nothing of requests and turns. Two ways to see earlier tokens: in the cach
 and for architectures that carry other state along the sequence, by computing the whole sequence again each time, padded
 as in training: slow, but right.
 
-Shapes: T rows, H hidden features, V vocabulary, k likeliest tokens.
+Shapes: T rows, S scored rows, C rows of a chunk, H hidden features, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, islice
 
 import numpy as np
 import torch
@@ -20,47 +20,61 @@ from twinkle.model.adapter import Adapter
 from twinkle.model.attention import Packing
 from twinkle.model.engine import Engine
 from twinkle.model.layers import LayerBatch, bind_layers
-from twinkle.model.types import FloatArray, IntArray
+from twinkle.model.transfer import to_device
+from twinkle.model.types import IntArray
 from twinkle.sampler.binding import LoraBinder, RowsOf
 from twinkle.sampler.cache import KeyValueCache, LayerShape
 from twinkle.sampler.cached_attention import CachedRows, ShapeProbe, Span
-from twinkle.sampler.drawing import Draw, Drawn, draw_tokens
-
-_DRAWS_PER_CHUNK = 8  # a draw takes about so many times the memory of its logits
+from twinkle.sampler.decode_graphs import DecodeGraphs, DecodeRow
+from twinkle.sampler.drawing import MEMORY_OF_A_DRAW, Draw, Drawn, DrawnRows, DrawPlan, collect, draw_tokens
+from twinkle.sampler.noise import uniforms, words
+from twinkle.sampler.scoring import Scores, Scoring, score_rows
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens ``start``… of one sequence; ``draws`` are made from the last row.
-
-    The first ``len(targets)`` rows are scored: the log-probability of their target, and the ``top`` likeliest tokens.
-    """
+    """Tokens ``start``… of one sequence; ``draws`` are made from the last row."""
 
     version: Adapter | None
     tokens: IntArray
     start: int
     blocks: Sequence[int]
     draws: tuple[Draw, ...] = ()
-    targets: IntArray | None = None
-    top: int = 0
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What came of a piece: scores (S,), top_ids and top_logprobs (S, k) for its S scored rows."""
+    """What came of a piece."""
 
     drawn: tuple[Drawn, ...] = ()
-    scores: FloatArray | None = None
-    top_ids: IntArray | None = None
-    top_logprobs: FloatArray | None = None
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The newest token of a sequence, at ``position``, from which several more are to be drawn.
+
+    They are numbers ``drawn``, ``drawn + 1``… of sample ``sample`` of a request with this seed.
+    """
+
+    version: Adapter | None
+    token: int
+    position: int
+    blocks: Sequence[int]
+    draw: Draw  # but for its uniform number
+    seed: int
+    sample: int
+    drawn: int
 
 
 class ModelPass:
     """Runs pieces on an engine whose versions are resident. ``cache=None``: pieces must be whole sequences."""
 
-    def __init__(self, engine: Engine, cache: KeyValueCache | None) -> None:
+    def __init__(self, engine: Engine, cache: KeyValueCache | None, graphs: DecodeGraphs | None) -> None:
         self._engine = engine
         self._cache = cache
+        self._graphs = graphs
         self._binder = LoraBinder(engine.architecture)
 
     def forget_versions(self) -> None:
@@ -69,15 +83,36 @@ class ModelPass:
     @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> list[Computed]:
         """Results in the order of the pieces. All must be of one length class."""
-        order = sorted(range(len(pieces)), key=lambda index: _place(pieces[index]))
+        order = sorted(range(len(pieces)), key=lambda index: _place(pieces[index].version))
         ordered = [pieces[index] for index in order]
         hidden, firsts = self._padded(ordered) if self._cache is None else self._cached(ordered, self._cache)
-        computed = [Computed(drawn) for drawn in self._draw(ordered, hidden, firsts)]
-        for index, scored in self._score(ordered, hidden, firsts).items():
-            computed[index] = replace(scored, drawn=computed[index].drawn)
+        drawn = self._draw(ordered, hidden, firsts)
+        scores = self._score(ordered, hidden, firsts)
         results = [Computed()] * len(pieces)
-        for index, result in zip(order, computed, strict=True):
-            results[index] = result
+        for place, index in enumerate(order):
+            results[index] = Computed(drawn[place], scores.get(place))
+        return results
+
+    @torch.no_grad()
+    def run_ahead(self, rows: Sequence[Ahead], steps: int) -> list[list[Drawn]]:
+        """So many tokens of each row, by captured graphs, which must be there and take these rows."""
+        assert self._graphs is not None and self._cache is not None, "only where decoding was captured"
+        self._cache.clean()
+        order = sorted(range(len(rows)), key=lambda index: _place(rows[index].version))
+        ordered = [rows[index] for index in order]
+        seeds, samples, drawn = (words(*values)[:, None] for values in zip(*map(_key, ordered), strict=True))
+        uniform_nS = uniforms(seeds, samples, drawn + words(*range(steps)))
+        parts = self._graphs.decode(
+            [DecodeRow(row.token, row.position, row.blocks) for row in ordered],
+            _runs([row.version for row in ordered], [1] * len(ordered)),
+            DrawPlan.of([row.draw for row in ordered], self._engine.device),
+            to_device(torch.from_numpy(uniform_nS), self._engine.device),
+            self._engine.architecture.vocab_size,
+        )
+        tokens = collect(parts)
+        results: list[list[Drawn]] = [[] for _ in rows]
+        for place, index in enumerate(order):
+            results[index] = tokens[place :: len(rows)]
         return results
 
     def _cached(self, pieces: Sequence[Piece], cache: KeyValueCache) -> tuple[Tensor, list[int]]:
@@ -86,7 +121,7 @@ class ModelPass:
         device, lengths = self._engine.device, [len(piece.tokens) for piece in pieces]
         spans = [Span(piece.start, piece.start + len(piece.tokens), piece.blocks) for piece in pieces]
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-        layers = self._binder.layers(_runs(pieces, lengths))
+        layers = self._binder.layers(_runs([piece.version for piece in pieces], lengths))
         batch = LayerBatch(None, layers, False, cached=CachedRows.of(spans, device).layers(cache))
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces])).to(device)
         hidden_TH = self._engine.hidden_states(ids[None], torch.from_numpy(positions).to(device)[None], None, batch)
@@ -100,7 +135,9 @@ class ModelPass:
             assert piece.start == 0, "without a cache a sequence is computed whole"
             ids[row, : len(piece.tokens)] = piece.tokens
             mask[row, : len(piece.tokens)] = 1
-        batch = LayerBatch(None, self._binder.layers(_runs(pieces, [longest] * len(pieces))), False)
+        batch = LayerBatch(
+            None, self._binder.layers(_runs([piece.version for piece in pieces], [longest] * len(pieces))), False
+        )
         positions = torch.arange(longest, device=device).expand(ids.shape)
         hidden_TH = self._engine.hidden_states(
             torch.from_numpy(ids).to(device), positions, torch.from_numpy(mask).to(device), batch
@@ -108,54 +145,39 @@ class ModelPass:
         return hidden_TH, [row * longest for row in range(len(pieces))]
 
     def _draw(self, pieces: Sequence[Piece], hidden_TH: Tensor, firsts: Sequence[int]) -> list[tuple[Drawn, ...]]:
-        drawn: list[list[Drawn]] = [[] for _ in pieces]
         drawing = [index for index, piece in enumerate(pieces) if piece.draws]
         if not drawing:
             return [()] * len(pieces)
         last_rows = torch.tensor([firsts[index] + len(pieces[index].tokens) - 1 for index in drawing])
-        lora = self._binder.head(_runs([pieces[index] for index in drawing], [1] * len(drawing)))
+        lora = self._binder.head(_runs([pieces[index].version for index in drawing], [1] * len(drawing)))
         head, choices = self._engine.head, self._engine.architecture.vocab_size
-        at_once = max(1, head.chunk_rows // _DRAWS_PER_CHUNK)
+        at_once = max(1, head.chunk_rows // MEMORY_OF_A_DRAW)
+        parts: list[DrawnRows] = []
         for rows, logits_CV in head.logits(hidden_TH[last_rows.to(hidden_TH.device)], lora):
-            members = drawing[rows]
-            wanted = [(row, index, draw) for row, index in enumerate(members) for draw in pieces[index].draws]
+            wanted = [(row, draw) for row, index in enumerate(drawing[rows]) for draw in pieces[index].draws]
             for start in range(0, len(wanted), at_once):
                 part = wanted[start : start + at_once]
-                taken = torch.tensor([row for row, _, _ in part], device=logits_CV.device)
-                tokens = draw_tokens(logits_CV[taken], [draw for _, _, draw in part], choices)
-                for (_, index, _), token in zip(part, tokens, strict=True):
-                    drawn[index].append(token)
-        return [tuple(tokens) for tokens in drawn]
+                taken = torch.tensor([row for row, _ in part]).to(logits_CV.device)
+                parts.append(draw_tokens(logits_CV[taken], [draw for _, draw in part], choices))
+        drawn = iter(collect(parts))  # one transfer for the whole pass
+        return [tuple(islice(drawn, len(piece.draws))) for piece in pieces]
 
-    def _score(self, pieces: Sequence[Piece], hidden_TH: Tensor, firsts: Sequence[int]) -> dict[int, Computed]:
-        """By the index of the piece, for those with targets."""
-        targets = {
-            i: piece.targets for i, piece in enumerate(pieces) if piece.targets is not None and piece.targets.size
-        }
-        if not targets:
-            return {}
-        device, lengths = hidden_TH.device, [len(each) for each in targets.values()]
-        rows = np.concatenate([np.arange(firsts[i], firsts[i] + len(each)) for i, each in targets.items()])
-        lora = self._binder.head(_runs([pieces[index] for index in targets], lengths))
-        scored_SH = hidden_TH[torch.from_numpy(rows).to(device)]
-        target_S1 = torch.from_numpy(np.concatenate(list(targets.values()))[:, None]).to(device)
-        scores_S = self._engine.head.logprobs(scored_SH, target_S1, lora)[:, 0].cpu().numpy()
-        top = max(pieces[index].top for index in targets)
-        ids, logprobs = [], []
-        for _, logits_CV in self._engine.head.logits(scored_SH, lora) if top else ():
-            highest = logits_CV.log_softmax(1).topk(top, sorted=True)
-            ids.append(highest.indices.cpu().numpy())
-            logprobs.append(highest.values.cpu().numpy())
-        results, start = {}, 0
-        for index, length in zip(targets, lengths, strict=True):
-            part, width = slice(start, start + length), pieces[index].top
-            results[index] = Computed(
-                scores=scores_S[part],
-                top_ids=np.concatenate(ids)[part, :width] if width else None,
-                top_logprobs=np.concatenate(logprobs)[part, :width] if width else None,
-            )
-            start += length
-        return results
+    def _score(self, pieces: Sequence[Piece], hidden_TH: Tensor, firsts: Sequence[int]) -> dict[int, Scores]:
+        """By the index of the piece. Those that ask for more than targets need all their logits."""
+        asked = [(index, piece.scoring) for index, piece in enumerate(pieces) if piece.scoring is not None]
+        scores: dict[int, Scores] = {}
+        for only_targets in (True, False):
+            wanted = {index: scoring for index, scoring in asked if scoring.only_targets is only_targets}
+            if wanted:
+                lengths = [len(scoring.targets) for scoring in wanted.values()]
+                begins = [firsts[index] + scoring.first for index, scoring in wanted.items()]
+                rows = np.concatenate([np.arange(a, a + count) for a, count in zip(begins, lengths, strict=True)])
+                hidden_SH = hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)]
+                lora = self._binder.head(_runs([pieces[index].version for index in wanted], lengths))
+                choices = self._engine.architecture.vocab_size
+                found = score_rows(self._engine.head, hidden_SH, lora, list(wanted.values()), choices)
+                scores |= zip(wanted, found, strict=True)
+        return scores
 
 
 def probe_shapes(engine: Engine) -> list[LayerShape]:
@@ -172,18 +194,20 @@ def probe_shapes(engine: Engine) -> list[LayerShape]:
     return shapes
 
 
-def _place(piece: Piece) -> tuple[int, str, int]:
+def _place(version: Adapter | None) -> tuple[int, str, int]:
     """Stacks together, slots in order, the base model last."""
-    if piece.version is None:
+    if version is None:
         return 2**31, "", 0
-    layout = piece.version.layout
-    assert piece.version.slot is not None, "versions of a pass must be resident"
-    return layout.rank, layout.digest, piece.version.slot
+    assert version.slot is not None, "versions of a pass must be resident"
+    return version.layout.rank, version.layout.digest, version.slot
 
 
-def _runs(pieces: Sequence[Piece], rows: Sequence[int]) -> list[RowsOf]:
+def _key(row: Ahead) -> tuple[int, int, int]:
+    return row.seed, row.sample, row.drawn
+
+
+def _runs(versions: Iterable[Adapter | None], rows: Sequence[int]) -> list[RowsOf]:
     """Neighbours of one version joined."""
-    counted = zip(pieces, rows, strict=True)
-    joined = groupby(counted, key=lambda pair: id(pair[0].version))
+    joined = groupby(zip(versions, rows, strict=True), key=lambda pair: id(pair[0]))
     runs = [list(run) for _, run in joined]
-    return [(run[0][0].version, sum(count for _, count in run)) for run in runs]
+    return [(run[0][0], sum(count for _, count in run)) for run in runs]

@@ -1,21 +1,55 @@
 """Random numbers without a generator: each is a function of what it is drawn for.
 
-A sample is the same whatever else is computed beside it, in whatever order, on whatever device.
+A sample is the same whatever else is computed beside it, in whatever order, on whatever device. The function is three
+rounds of the 64-bit finalizer of SplitMix64, one for each part of the key; numpy's unsigned integers wrap around as it
+wants.
 """
 
-import hashlib
-import struct
 from random import SystemRandom
 
+import numpy as np
+from numpy.typing import NDArray
+
 _BITS = 48  # few enough that u · total stays below total in float64
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SAMPLES, _ALTERNATIVES = 1, 2  # what the noise is for: the two are kept apart
+
+Words = NDArray[np.uint64]
+
+
+def uniforms(seeds: Words, samples: Words, positions: Words) -> NDArray[np.float64]:
+    """In (0, 1), for token number ``position`` of sample number ``sample`` of a request with this seed."""
+    return _numbers(_SAMPLES, seeds, samples, positions)
+
+
+def alternative_uniforms(seed: int, positions: Words, draws: Words) -> NDArray[np.float64]:
+    """In (0, 1), for alternative number ``draw`` to the prompt's token at ``position``."""
+    return _numbers(_ALTERNATIVES, words(seed), draws, positions)
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """In (0, 1), for token number ``position`` of sample number ``sample`` of a request with this seed."""
-    key = struct.pack("<QQQ", seed % 2**64, sample, position)
-    bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> (64 - _BITS)
-    return (bits + 0.5) * 2.0**-_BITS
+    return float(uniforms(words(seed), words(sample), words(position))[0])
+
+
+def words(*values: int) -> Words:
+    """As unsigned integers; a negative seed is the same as the one with the same bits."""
+    return np.array([value % 2**64 for value in values], np.uint64)
 
 
 def fresh_seed() -> int:
     return SystemRandom().randrange(2**63)
+
+
+def _numbers(purpose: int, *key: Words) -> NDArray[np.float64]:
+    state = words(purpose)
+    for part in key:
+        state = _mixed(state ^ _mixed(part))
+    return ((state >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) * 2.0**-_BITS
+
+
+def _mixed(values: Words) -> Words:
+    values = values + _GAMMA
+    values = (values ^ (values >> np.uint64(30))) * _FIRST
+    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    return values ^ (values >> np.uint64(31))

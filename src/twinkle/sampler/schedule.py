@@ -1,16 +1,24 @@
 """Who is computed next: plain Python over sequences and cache blocks.
 
-Sequences run in the order in which they came. Room is not reserved for tokens that may never be drawn: when the cache
-is full, the sequence that came last gives its blocks back and computes its tokens again later. Any sequence fits alone
-(requests that do not are refused), so the first one always gets on.
+Places go to those who came first, but a request does not get another one while someone has fewer: places are shared
+among requests, not among samples. Room is not reserved for tokens that may never be drawn: when the cache is full, the
+last sample of the request with the most samples gives its blocks back and computes its tokens again later, as far as
+they have not been remembered. Any sequence fits alone (requests that do not are refused) and the first one never gives
+way, so it always gets on.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for
 from twinkle.sampler.jobs import Job, Sequence
+from twinkle.sampler.prefix_cache import first_name, next_name
+
+Eligible = Callable[[Job], bool]
 
 
 @dataclass(frozen=True)
@@ -38,90 +46,202 @@ class Schedule:
         self._max_sequences = max_sequences
         self._chunk_tokens = chunk_tokens
         self._length_class = length_class
-        self._waiting: list[Sequence] = []  # both in order
+        self._waiting: dict[Job, list[Sequence]] = {}  # no list is empty; both lists in order
         self._running: list[Sequence] = []
+        self._turns = count(1)
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=lambda each: each.order)
+        insort(self._waiting.setdefault(sequence.job, []), sequence, key=lambda each: each.order)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that is done or no longer wanted, and free its blocks."""
         self._release(sequence)
-        self._waiting = [each for each in self._waiting if each is not sequence]
-        self._running = [each for each in self._running if each is not sequence]
-        if not any(each.job is sequence.job for each in self._waiting):
+        self._leave(sequence)
+        if sequence.job not in self._waiting:
             self._drop_stem(sequence.job)
+
+    def forget(self, version_key: int) -> None:
+        """Nothing that was computed with this version is used again for others."""
+        if self._cache is not None:
+            self._cache.forget(version_key)
 
     def keep_stem(self, sequence: Sequence) -> None:
         """The sequence holds its whole prompt: keep the prompt's blocks for the samples to come."""
         if self._cache is not None:
             sequence.job.stem = self._cache.share(sequence.blocks[: blocks_for(sequence.job.prompt_length)])
 
+    # --- places -------------------------------------------------------------------------------------------------------
+
     def candidates(self) -> list[Job]:
         """Those that run or could be let in now, first come first."""
-        places = max(1, self._max_sequences - len(self._running))
-        sequences = sorted([*self._running, *self._waiting[:places]], key=lambda each: each.order)
-        return list(dict.fromkeys(sequence.job for sequence in sequences))
+        entering = [sequence for sequence, _ in self._entrants(lambda job: True)]
+        jobs = {sequence.job for sequence in [*self._running, *entering]}
+        return sorted(jobs, key=lambda job: job.number)
 
-    def next_steps(self, eligible: Callable[[Job], bool]) -> list[Step]:
-        """One step for as many sequences as fit into a pass: all that draw a token, and some pieces of prompts."""
-        self._admit(eligible)
-        steps: list[Step] = []
-        chunked = 0
-        for sequence in list(self._running):
-            if not eligible(sequence.job) or sequence not in self._running:  # it may have had to give way
-                continue
-            start, stop = self._range(sequence)
-            if stop - start > 1 and chunked and chunked + stop - start > self._chunk_tokens:
-                continue
-            if self._make_room(sequence, stop):
-                steps.append(Step(sequence, start, stop))
-                chunked += stop - start if stop - start > 1 else 0
-        return steps
-
-    def computed(self, step: Step) -> None:
-        """The step's tokens are in the cache now."""
-        if self._cache is not None:
-            step.sequence.cached = step.stop
-
-    def _range(self, sequence: Sequence) -> tuple[int, int]:
-        length = len(sequence.tokens)
-        if self._cache is None:
-            return 0, length
-        of_class = self._length_class
-        if sequence.cached and of_class(sequence.cached) != of_class(length):
-            self._release(sequence)  # positions are encoded in another way from here on
-        stop = min(length, (sequence.cached // self._chunk_tokens + 1) * self._chunk_tokens)
-        if of_class(stop) != of_class(length):
-            stop = length
-        return sequence.cached, stop
-
-    def _admit(self, eligible: Callable[[Job], bool]) -> None:
-        for sequence in [each for each in self._waiting if eligible(each.job)]:
-            if len(self._running) >= self._max_sequences:
-                return
-            if self._cache is not None:
-                if self._cache.free < self._wanted(sequence):
-                    if self._running:
-                        return
-                    self._drop_stems()
-                self._start_from_stem(sequence, self._cache)
-            self._waiting.remove(sequence)
+    def admit(self, eligible: Eligible) -> None:
+        """Give places to those who wait, as far as there is room."""
+        for sequence, leaving in self._entrants(eligible):
+            if leaving is not None:
+                self._preempt(leaving)
+            if self._cache is not None and self._cache.free < self._wanted(sequence):
+                if self._running:
+                    return
+                self._drop_stems()
+            self._leave(sequence)
+            self._begin(sequence)
+            sequence.running = True
             insort(self._running, sequence, key=lambda each: each.order)
+
+    def _entrants(self, eligible: Eligible) -> Iterator[tuple[Sequence, Sequence | None]]:
+        """Who may have a place, those with the fewest first, and who has to leave for it when all are taken."""
+        running: dict[Job, list[Sequence]] = {}
+        for sequence in self._running:
+            running.setdefault(sequence.job, []).append(sequence)
+        places = self._max_sequences - len(self._running)
+        if places == 0 and all(len(each) == 1 for each in running.values()):
+            return
+        queues = {job: queue[::-1] for job, queue in self._waiting.items() if eligible(job)}
+        heap = [(len(running.get(job, ())), job.number, job) for job in queues]
+        heapify(heap)
+        while heap:
+            samples, number, job = heappop(heap)
+            leaving = None
+            if places == 0:
+                most = max(running.values(), key=lambda each: (len(each), each[0].order))
+                if len(most) <= samples + 1:
+                    return
+                leaving = most.pop()
+            else:
+                places -= 1
+            entering = queues[job].pop()
+            running.setdefault(job, []).append(entering)
+            yield entering, leaving
+            if queues[job]:
+                heappush(heap, (samples + 1, number, job))
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Start from what the cache holds: the prompt's blocks, or more of the sequence, if it ran before."""
+        self._follow_length(sequence)
+        self._adopt(sequence)
+        job, cache = sequence.job, self._cache
+        fits = self._length_class(job.prompt_length) == sequence.length_class
+        if cache is not None and job.stem and fits and sequence.cached < job.prompt_length:
+            self._release(sequence)
+            sequence.blocks = cache.share(job.stem)
+            sequence.cached = job.prompt_length
+        if job not in self._waiting:
+            self._drop_stem(job)
 
     def _wanted(self, sequence: Sequence) -> int:
         """Blocks for all that is there to compute, and one more for a beginning."""
         return blocks_for(len(sequence.tokens)) - len(sequence.job.stem) + 1
 
-    def _start_from_stem(self, sequence: Sequence, cache: KeyValueCache) -> None:
-        job = sequence.job
-        if job.stem and self._length_class(job.prompt_length) == self._length_class(len(sequence.tokens)):
-            sequence.blocks = cache.share(job.stem)
-            sequence.cached = job.prompt_length
-        if not any(each.job is job and each is not sequence for each in self._waiting):
-            self._drop_stem(job)
+    def _leave(self, sequence: Sequence) -> None:
+        """From wherever it is."""
+        if sequence.running:
+            self._running.remove(sequence)
+            sequence.running = False
+        elif sequence in (samples := self._waiting.get(sequence.job, [])):
+            samples.remove(sequence)
+            if not samples:
+                del self._waiting[sequence.job]
 
-    def _make_room(self, sequence: Sequence, stop: int) -> bool:
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def decode_steps(self, eligible: Eligible, ahead: int = 1) -> list[Step]:
+        """One token of every sequence whose other tokens are all in the cache, with room for ``ahead`` of them."""
+        steps: dict[Sequence, Step] = {}
+        for sequence in list(self._running):
+            if sequence.running and eligible(sequence.job) and self._decodes(sequence):
+                length = len(sequence.tokens)
+                if self._make_room(sequence, min(length + ahead - 1, sequence.job.longest), steps):
+                    steps[sequence] = Step(sequence, length - 1, length)
+        return list(steps.values())
+
+    def room_ahead(self, tokens: int) -> bool:
+        """Whether every running sequence could get so many tokens more without anyone giving way for it."""
+        return self._cache is not None and self._cache.free >= len(self._running) * (blocks_for(tokens) + 1)
+
+    def prompt_steps(self, eligible: Eligible) -> list[Step]:
+        """Pieces of prompts, and of sequences that gave way, as many as fit into a pass."""
+        steps: dict[Sequence, Step] = {}
+        tokens = 0
+        for sequence in self._in_turn():
+            if not sequence.running or not eligible(sequence.job) or self._decodes(sequence):
+                continue
+            self._adopt(sequence)  # others may have computed the same since
+            start, stop = self._range(sequence)
+            if steps and tokens + stop - start > self._chunk_tokens:
+                continue
+            if self._make_room(sequence, stop, steps):
+                steps[sequence] = Step(sequence, start, stop)
+                tokens += stop - start
+        return list(steps.values())
+
+    def computed(self, step: Step) -> None:
+        """The step's tokens are in the cache now."""
+        sequence, cache = step.sequence, self._cache
+        if cache is None:
+            sequence.turn = next(self._turns)
+            return
+        sequence.cached = step.stop
+        sequence.job.reached(step.stop, reused=False)
+        for index in range(step.start // BLOCK, step.stop // BLOCK):
+            cache.remember(sequence.job.version_key, self._name(sequence, index), sequence.blocks[index])
+
+    def _in_turn(self) -> list[Sequence]:
+        """First come first; without a cache, where every token is like a prompt, those not computed for longest."""
+        if self._cache is not None:
+            return list(self._running)
+        return sorted(self._running, key=lambda sequence: (sequence.turn, sequence.order))
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        self._follow_length(sequence)
+        return sequence.job.prompt_done and self._cache is not None and sequence.cached == len(sequence.tokens) - 1
+
+    def _range(self, sequence: Sequence) -> tuple[int, int]:
+        length = len(sequence.tokens)
+        if self._cache is None:
+            return 0, length
+        stop = min(length, (sequence.cached // self._chunk_tokens + 1) * self._chunk_tokens)
+        if self._length_class(stop) != sequence.length_class:
+            stop = length
+        return sequence.cached, stop
+
+    # --- what the cache holds -----------------------------------------------------------------------------------------
+
+    def _follow_length(self, sequence: Sequence) -> None:
+        """From some length on positions are encoded in another way: what was computed before is of no use then."""
+        length_class = self._length_class(len(sequence.tokens))
+        if sequence.length_class != length_class:
+            self._release(sequence)
+            sequence.length_class = length_class
+            sequence.names.clear()
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Share the blocks that hold the sequence's next tokens, where there are any."""
+        cache, job, blocks = self._cache, sequence.job, sequence.blocks
+        if cache is None or sequence.cached != len(blocks) * BLOCK:
+            return
+        while (len(blocks) + 1) * BLOCK <= job.reusable(sequence):
+            block = cache.find(job.version_key, self._name(sequence, len(blocks)))
+            if block is None:
+                break
+            blocks += cache.share([block])
+        sequence.cached = len(blocks) * BLOCK
+        job.reached(sequence.cached, reused=True)
+
+    def _name(self, sequence: Sequence, index: int) -> bytes:
+        """Of full block number ``index``."""
+        names = sequence.names
+        for number in range(len(names), index + 1):
+            before = names[-1] if names else first_name(sequence.length_class, sequence.job.request.scope)
+            names.append(next_name(before, sequence.tokens[number * BLOCK : (number + 1) * BLOCK]))
+        return names[index]
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, sequence: Sequence, stop: int, planned: Collection[Sequence]) -> bool:
         """Give the sequence blocks of its own up to ``stop``; False where it had to give way itself."""
         cache = self._cache
         if cache is None:
@@ -133,8 +253,7 @@ class Schedule:
             if cache.free >= missing + copied:
                 break
             if not self._drop_stems():
-                last = self._running[-1]
-                assert last is not sequence or len(self._running) > 1, "a sequence must fit the cache alone"
+                last = self._last(planned)
                 self._preempt(last)
                 if last is sequence:
                     return False
@@ -144,14 +263,21 @@ class Schedule:
         sequence.blocks += [cache.take() for _ in range(missing)]
         return True
 
+    def _last(self, planned: Collection[Sequence]) -> Sequence:
+        """Who gives way: never the first, nor those whose step is planned already."""
+        samples = Counter(sequence.job for sequence in self._running)
+        others = [sequence for sequence in self._running[1:] if sequence not in planned]
+        assert others, "a sequence must fit the cache alone"
+        return max(others, key=lambda sequence: (samples[sequence.job], sequence.order))
+
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        self._running.remove(sequence)
+        self._leave(sequence)
         self.add(sequence)
 
     def _drop_stems(self) -> bool:
         """Give up what only sequences to come would use; False where there was nothing."""
-        jobs = [job for job in dict.fromkeys(sequence.job for sequence in self._waiting) if job.stem]
+        jobs = [job for job in self._waiting if job.stem]
         for job in jobs:
             self._drop_stem(job)
         return bool(jobs)

@@ -1,8 +1,9 @@
 """A sampler on the trainer's own model: no second copy of the base, and log-probabilities by the trainer's own code.
 
 ``step`` is one turn on the device. It begins by bringing the versions of its sequences there (training may have paged
-them out in between), then makes passes over all sequences that run until its time is up; what it leaves behind are
-tokens and the cache. Used from one thread, in turns with training.
+them out in between), then makes passes over all sequences that run until its time is up: one token for each that has
+its other tokens in the cache, then a piece of prompts, and again. What it leaves behind are tokens and the cache. Used
+from one thread, in turns with training.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,18 @@ from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError
 from twinkle.model.adapter import Adapter
 from twinkle.model.trainer import Trainer
 from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
-from twinkle.sampler.jobs import Job, Tokenizer
+from twinkle.sampler.decode_graphs import DecodeGraphs, capture_decoding
+from twinkle.sampler.drawing import Drawn
+from twinkle.sampler.jobs import Job, Sequence, Tokenizer
 from twinkle.sampler.model_pass import Computed, ModelPass, probe_shapes
-from twinkle.sampler.schedule import Schedule, Step
-from twinkle.sampler.types import Finished, SampleFailure, SampleRequest, SampleResult
+from twinkle.sampler.schedule import Eligible, Schedule, Step
+from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult
 from twinkle.sampler.validation import Limits, check_request
 
 _TURN_SECONDS = 0.05  # no pass begins later in a turn
-_CHUNK_TOKENS = {"cuda": 2048, "cpu": 64}  # of a prompt, computed in one pass
+_CHUNK_TOKENS = {"cuda": 4096, "cpu": 64}  # of a prompt, computed in one pass
+_MAX_SEQUENCES = {"cuda": 256, "cpu": 64}
+_AHEAD = 8  # tokens of a sequence that a device draws before the host looks at them
 _CACHE_SHARE = 1 / 3  # of the adapters' memory, where the budget is left open
 
 
@@ -35,37 +40,41 @@ class TorchSampler:
         tokenizer: Tokenizer | None,
         *,
         kv_budget_bytes: int | None = None,
-        max_sequences: int = 64,
+        max_sequences: int | None = None,
     ) -> None:
         """Take part of the trainer's memory for a cache of keys and values.
 
         tokenizer: reads stop strings, which are refused without one, and names an end token beside the model's own.
         kv_budget_bytes: comes out of the memory that the trainer set aside for adapters; None: up to a third of it.
-        max_sequences: samples that run at the same time.
+        max_sequences: samples that run at the same time; None: 256 on CUDA, 64 on CPU.
         """
-        if max_sequences < 1:
-            raise InvalidInputError("max_sequences", max_sequences, "an integer ≥ 1")
+        if max_sequences is not None and max_sequences < 1:
+            raise InvalidInputError("max_sequences", max_sequences, "an integer ≥ 1 or None")
+        places = max_sequences or _MAX_SEQUENCES[trainer.device.type]
         self._trainer = trainer
         self._tokenizer = tokenizer
         own = None if tokenizer is None else tokenizer.eos_token_id
         self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
         architecture = trainer.architecture
-        self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, max_sequences)
+        self._cache = None if architecture.padded else _make_cache(trainer, kv_budget_bytes, places)
+        self._graphs: DecodeGraphs | None = None
+        if self._cache is not None:
+            self._graphs = capture_decoding(trainer.engine, self._cache, places, architecture.max_length + _AHEAD)
         tokens = architecture.max_length if self._cache is None else self._cache.capacity * BLOCK
         self._limits = Limits(architecture.vocab_size, architecture.max_length, tokens, tokenizer is not None)
         chunk = trainer.memory.tokens if self._cache is None else _CHUNK_TOKENS[trainer.device.type]
         self._schedule = Schedule(
             self._cache,
-            max_sequences=max_sequences,
+            max_sequences=places,
             chunk_tokens=min(chunk, max(BLOCK, trainer.memory.tokens)),
             length_class=architecture.length_class,
         )
-        self._pass = ModelPass(trainer.engine, self._cache)
+        self._pass = ModelPass(trainer.engine, self._cache, self._graphs)
         self._versions: dict[str, Adapter] = {}
         self._retired: list[Adapter] = []  # but still used
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
-        self._finished: list[Finished] = []
+        self._events: list[Finished | Progress] = []
 
     @property
     def memory(self) -> str:
@@ -78,11 +87,13 @@ class TorchSampler:
 
     def publish(self, version_id: str, adapter_id: str) -> None:
         self._require_new(version_id)
-        self._add_version(version_id, self._trainer.frozen_copy(adapter_id))
+        self._versions[version_id] = self._trainer.pool.freeze(adapter_id)
 
     def load_version(self, version_id: str, directory: str) -> None:
         self._require_new(version_id)
-        self._add_version(version_id, self._trainer.frozen_from_checkpoint(directory))
+        version = self._trainer.frozen_from_checkpoint(directory)
+        self._trainer.pool.add_version(version)
+        self._versions[version_id] = version
 
     def retire(self, version_id: str) -> None:
         version = self._versions.pop(version_id, None)
@@ -117,16 +128,17 @@ class TorchSampler:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Finished | Progress]:
         deadline = perf_counter() + _TURN_SECONDS
         present = self._bring_versions()
-        while steps := self._schedule.next_steps(lambda job: job.version is None or id(job.version) in present):
-            for batch in self._batches(steps):
-                self._compute(batch)
+        while self._advance(lambda job: job.version is None or id(job.version) in present):
             if perf_counter() >= deadline:
                 break
-        finished, self._finished = self._finished, []
-        return finished
+        for job in self._jobs.values():
+            if job.request.stream:
+                self._events += job.progress()
+        events, self._events = self._events, []
+        return events
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +154,44 @@ class TorchSampler:
         self._trainer.pool.make_resident(chosen)
         self._pass.forget_versions()
         return {id(version) for version in chosen}
+
+    def _advance(self, eligible: Eligible) -> bool:
+        """One token for all that draw, then a piece of the prompts; False where there was nothing to do."""
+        self._schedule.admit(eligible)
+        # Two passes: those of single tokens are all alike. What is drawn in the first may end sequences.
+        decoded = self._decode_ahead(eligible) or self._compute_all(self._schedule.decode_steps(eligible))
+        prompted = self._compute_all(self._schedule.prompt_steps(eligible))
+        return decoded or prompted
+
+    def _decode_ahead(self, eligible: Eligible) -> bool:
+        """Several tokens for all that draw, where decoding is captured and there is room; False: nothing was done."""
+        graphs = self._graphs
+        if graphs is None or not self._schedule.room_ahead(_AHEAD):
+            return False
+        steps = self._schedule.decode_steps(lambda job: eligible(job) and graphs.takes(job.version), _AHEAD)
+        for start in range(0, len(steps), graphs.max_rows):
+            part = steps[start : start + graphs.max_rows]
+            drawn = self._pass.run_ahead([step.sequence.job.ahead(step.sequence) for step in part], _AHEAD)
+            for step, tokens in zip(part, drawn, strict=True):
+                self._absorb_ahead(step, tokens)
+        return bool(steps)
+
+    def _absorb_ahead(self, step: Step, drawn: list[Drawn]) -> None:
+        sequence, job = step.sequence, step.sequence.job
+        if not self._is_live(job):  # another of its samples failed in the same pass
+            return
+        try:
+            count = job.absorb_ahead(sequence, drawn)
+        except NonFiniteError as error:
+            self._fail(job, error)
+            return
+        self._schedule.computed(Step(sequence, step.start, step.start + count))
+        self._end(sequence)
+
+    def _compute_all(self, steps: list[Step]) -> bool:
+        for batch in self._batches(steps):
+            self._compute(batch)
+        return bool(steps)
 
     def _batches(self, steps: list[Step]) -> Iterator[list[Step]]:
         """Steps that may share a pass: of one length class, and, where rows are padded, within the trainer's budget."""
@@ -189,26 +239,36 @@ class TorchSampler:
             return
         self._schedule.computed(step)
         try:
-            samples = job.absorb(sequence, step.start, computed)
+            samples = job.absorb(sequence, step.start, step.stop, computed)
         except NonFiniteError as error:
-            self._finish(job, SampleFailure(error))
+            self._fail(job, error)
             return
         unfinished = [sample for sample in samples if sample.stop_reason is None]
         if unfinished:
             self._schedule.keep_stem(sequence)
         for sample in unfinished:
             self._schedule.add(sample)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Let go of a sample that is done, and of its request, if it was the last."""
         if sequence.stop_reason is not None:
             self._schedule.remove(sequence)
-        if job.done:
-            self._finish(job, job.result())
+            if sequence.job.done:
+                self._finish(sequence.job, sequence.job.result())
+
+    def _fail(self, job: Job, error: NonFiniteError) -> None:
+        self._finish(job, SampleFailure(error))
+        self._schedule.forget(job.version_key)  # what it left in the cache is no better
 
     def _is_live(self, job: Job) -> bool:
         return self._jobs.get(job.request.request_id) is job
 
     def _finish(self, job: Job, outcome: SampleResult | SampleFailure) -> None:
         self._remove(job)
-        self._finished.append(Finished(job.request.request_id, outcome))
+        if job.request.stream and isinstance(outcome, SampleResult):
+            self._events += job.progress()
+        self._events.append(Finished(job.request.request_id, outcome))
 
     def _remove(self, job: Job) -> None:
         for sequence in job.sequences:
@@ -222,16 +282,13 @@ class TorchSampler:
         if version_id in self._versions:
             raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
 
-    def _add_version(self, version_id: str, version: Adapter) -> None:
-        self._trainer.pool.add_version(version)
-        self._versions[version_id] = version
-
     def _remove_unused(self) -> None:
         if not self._retired:
             return
         used = {id(job.version) for job in self._jobs.values()}
         for version in self._retired:
             if id(version) not in used:
+                self._schedule.forget(id(version))
                 self._trainer.pool.remove_version(version)
         self._retired = [version for version in self._retired if id(version) in used]
 

@@ -30,7 +30,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """``num_samples`` independent continuations of one prompt (T,). ``version_id=None`` is the base model."""
+    """``num_samples`` independent continuations of one prompt (T,). ``version_id=None`` is the base model.
+
+    Of the prompt's tokens after the first may be asked: the log-probability of each (``prompt_logprobs``), the k
+    likeliest at each position (``topk_prompt_logprobs``), the log-probabilities of named tokens
+    (``target_prompt_logprobs``, (T − 1, K), −1 where nothing is named), and k tokens drawn at each position, at the
+    request's temperature (``prompt_alt_tokens``). All log-probabilities are raw, as at temperature 1.
+    ``prompt_logprobs_last_n``: of the first two, only those of the last n tokens. ``stream``: tokens are handed over as
+    they come, see :class:`Progress`. Requests of different ``scope`` never share what was computed of a prompt.
+    """
 
     request_id: str
     version_id: str | None
@@ -38,33 +46,59 @@ class SampleRequest:
     params: SamplingParams
     num_samples: int = 1
     prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
-
-
-@dataclass(frozen=True)
-class SampledSequence:
-    """tokens (N,) and the log-probability of each under the tempered distribution over the whole vocabulary."""
-
-    tokens: IntArray
-    logprobs: FloatArray
-    stop_reason: StopReason
+    target_prompt_logprobs: IntArray | None = None
+    prompt_alt_tokens: int = 0
+    topk_sample_logprobs: int = 0
+    stream: bool = False
+    scope: str = ""
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The k likeliest tokens of each position, likeliest first: token_ids and logprobs (T, k)."""
+    """The k likeliest tokens of each position, likeliest first: token_ids and logprobs (T, k).
+
+    A cell that holds nothing (position 0 of a prompt, what is not scored) is token 0 with log-probability −∞.
+    """
 
     token_ids: IntArray
     logprobs: FloatArray
 
 
 @dataclass(frozen=True)
+class DrawnTokens:
+    """k tokens drawn at each position of a prompt after the first: tokens and logprobs (T − 1, k)."""
+
+    tokens: IntArray
+    logprobs: FloatArray
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """tokens (N,), the log-probability of each under the tempered distribution over the whole vocabulary, and, where
+    asked for, the likeliest tokens of that distribution at each of the N positions."""
+
+    tokens: IntArray
+    logprobs: FloatArray
+    stop_reason: StopReason
+    topk_logprobs: TopLogprobs | None = None
+
+
+@dataclass(frozen=True)
 class SampleResult:
-    """``prompt_logprobs`` (T,) are raw (temperature 1), NaN at position 0, where nothing predicts the token."""
+    """``prompt_logprobs`` (T,) are NaN at position 0, where nothing predicts the token, and where nothing was scored.
+
+    ``target_prompt_logprobs`` (T − 1, K) are 0 where nothing was named or scored. ``cached_prompt_tokens``: how many of
+    the prompt's tokens were found in the cache, computed for an earlier request.
+    """
 
     sequences: list[SampledSequence]
     prompt_logprobs: FloatArray | None = None
     topk_prompt_logprobs: TopLogprobs | None = None
+    target_prompt_logprobs: FloatArray | None = None
+    prompt_alt_tokens: DrawnTokens | None = None
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,10 +110,22 @@ class SampleFailure:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that is done, in whatever way."""
+    """A request that is done, in whatever way. The result of a streamed one holds everything again."""
 
     request_id: str
     outcome: SampleResult | SampleFailure
+
+
+@dataclass(frozen=True)
+class Progress:
+    """New tokens of sample number ``index`` of a streamed request, in order; ``stop_reason`` with its last ones."""
+
+    request_id: str
+    index: int
+    tokens: IntArray
+    logprobs: FloatArray
+    topk_logprobs: TopLogprobs | None = None
+    stop_reason: StopReason | None = None
 
 
 class Sampler(Protocol):
@@ -115,6 +161,6 @@ class Sampler(Protocol):
         """Whether ``step`` has something to do."""
         ...
 
-    def step(self) -> list[Finished]:
-        """Work for a short turn (about a tenth of a second at most) and hand over what is done."""
+    def step(self) -> list[Finished | Progress]:
+        """Work for a short turn (about a tenth of a second at most) and hand over what is done or streamed."""
         ...

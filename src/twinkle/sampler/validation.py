@@ -13,7 +13,8 @@ from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import SampleRequest, SamplingParams
 
 MAX_SAMPLES = 1024
-MAX_TOP_LOGPROBS = 1024
+MAX_WIDTH = 1024  # tokens named, drawn or listed at one position
+MAX_CELLS = 2**24  # positions times width: what one option may make a result grow by
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,47 @@ class CheckedRequest:
     seed: int
     num_samples: int
     prompt_logprobs: bool
+    prompt_logprobs_last_n: int | None
     topk_prompt_logprobs: int
+    target_prompt_logprobs: IntArray | None
+    prompt_alt_tokens: int
+    topk_sample_logprobs: int
+    stream: bool
+    scope: str
 
 
 def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
     if not isinstance(request.request_id, str):
         raise InvalidInputError("request_id", request.request_id, "a string")
+    if not isinstance(request.scope, str):
+        raise InvalidInputError("scope", request.scope, "a string")
     prompt = _prompt(request.prompt, limits)
     params = request.params
     _check_params(params, limits)
     _require_int("num_samples", request.num_samples, 1, MAX_SAMPLES)
-    _require_int("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, min(MAX_TOP_LOGPROBS, limits.vocab_size))
+    max_tokens = _max_tokens(params.max_tokens, len(prompt), limits)
+    widest = min(MAX_WIDTH, limits.vocab_size)
+    _check_width("topk_prompt_logprobs", request.topk_prompt_logprobs, len(prompt), widest)
+    _check_width("prompt_alt_tokens", request.prompt_alt_tokens, len(prompt), MAX_WIDTH)
+    _check_width("topk_sample_logprobs", request.topk_sample_logprobs, request.num_samples * max_tokens, widest)
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and (not _is_int(last_n) or last_n < 0):
+        raise InvalidInputError("prompt_logprobs_last_n", last_n, "an integer ≥ 0, or None for the whole prompt")
     return CheckedRequest(
         request_id=request.request_id,
         prompt=prompt,
         params=params,
-        max_tokens=_max_tokens(params.max_tokens, len(prompt), limits),
+        max_tokens=max_tokens,
         seed=fresh_seed() if params.seed is None else params.seed,
         num_samples=request.num_samples,
-        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs=_flag("prompt_logprobs", request.prompt_logprobs),
+        prompt_logprobs_last_n=last_n,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
+        target_prompt_logprobs=_targets(request.target_prompt_logprobs, len(prompt), limits),
+        prompt_alt_tokens=request.prompt_alt_tokens,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        stream=_flag("stream", request.stream),
+        scope=request.scope,
     )
 
 
@@ -79,6 +101,25 @@ def _prompt(values: IntArray, limits: Limits) -> IntArray:
     if len(prompt) >= limits.tokens:
         raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"fewer than {limits.tokens} ({_reason(limits)})")
     return prompt.astype(np.int64)  # a copy: the caller may change theirs
+
+
+def _targets(values: IntArray | None, prompt: int, limits: Limits) -> IntArray | None:
+    if values is None:
+        return None
+    field, shape = "target_prompt_logprobs", f"({prompt - 1}, K) after a prompt of {prompt} tokens"
+    try:
+        targets = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(field, values, f"an array of token ids, {shape}") from error
+    if targets.ndim != 2 or len(targets) != prompt - 1:
+        raise InvalidInputError(field, f"shape {targets.shape}", shape)
+    if targets.dtype.kind not in "iu":
+        raise InvalidInputError(field, f"dtype {targets.dtype}", "an integer array")
+    _check_width(field, targets.shape[1], prompt, MAX_WIDTH)
+    wrong = targets[(targets < -1) | (targets >= limits.vocab_size)]
+    if wrong.size:
+        raise InvalidInputError(field, int(wrong[0]), f"token ids in [0, {limits.vocab_size}), or -1 for none")
+    return targets.astype(np.int64)
 
 
 def _max_tokens(wanted: int | None, prompt: int, limits: Limits) -> int:
@@ -120,6 +161,19 @@ def _listed(field: str, values: Iterable[object]) -> list[object]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InvalidInputError(field, values, "a tuple")
     return list(values)
+
+
+def _check_width(field: str, width: int, positions: int, widest: int) -> None:
+    """So many tokens at each of so many positions."""
+    _require_int(field, width, 0, widest)
+    if width * positions > MAX_CELLS:
+        raise InvalidInputError(field, width, f"at most {MAX_CELLS // positions} at each of {positions} tokens")
+
+
+def _flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInputError(field, value, "True or False")
+    return value
 
 
 def _require_int(field: str, value: object, low: int, high: int) -> None:

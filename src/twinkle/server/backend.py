@@ -3,13 +3,14 @@
 Everything is called from one thread. Errors of a tenant's making are :class:`~twinkle.errors.UserError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from twinkle.model.types import AdamParams, AdapterSnapshot, LoraSpec, TrainFailure, TrainItem, TrainResult
 from twinkle.sampler.types import Sampler
+from twinkle.server.text_codec import TextCodec
 
 
 class TrainingBackend(Protocol):
@@ -33,7 +34,9 @@ class TrainingBackend(Protocol):
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None: ...
 
-    def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None: ...
+    def prepare_save(self, adapter_id: str, optimizer: bool = True) -> Callable[[Path], None]:
+        """Copy what is to be saved; the function returned writes it, in any thread, in the place of what is there."""
+        ...
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
 
@@ -52,3 +55,4 @@ class ServedModel:
     tokenizer_dir: str | None
     tokenizer_id: str | None  # what clients on other machines can load
     memory: str  # how memory is divided, for people
+    text: TextCodec | None  # None: there is no tokenizer, and tokens are all that tenants can send

@@ -137,7 +137,8 @@ class Checkpoints:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         directory = self._files.checkpoint(path, op.seq)
-        await self._compute.run(lambda: self._save_now(op.adapter_id, directory, optimizer))
+        write = await self._compute.run(lambda: self._model.trainer.prepare_save(op.adapter_id, optimizer))
+        await asyncio.to_thread(_write_files, write, directory)
         now = time.time()
         record = CheckpointRecord(
             run_id=path.run_id,
@@ -169,7 +170,8 @@ class Checkpoints:
             number = publish.session_seq
             raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
         if existing is None:
-            await self._compute.run(lambda: self._publish(session, op.adapter_id, directory))
+            write = await self._compute.run(lambda: self._publish(session, op.adapter_id))
+            await asyncio.to_thread(_write_files, write, directory)
             await self._store.sampling_sessions.create(
                 SamplingSessionRecord(
                     sampling_session_id=session,
@@ -186,19 +188,13 @@ class Checkpoints:
             )
         return responses.published(sampling_session_id=session)
 
-    def _publish(self, version_id: str, adapter_id: str, directory: Path) -> None:
+    def _publish(self, version_id: str, adapter_id: str) -> Callable[[Path], None]:
+        """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
         sampler = self._model.sampler
         assert sampler is not None, "checked before"
         if version_id not in sampler.version_ids():
             sampler.publish(version_id, adapter_id)
-        self._save_now(adapter_id, directory, optimizer=False)
-
-    def _save_now(self, adapter_id: str, directory: Path, optimizer: bool) -> None:
-        """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
-        try:
-            self._model.trainer.save(adapter_id, directory, optimizer=optimizer, overwrite=True)
-        except CheckpointError as error:
-            raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
+        return self._model.trainer.prepare_save(adapter_id, optimizer=False)
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
         path = CheckpointPath.parse(load.path)
@@ -216,12 +212,25 @@ class Checkpoints:
         self._model.trainer.zero_grad(adapter_id)
 
 
+def _write_files(write: Callable[[Path], None], directory: Path) -> None:
+    """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
+    try:
+        write(directory)
+    except CheckpointError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
+
+
 async def readable_checkpoint(store: Store, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
     """Another tenant's checkpoint answers exactly like one that does not exist, unless it is public."""
     record = await store.checkpoints.get(path.run_id, path.kind, path.name)
-    if record is None or not (record.public or record.tenant_id == tenant_id) or _expired(record):
+    if record is None or not (record.public or record.tenant_id == tenant_id) or expired(record):
         raise UnknownCheckpointError(str(path))
     return record
+
+
+def version_of(record: CheckpointRecord) -> str:
+    """What a sampler calls these weights: a checkpoint's name may be used again, a version never changes."""
+    return f"{CheckpointPath(record.run_id, record.kind, record.name)}@{record.request_id}"
 
 
 def without_server_paths(work: Callable[[], None], directory: Path, path: str) -> None:
@@ -237,5 +246,5 @@ def kind_of_checkpoint(kind: CheckpointKind) -> str:
     return {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}[kind]
 
 
-def _expired(record: CheckpointRecord) -> bool:
+def expired(record: CheckpointRecord) -> bool:
     return record.expires_at is not None and record.expires_at <= time.time()

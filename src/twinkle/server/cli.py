@@ -13,6 +13,12 @@ from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config, d
 from twinkle.server.launch import fetch_status, run_server, start_in_background
 from twinkle.server.state import Store
 
+# What `status` shows of training and of sampling in one line; rates are of about the last minute.
+_SIDE_BY_SIDE = {
+    "tokens": ("trained_tokens", "sampled_tokens"),
+    "tokens/s": ("training_tokens_per_second", "sampling_tokens_per_second"),
+    "busy seconds": ("training_seconds", "sampling_seconds"),
+}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -138,8 +144,14 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
         print(f"{key:18} {value:.0f}" if isinstance(value, float) else f"{key:18} {value}")
     for name, numbers in models.items():
         print(name)
+        beside = {key for keys in _SIDE_BY_SIDE.values() for key in keys}
         for key, value in numbers.items():
-            print(f"  {key:16} {value}")
+            if key not in beside:
+                print(f"  {key:16} {value}")
+        print(f"  {'':16} {'training':>14} {'sampling':>14}")
+        for what, keys in _SIDE_BY_SIDE.items():
+            training, sampling = (numbers.get(key, "-") for key in keys)
+            print(f"  {what:16} {training:>14} {sampling:>14}")
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -1,25 +1,56 @@
-"""The one thread that owns the model. Training batches and sampling turns take it first come, first served."""
+"""The one thread that owns the model. Training and sampling take it in turns, one piece of work each."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Compute:
-    """Runs blocking work off the event loop, one piece at a time and in order.
+class Lane(Enum):
+    """Who is asking. Of the same lane, first come is first served."""
 
-    The loop of each service has at most one piece waiting here, so that training and sampling alternate: a long rollout
-    does not keep an optimizer step waiting for longer than one turn, nor the reverse. Saves and loads come in between.
+    TRAINING = auto()  # batches, saves, loads and snapshots
+    SAMPLING = auto()
+
+
+class Compute:
+    """Runs blocking work off the event loop, one piece at a time.
+
+    While both lanes have work they alternate: a long rollout keeps an optimizer step waiting for one turn of the
+    sampler, and however many batches and saves wait, sampling goes on after the next of them.
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._lanes: dict[Lane, deque[tuple[Callable[[], Any], Future[Any]]]] = {lane: deque() for lane in Lane}
+        self._next_lane = Lane.TRAINING  # of the compute thread
 
-    async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def run(self, work: Callable[[], T], lane: Lane = Lane.TRAINING) -> T:
+        done: Future[T] = Future()
+        self._lanes[lane].append((work, done))
+        self._executor.submit(self._run_one)  # one call a piece; which piece is decided when the thread is free
+        return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
+
+    def _run_one(self) -> None:
+        lane = self._next_lane if self._lanes[self._next_lane] else _other(self._next_lane)
+        work, done = self._lanes[lane].popleft()
+        self._next_lane = _other(lane)
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+
+def _other(lane: Lane) -> Lane:
+    return Lane.SAMPLING if lane is Lane.TRAINING else Lane.TRAINING

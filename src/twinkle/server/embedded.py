@@ -18,7 +18,7 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.app import make_app
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
-from twinkle.server.config import LimitsConfig, ServerConfig
+from twinkle.server.config import ServerConfig
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.gateway import Gateway, Services
@@ -110,7 +110,7 @@ async def _running(
     files = DataDir(config.data_dir)
     computes = {model.name: Compute() for model in models}
     services = {
-        served.name: _services(model, served.model.merge, config.limits, store, computes[model.name], files)
+        served.name: _services(model, served.model.merge, config, store, computes[model.name], files)
         for served, model in zip(config.served_models, models, strict=True)
     }
     gateway = Gateway(config, store, services, files)
@@ -132,8 +132,9 @@ async def _running(
 
 
 def _services(
-    model: ServedModel, merge: bool, limits: LimitsConfig, store: Store, compute: Compute, files: DataDir
+    model: ServedModel, merge: bool, config: ServerConfig, store: Store, compute: Compute, files: DataDir
 ) -> Services:
+    limits = config.limits
     training = ModelService(
         model,
         store,
@@ -153,6 +154,7 @@ def _services(
         max_waiting=limits.max_waiting_samples_per_tenant,
         max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
+        completion_streams=config.clients.batched_sample_polls,
     )
     return Services(model, training, sampling)
 
@@ -207,7 +209,7 @@ def _announcement(
         others = f" (also {', '.join(model.aliases)})" if model.aliases else ""
         lines += [f"serving {model.name}{others}", f"  {model.memory}"]
     lines += [
-        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1)",
+        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
         f"data in {config.data_dir}",
         f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
         "connect:",

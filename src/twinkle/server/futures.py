@@ -11,17 +11,40 @@ from dataclasses import dataclass, field
 from twinkle.server.types import Outcome
 
 
+class Waiters:
+    """Those who wait for one thing to happen. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def sleep(self, timeout: float) -> None:
+        """Until it happens, for ``timeout`` seconds at most."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(waiter)
+        timer = loop.call_later(timeout, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiting.discard(waiter)
+
+    def wake(self) -> None:
+        for waiter in self._waiting:
+            _wake(waiter)
+
+
 @dataclass
 class _Promise:
     tenant_id: str
+    digest: bytes
     outcome: Outcome | None = None
     settled_at: float | None = None
     delivered_at: float | None = None
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
-
-    def wake(self) -> None:
-        for waiter in self.waiters:
-            _wake(waiter)
+    waiters: Waiters = field(default_factory=Waiters)
 
 
 @dataclass
@@ -38,8 +61,14 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
 
-    def promise(self, request_id: str, tenant_id: str) -> None:
-        self._promises.setdefault(request_id, _Promise(tenant_id))
+    def promise(self, request_id: str, tenant_id: str, digest: bytes = b"") -> None:
+        """``digest`` of the request, for whoever has to know whether it comes again or another one under its id."""
+        self._promises.setdefault(request_id, _Promise(tenant_id, digest))
+
+    def digest(self, request_id: str) -> bytes | None:
+        """None: there is no such promise."""
+        promise = self._promises.get(request_id)
+        return None if promise is None else promise.digest
 
     def unfetched_bytes(self, tenant_id: str) -> int:
         """How much is kept for a tenant that it has not asked for yet."""
@@ -51,40 +80,36 @@ class Futures:
             promise.outcome = outcome
             promise.settled_at = now
             self._unfetched_bytes[promise.tenant_id] += len(outcome.body)
-            promise.wake()
+            promise.waiters.wake()
 
     def forget(self, request_id: str) -> None:
         promise = self._promises.pop(request_id, None)
         if promise is not None and promise.outcome is not None and promise.delivered_at is None:
             self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
+            promise.delivered_at = promise.settled_at  # whoever is just being woken must not count it again
+
+    def acknowledge(self, request_id: str) -> None:
+        """The client has the outcome and will not ask for it again."""
+        promise = self._promises.get(request_id)
+        if promise is not None and promise.outcome is not None:
+            self.forget(request_id)
 
     async def wait(self, request_id: str, timeout: float, now: float) -> Outcome | None:
         """The outcome, or None when there is none yet after ``timeout`` seconds."""
         promise = self._promises[request_id]
         if promise.outcome is None and not self.closed:
-            await self._sleep(promise, timeout)
+            await promise.waiters.sleep(timeout)
         if promise.outcome is not None and promise.delivered_at is None:
             promise.delivered_at = now
             self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
             self._delivered.append(request_id)
         return promise.outcome
 
-    async def _sleep(self, promise: _Promise, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        promise.waiters.add(waiter)
-        timer = loop.call_later(timeout, _wake, waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            promise.waiters.discard(waiter)
-
     def close(self) -> None:
         """Let everybody go who waits, now and from now on: the server is about to end."""
         self.closed = True
         for promise in self._promises.values():
-            promise.wake()
+            promise.waiters.wake()
 
     def take_delivered(self) -> list[str]:
         """Ids whose outcome was fetched for the first time since the last call."""

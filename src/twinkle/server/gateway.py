@@ -7,7 +7,7 @@ not have, apart from heartbeats since the last housekeeping.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twinkle.errors import (
@@ -19,14 +19,17 @@ from twinkle.errors import (
     UnsupportedError,
 )
 from twinkle.model.types import LoraSpec
+from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
 from twinkle.server.backend import ServedModel
-from twinkle.server.checkpoints import readable_checkpoint
+from twinkle.server.checkpoints import readable_checkpoint, version_of
+from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
 from twinkle.server.files import DataDir
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
 from twinkle.server.sampler_service import SamplerService
+from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.state import Store
 from twinkle.server.types import (
     CheckpointRecord,
@@ -37,6 +40,7 @@ from twinkle.server.types import (
     SamplingSessionRecord,
     SessionRecord,
 )
+from twinkle.server.wire.sampling import Encode
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,8 @@ class Gateway:
         self.started_at = time.time()
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._heartbeats: dict[str, float] = {}
+        self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
+        self._sampling_clients = SamplingClients(store.sampling_sessions)
 
     # --- who ----------------------------------------------------------------------------------------------------------
 
@@ -136,6 +142,18 @@ class Gateway:
         self._heartbeats.pop(session.session_id, None)
         for run in await self.store.runs.of_session(session.session_id):
             await self._park(run, state)
+        for sampling in await self.store.sampling_sessions.of_session(session.session_id):
+            await self._release(sampling)
+
+    async def _release(self, sampling: SamplingSessionRecord) -> None:
+        """Its weights leave the device unless others sample from them; until its files go, it may come back."""
+        self._samplers.pop(sampling.sampling_session_id, None)
+        self._sampling_clients.forget(sampling.sampling_session_id)
+        entry = self.services.get(sampling.model_name)
+        if sampling.version_id is None or sampling.directory is None or entry is None or entry.sampling is None:
+            return
+        if not await self.store.sampling_sessions.refer_to(sampling.directory):
+            entry.sampling.give_up_version(sampling.version_id)
 
     async def end_what_was_ending(self) -> None:
         """Once, after a start: adapters whose session had ended when the last server did."""
@@ -219,8 +237,13 @@ class Gateway:
         record = await self.store.checkpoints.get(path.run_id, path.kind, path.name)
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError("checkpoint", str(path))
-        await self.store.checkpoints.delete(path.run_id, path.kind, path.name)
-        await asyncio.to_thread(self.files.remove, record.directory)
+        await self._delete_checkpoint(record)
+
+    async def _delete_checkpoint(self, record: CheckpointRecord) -> None:
+        """Files that samplers are pinned to stay until the sessions of all of them have ended."""
+        await self.store.checkpoints.delete(record.run_id, record.kind, record.name)
+        if not await self.store.sampling_sessions.refer_to(record.directory):
+            await asyncio.to_thread(self.files.remove, record.directory)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -245,12 +268,11 @@ class Gateway:
             checkpoint = await readable_checkpoint(self.store, path, tenant_id)
             run = await self.store.runs.get(path.run_id)
             assert run is not None, "a checkpoint has a run"
-            version_id = f"{path}@{checkpoint.request_id}"  # a name may be overwritten, a version never changes
             record = replace(
                 record,
                 base_model=run.base_model,
                 model_name=run.model_name,
-                version_id=version_id,
+                version_id=version_of(checkpoint),
                 directory=checkpoint.directory,
             )
         elif base_model is not None:
@@ -264,10 +286,36 @@ class Gateway:
         return made
 
     async def sampling_session(self, sampling_session_id: str, tenant_id: str) -> SamplingSessionRecord:
-        record = await self.store.sampling_sessions.get(sampling_session_id)
+        record = self._samplers.get(sampling_session_id)
+        if record is None:
+            record = await self.store.sampling_sessions.get(sampling_session_id)
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError("sampling session", sampling_session_id)
+        self._samplers[sampling_session_id] = record
         return record
+
+    async def sample(
+        self, session: SamplingSessionRecord, seq_id: int, request: SampleRequest, encode: Encode, digest: bytes
+    ) -> None:
+        """Take in a sample. ``digest`` of its body: the same number with another body is refused."""
+        sampling = self.sampler_of(session)
+        if sampling.completions is not None:
+            await self._sampling_clients.use(sampling, session.sampling_session_id, seq_id)
+        sampling.sample(session, request, digest=digest, encode=encode)
+
+    async def completions(
+        self, session: SamplingSessionRecord, client: int, place: int, acknowledged: Sequence[str], timeout: float
+    ) -> Sequence[Completion]:
+        """What is done of one client's samples after ``place`` in its stream, now or within ``timeout`` seconds."""
+        sampling = self.sampler_of(session)
+        if sampling.completions is None:
+            raise UnsupportedError("retrieve_futures is switched off here, as client/config says: use retrieve_future")
+        sampling.acknowledge(session.sampling_session_id, acknowledged)
+        key = session.sampling_session_id, client
+        return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
+
+    async def join_sampling_session(self, session: SamplingSessionRecord) -> int:
+        return await self.store.sampling_sessions.join(session.sampling_session_id)
 
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
@@ -302,13 +350,14 @@ class Gateway:
             if not any(entry.training.queued(run.run_id) for run in runs for entry in self.services.values()):
                 logger.info("session %s expired", session.session_id)
                 await self.end_session(session, "expired")
-        for sampling in await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds):
-            await self.store.sampling_sessions.delete(sampling.sampling_session_id)
-            assert sampling.directory is not None, "an unnamed version has files"
+        abandoned = await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds)
+        for sampling in (*abandoned, *await self.store.sampling_sessions.orphaned()):
+            assert sampling.directory is not None, "a version has files"
             await asyncio.to_thread(self.files.remove, sampling.directory)
+            await self.store.sampling_sessions.delete(sampling.sampling_session_id)
+            await self._release(sampling)
         await self.store.runs.touch(
             {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
         )
         for record in await self.store.checkpoints.expired(now):
-            await self.store.checkpoints.delete(record.run_id, record.kind, record.name)
-            await asyncio.to_thread(self.files.remove, record.directory)
+            await self._delete_checkpoint(record)

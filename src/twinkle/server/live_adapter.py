@@ -29,6 +29,9 @@ class LiveAdapter:
     ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
     replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again)
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it comes from disk
+    changed_seq: int = 0  # the last op that gave it other weights
+    versions: list[str] = field(default_factory=list)  # for sampling, of its newest weights last
 
     @property
     def repeats(self) -> bool:

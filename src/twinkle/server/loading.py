@@ -1,9 +1,21 @@
 """From a model's configuration to the engines that serve it. Torch is imported only for the backend that needs it."""
 
+import atexit
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from twinkle.errors import ConfigError
 from twinkle.server.backend import ServedModel
+from twinkle.server.config.applications import SamplerArgs
 from twinkle.server.config.serving import ServedModelConfig, is_path
+from twinkle.server.text_codec import HubTextCodec
+
+if TYPE_CHECKING:
+    from twinkle.model import Trainer
+    from twinkle.sampler import TorchSampler
+    from twinkle.sampler.jobs import Tokenizer
+    from twinkle.sampler.vllm import VllmSampler
 
 
 def load_served_model(served: ServedModelConfig) -> ServedModel:
@@ -15,13 +27,14 @@ def load_served_model(served: ServedModelConfig) -> ServedModel:
 
 
 def _load_transformers(served: ServedModelConfig) -> ServedModel:
-    """The trainer and, where the configuration asks for one, the sampler on the trainer's own weights."""
+    """The trainer and, where the configuration asks for one, a sampler."""
     print(f"loading {served.model.model_id}", file=sys.stderr, flush=True)
     from twinkle import hub
     from twinkle.model import Trainer
-    from twinkle.sampler import TorchSampler
 
     args = served.model
+    if served.sampler is not None and served.sampler.sampler_type == "vllm":
+        _check_vllm(served.sampler)  # before the slow part
     budget = None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
     trainer = Trainer.from_pretrained(
         args.model_id,
@@ -32,7 +45,8 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         compiled=args.compiled,
     )
     folder = str(hub.resolve(args.model_id).path)
-    sampler = None if served.sampler is None else TorchSampler(trainer, hub.load_tokenizer(args.model_id))
+    tokenizer = None if served.sampler is None else hub.load_tokenizer(args.model_id)
+    sampler = None if served.sampler is None else _make_sampler(served.sampler, trainer, tokenizer, budget)
     scheme, _, name = args.model_id.rpartition("://")
     return ServedModel(
         name=served.name,
@@ -45,4 +59,32 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         tokenizer_dir=folder,
         tokenizer_id=name if scheme in ("", "hf") and not is_path(args.model_id) else None,
         memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
+        text=None if tokenizer is None else HubTextCodec(tokenizer),
     )
+
+
+def _make_sampler(
+    args: SamplerArgs, trainer: "Trainer", tokenizer: "Tokenizer | None", budget: int | None
+) -> "TorchSampler | VllmSampler":
+    """torch: on the trainer's own weights. vllm: in processes of its own, which end with this one."""
+    if args.sampler_type == "torch":
+        from twinkle.sampler import TorchSampler
+
+        return TorchSampler(trainer, tokenizer)
+    if trainer.device.type == "cuda" and budget is None:
+        raise ConfigError("memory_budget_gib", None, "GiB of the GPU for the trainer, where the sampler is vLLM")
+    from twinkle.sampler.vllm import VllmSampler
+    from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
+
+    print("starting vLLM", file=sys.stderr, flush=True)
+    memory_dir: Path = args.memory_dir or MEMORY_DIR
+    sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
+    atexit.register(sampler.close)
+    return sampler
+
+
+def _check_vllm(args: SamplerArgs) -> None:
+    """Raises for what can be known to be wrong without a model."""
+    from twinkle.sampler.vllm.engine_args import check_engine_args
+
+    check_engine_args(args.engine_args or {})

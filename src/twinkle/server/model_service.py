@@ -17,7 +17,9 @@ from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
 from twinkle.server.live_adapter import LiveAdapter, Place
+from twinkle.server.live_versions import LiveVersion, LiveVersions
 from twinkle.server.op_runner import OpRunner
+from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
 from twinkle.server.types import Op, Outcome, RunRecord
@@ -53,7 +55,9 @@ class ModelService:
         self._runner = OpRunner(model, store, compute, files, self._futures, merge)
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
+        self._live_versions = LiveVersions(model, self._runner, compute)
         self._refused_ids = itertools.count(_REFUSED_FROM)
+        self._rate = RecentRate(time.time())
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -169,6 +173,11 @@ class ModelService:
         await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
         logger.info("%s left the device: its session %s", run.run_id, why)
 
+    async def live_version(self, run_id: str) -> LiveVersion | None:
+        """The adapter as it is now, for sampling; None if it is not (any more) here."""
+        adapter = self._adapters.get(run_id)
+        return None if adapter is None else await self._live_versions.of(adapter)
+
     def run(self, run_id: str) -> RunRecord | None:
         adapter = self._adapters.get(run_id)
         return None if adapter is None else adapter.run
@@ -187,6 +196,7 @@ class ModelService:
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
         self._futures.sweep(now)
+        self._rate.note(self._trained_tokens(), now)
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
         return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
 
@@ -218,9 +228,13 @@ class ModelService:
             "ops": numbers.ops,
             "batches": numbers.pass_batches,
             "merge_ratio": round(numbers.merge_ratio, 2),
-            "trained_tokens": sum(numbers.tokens.values()),
+            "trained_tokens": self._trained_tokens(),
+            "training_tokens_per_second": self._rate.rate(self._trained_tokens(), time.time()),
             "training_seconds": round(self._runner.busy_seconds, 6),
         }
+
+    def _trained_tokens(self) -> int:
+        return sum(self._scheduler.numbers().tokens.values())
 
 
 def _conflict(op: Op) -> str:

@@ -188,16 +188,18 @@ class OpRunner:
         return False
 
     async def load(self, adapter: LiveAdapter) -> bool:
+        """Bring an adapter from its snapshot to the trainer, if it is there; returns whether it is in the trainer."""
         run_id = adapter.run.run_id
-        if adapter.place is Place.DISK:
-            try:
-                record = await self._store.snapshots.get(run_id)
-                assert record is not None, "an adapter that is on disk has a snapshot"
-                snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
-                await self._compute.run(lambda: self._model.trainer.restore(run_id, snapshot))
-                adapter.place = Place.TRAINER
-            except TwinkleError:
-                logger.exception("snapshot of %s cannot be restored", run_id)
+        async with adapter.loading:
+            if adapter.place is Place.DISK:
+                try:
+                    record = await self._store.snapshots.get(run_id)
+                    assert record is not None, "an adapter that is on disk has a snapshot"
+                    snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
+                    await self._compute.run(lambda: self._model.trainer.restore(run_id, snapshot))
+                    adapter.place = Place.TRAINER
+                except TwinkleError:
+                    logger.exception("snapshot of %s cannot be restored", run_id)
         return adapter.place is Place.TRAINER
 
     async def _drop_window(self, adapter: LiveAdapter) -> None:
@@ -220,6 +222,8 @@ class OpRunner:
 
     def _finish(self, task: Task, outcome: Outcome) -> None:
         task.finished = True
+        if task.op.kind in (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.LOAD):
+            task.adapter.changed_seq = task.op.seq
         self.scheduler.finish(task.ticket, failed=outcome.failed)
         self.settle(task.adapter, task.op, outcome)
         self._wake.set()

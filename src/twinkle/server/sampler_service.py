@@ -1,37 +1,57 @@
 """The sampler service: samples of one base model and of its tenants' published versions.
 
-Requests wait here until the compute thread has a turn for them. Samples are not journalled: they change nothing, and a
-client that asks for one lost in a restart is told so and sends it again.
+Requests wait here until the engine has room and the compute thread a turn for them; tenants take turns. Samples are not
+journalled: they change nothing, and a client that asks for one lost in a restart is told so and sends it again.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from twinkle.errors import GoneError, QuotaError, TwinkleError
-from twinkle.sampler.types import Finished, SampleFailure, Sampler, SampleRequest
-from twinkle.server.checkpoints import without_server_paths
-from twinkle.server.compute import Compute
+from twinkle.errors import GoneError, InvalidInputError, QuotaError, TwinkleError, TwinkleServerError
+from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
+from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
+from twinkle.server.compute import Compute, Lane
 from twinkle.server.execution import failure_of, unexpected
+from twinkle.server.fair_queue import FairQueue
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
+from twinkle.server.ids import split_request_id
+from twinkle.server.rates import RecentRate
+from twinkle.server.sampler_versions import SamplerVersions
 from twinkle.server.types import Outcome, SamplingSessionRecord
-from twinkle.server.wire.sampling import encode_sample_result
+from twinkle.server.wire import responses
+from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
 
-# Versions beyond this are dropped, least recently used first; they come back from disk when they are asked for.
-_MAX_VERSIONS = 64
+Event = Progress | SampleResult | TwinkleError
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A request until it is done. It ends in a future, encoded, or in a queue of events, as it is."""
+
+    request: SampleRequest
+    session: SamplingSessionRecord
+    into: Encode | asyncio.Queue[Event]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    request: SampleRequest
-    session: SamplingSessionRecord
+class _Orders:
+    """What a turn has to do before it samples."""
+
+    cancelled: Sequence[str]
+    given_up: Sequence[str]  # versions
+    fresh: Sequence[_Job]
 
 
 class SamplerService:
@@ -44,22 +64,41 @@ class SamplerService:
         max_waiting: int = 4096,
         max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
+        max_versions: int = 64,
+        idle_version_seconds: float = 1800.0,
+        engine_samples: int = 256,
+        completion_streams: bool = True,
     ) -> None:
+        """max_waiting, max_unfetched_bytes: of one tenant.
+
+        max_versions, idle_version_seconds: versions beyond are dropped; they come back from disk when asked for.
+        engine_samples: as many are handed to the engine at a time; with more, who came first would keep others out.
+        completion_streams: whether clients may ask for all that is done in one poll.
+        """
         self._sampler = sampler
-        self.tokens_sampled = 0
-        self.busy_seconds = 0.0
         self._compute = compute
-        self._files = files
         self._futures = futures or Futures()
+        self.completions = Completions() if completion_streams else None
         self._max_waiting = max_waiting
         self._max_unfetched_bytes = max_unfetched_bytes
-        self._waiting: list[_Waiting] = []
-        self._tenants: dict[str, str] = {}  # of every request under way
-        self._running: set[str] = set()  # what the sampler has; of the compute thread
-        self._last_used: dict[str, float] = {}  # by version
+        self._engine_samples = engine_samples
+        self._jobs: dict[str, _Job] = {}  # all that are not done
+        self._tenants: Counter[str] = Counter()  # how many of them each has
+        self._queue: FairQueue[_Job] = FairQueue()  # those that the engine was not given yet
+        self._in_engine = 0  # samples of those that it was given
+        self._cancelled: list[str] = []
+        self._given_up: list[str] = []
         self._wake = asyncio.Event()
+        self._turn_due = False
+        self._busy = False
         self._pump: asyncio.Task[None] | None = None
         self._stopping = False
+        self.tokens_sampled = 0
+        self.busy_seconds = 0.0
+        self._rate = RecentRate(time.time())
+        # Of the compute thread:
+        self._running: dict[str, _Job] = {}
+        self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
     async def start(self) -> None:
         self._pump = asyncio.create_task(self._run())
@@ -69,106 +108,260 @@ class SamplerService:
         self._wake.set()
         if self._pump is not None:
             await self._pump
+        for job in list(self._jobs.values()):
+            self._end(job, TwinkleServerError("the server is shutting down"))
 
-    def sample(self, session: SamplingSessionRecord, request: SampleRequest) -> None:
-        """Take in a request; the same id again is the same request."""
-        if request.request_id in self._futures:
-            return
-        waiting = Counter(self._tenants.values())[session.tenant_id]
-        if waiting >= self._max_waiting:
-            raise QuotaError("waiting samples", waiting, self._max_waiting)
-        unfetched = self._futures.unfetched_bytes(session.tenant_id)
-        if unfetched >= self._max_unfetched_bytes:
-            raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
-        self._futures.promise(request.request_id, session.tenant_id)
-        self._tenants[request.request_id] = session.tenant_id
-        self._waiting.append(_Waiting(request, session))
-        self._wake.set()
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        session: SamplingSessionRecord,
+        request: SampleRequest,
+        *,
+        digest: bytes = b"",
+        encode: Encode = encode_sample_result,
+    ) -> None:
+        """Take in a request whose future is awaited with :meth:`wait`; the same again is the same request."""
+        known = self._futures.digest(request.request_id)
+        if known is None:
+            self._accept(_Job(request, session, encode))
+            self._futures.promise(request.request_id, session.tenant_id, digest)
+        elif known != digest:
+            number = request.request_id.rpartition(":")[2]
+            raise InvalidInputError("seq_id", int(number), "a number that no other request of this sampler has used")
+
+    async def generate(
+        self, session: SamplingSessionRecord, request: SampleRequest
+    ) -> AsyncGenerator[Progress | SampleResult, None]:
+        """The events of one request: its progress if ``request.stream`` is set, and the result last.
+
+        Whatever goes wrong is raised as a TwinkleError when the first event is asked for, or later ones. Whoever leaves
+        before the end cancels the request.
+        """
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        job = _Job(request, session, events)
+        self._accept(job)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, TwinkleError):
+                    raise event
+                yield event
+                if isinstance(event, SampleResult):
+                    return
+        finally:
+            self._withdraw(job)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
         if request_id not in self._futures:
             raise GoneError(f"sample {request_id} was lost in a restart or is too old: send it again")
         return await self._futures.wait(request_id, timeout, time.time())
 
+    def cancel(self, request_id: str) -> None:
+        """Stop the work on a sample that nobody waits for any more. One that is done stays as it is."""
+        job = self._jobs.get(request_id)
+        if job is not None and not isinstance(job.into, asyncio.Queue):
+            self._withdraw(job)
+            self._settle(request_id, responses.failed("cancelled by its client", "user"))
+
+    def give_up_version(self, version_id: str) -> None:
+        """The sessions that sampled from it have ended: drop it as soon as no request uses it."""
+        self._given_up.append(version_id)
+        self._wake.set()
+
+    # --- completions --------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, sampling_session_id: str, request_ids: Sequence[str]) -> None:
+        """The client has these results."""
+        for request_id in request_ids:
+            parts = split_request_id(request_id)
+            if parts is not None and parts[0] == sampling_session_id:
+                self._futures.acknowledge(request_id)
+
+    def report_lost(self, sampling_session_id: str, numbers: range) -> None:
+        """Tell the client that those which nobody knows here are done: asking for one it hears to send it again."""
+        assert self.completions is not None, "who has no stream is told nothing"
+        now = time.time()
+        for number in numbers:
+            request_id = f"{sampling_session_id}:{number}"
+            if request_id not in self._futures:
+                self.completions.add(request_id, None, now)
+
+    def lowest_number(self, sampling_session_id: str, seq_id: int) -> int:
+        """The lowest number that the client which now uses ``seq_id`` has under way. Looks at all that waits."""
+        parts = [split_request_id(request_id) for request_id in self._jobs]
+        numbers = [part[1] for part in parts if part is not None and part[0] == sampling_session_id]
+        client = seq_id // SEQ_IDS_PER_CLIENT
+        return min([seq_id, *(number for number in numbers if number // SEQ_IDS_PER_CLIENT == client)])
+
+    # --- housekeeping -------------------------------------------------------------------------------------------------
+
     def sweep(self, now: float) -> None:
         self._futures.sweep(now)
         self._futures.take_delivered()
+        if self.completions is not None:
+            self.completions.sweep(now)
+        self._rate.note(self.tokens_sampled, now)
+        self._turn_due = True  # versions are published and grow old also when nobody samples
+        self._wake.set()
 
     def release_waiters(self) -> None:
         self._futures.close()
+        if self.completions is not None:
+            self.completions.close()
 
     def status(self) -> dict[str, object]:
         return {
-            "waiting_samples": len(self._tenants),
+            "waiting_samples": len(self._jobs),
             "sampled_tokens": self.tokens_sampled,
+            "sampling_tokens_per_second": self._rate.rate(self.tokens_sampled, time.time()),
             "sampling_seconds": round(self.busy_seconds, 3),
         }
 
+    # --- the pump -----------------------------------------------------------------------------------------------------
+
+    def _accept(self, job: _Job) -> None:
+        tenant_id = job.session.tenant_id
+        if job.request_id in self._jobs:
+            raise InvalidInputError("request_id", job.request_id, "an id that no request under way has")
+        waiting = self._tenants[tenant_id]
+        if waiting >= self._max_waiting:
+            raise QuotaError("waiting samples", waiting, self._max_waiting)
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if unfetched >= self._max_unfetched_bytes:
+            raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
+        self._jobs[job.request_id] = job
+        self._tenants[tenant_id] += 1
+        self._queue.push(tenant_id, job.request_id, job)
+        self._wake.set()
+
+    def _withdraw(self, job: _Job) -> None:
+        """Forget a request that is not done, here and in the engine."""
+        if self._jobs.get(job.request_id) is not job:
+            return
+        if not self._queue.remove(job.session.tenant_id, job.request_id):
+            self._in_engine -= job.request.num_samples
+            self._cancelled.append(job.request_id)
+            self._wake.set()
+        self._leave(job)
+
+    def _leave(self, job: _Job) -> None:
+        tenant_id = job.session.tenant_id
+        del self._jobs[job.request_id]
+        self._tenants[tenant_id] -= 1
+        if not self._tenants[tenant_id]:
+            del self._tenants[tenant_id]
+
+    def _settle(self, request_id: str, outcome: Outcome) -> None:
+        now = time.time()
+        self._futures.settle(request_id, outcome, now)
+        if self.completions is not None:
+            self.completions.add(request_id, None if outcome.failed else len(outcome.body), now)
+
     async def _run(self) -> None:
-        busy = False
         while not self._stopping:
-            if not busy and not self._waiting:
+            if not (self._busy or self._queue or self._cancelled or self._given_up or self._turn_due):
                 await self._wake.wait()
             self._wake.clear()
-            fresh, self._waiting = self._waiting, []
-            outcomes, busy = await self._compute.run(partial(self._turn, fresh))
-            for request_id, outcome in outcomes.items():
-                self._tenants.pop(request_id, None)
-                self._futures.settle(request_id, outcome, time.time())
+            turn = partial(self._turn, self._orders())
+            events, self._busy = await self._compute.run(turn, Lane.SAMPLING)
+            for job, event in events:
+                self._hand_over(job, event)
+
+    def _orders(self) -> _Orders:
+        fresh = []
+        while self._queue and self._in_engine < self._engine_samples:
+            job = self._queue.pop()
+            self._in_engine += job.request.num_samples
+            fresh.append(job)
+        orders = _Orders(self._cancelled, self._given_up, fresh)
+        self._cancelled, self._given_up, self._turn_due = [], [], False
+        return orders
+
+    def _hand_over(self, job: _Job, event: Event | Outcome) -> None:
+        if self._jobs.get(job.request_id) is not job:
+            return  # withdrawn meanwhile
+        if not isinstance(event, Progress):
+            self._in_engine -= job.request.num_samples
+            self._end(job, event)
+        elif isinstance(job.into, asyncio.Queue):
+            job.into.put_nowait(event)
+
+    def _end(self, job: _Job, event: SampleResult | TwinkleError | Outcome) -> None:
+        self._leave(job)
+        if isinstance(event, Outcome):
+            self._settle(job.request_id, event)
+        elif isinstance(job.into, asyncio.Queue):
+            job.into.put_nowait(event)
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
-    def _turn(self, fresh: list[_Waiting]) -> tuple[dict[str, Outcome], bool]:
-        """Admit what is new, work for a while; returns what is done and whether there is more to do."""
+    def _turn(self, orders: _Orders) -> tuple[list[tuple[_Job, Event | Outcome]], bool]:
+        """Admit what is new, work for a while; returns what came of it and whether there is more to do."""
         started = time.perf_counter()
-        outcomes: dict[str, Outcome] = {}
-        sampler = self._sampler
-        for waiting in fresh:
-            try:
-                self._ensure_version(waiting.session)
-                sampler.submit(waiting.request)
-                self._running.add(waiting.request.request_id)
-            except TwinkleError as error:
-                outcomes[waiting.request.request_id] = failure_of(error, waiting.request.request_id)
-            except Exception as error:  # noqa: BLE001 - the sampler loop is an edge
-                outcomes[waiting.request.request_id] = unexpected(error, waiting.request.request_id)
+        events: list[tuple[_Job, Event | Outcome]] = []
+        for request_id in orders.cancelled:
+            if request_id in self._running:
+                self._stop(request_id)
+        for version_id in orders.given_up:
+            self._versions.give_up(version_id)
+        for job in orders.fresh:
+            error = self._admit(job)
+            if error is not None:
+                events.append((job, _failed(job, error)))
         try:
-            for finished in sampler.step():
-                outcomes[finished.request_id] = self._encode(finished)
-            self._drop_old_versions()
-        except Exception as error:  # noqa: BLE001 - as above; nobody may wait for ever
-            for request_id in self._running - set(outcomes):
-                sampler.cancel(request_id)
-                outcomes[request_id] = unexpected(error, request_id)
-        self._running -= set(outcomes)
+            for event in self._sampler.step():
+                if event.request_id in self._running:
+                    events.append(self._result(event))
+            self._versions.tidy(time.monotonic())
+        except Exception as error:  # noqa: BLE001 - the sampler loop is an edge; nobody may wait for ever
+            for job in list(self._running.values()):
+                self._stop(job.request_id)
+                events.append((job, _failed(job, error)))
         self.busy_seconds += time.perf_counter() - started
-        return outcomes, sampler.busy
+        return events, self._sampler.busy
 
-    def _encode(self, finished: Finished) -> Outcome:
-        if isinstance(finished.outcome, SampleFailure):
-            return failure_of(finished.outcome.error, finished.request_id)
-        self.tokens_sampled += sum(len(sequence.tokens) for sequence in finished.outcome.sequences)
+    def _admit(self, job: _Job) -> Exception | None:
+        """Give a request to the engine; returns why it was not taken, if so."""
         try:
-            return encode_sample_result(finished.outcome)
+            self._versions.pin(job.session, time.monotonic())
+            try:
+                self._sampler.submit(replace(job.request, scope=job.session.tenant_id))
+            except Exception:
+                self._versions.unpin(job.session, time.monotonic())
+                raise
+        except Exception as error:  # noqa: BLE001 - as above: it fails its own request alone
+            return error
+        self._running[job.request_id] = job
+        return None
+
+    def _stop(self, request_id: str) -> None:
+        self._sampler.cancel(request_id)
+        self._versions.unpin(self._running.pop(request_id).session, time.monotonic())
+
+    def _result(self, event: Finished | Progress) -> tuple[_Job, Event | Outcome]:
+        job = self._running[event.request_id]
+        if isinstance(event, Progress):
+            return job, event
+        del self._running[event.request_id]
+        self._versions.unpin(job.session, time.monotonic())
+        if isinstance(event.outcome, SampleFailure):
+            return job, _failed(job, event.outcome.error)
+        self.tokens_sampled += sum(len(sequence.tokens) for sequence in event.outcome.sequences)
+        if isinstance(job.into, asyncio.Queue):
+            return job, event.outcome
+        try:
+            return job, job.into(event.outcome)
         except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
-            return unexpected(error, finished.request_id)
+            return job, _failed(job, error)
 
-    def _ensure_version(self, session: SamplingSessionRecord) -> None:
-        version_id = session.version_id
-        if version_id is None:
-            return
-        self._last_used[version_id] = time.monotonic()
-        if version_id not in self._sampler.version_ids():
-            assert session.directory is not None, "a version has files"
-            directory: Path = self._files.root / session.directory
-            path = session.model_path or session.sampling_session_id
-            without_server_paths(lambda: self._sampler.load_version(version_id, str(directory)), directory, path)
 
-    def _drop_old_versions(self) -> None:
-        loaded = self._sampler.version_ids()
-        for version_id in loaded:  # one that was just published was not asked for yet
-            self._last_used.setdefault(version_id, time.monotonic())
-        by_age = sorted(loaded, key=self._last_used.__getitem__)
-        for version_id in by_age[: max(0, len(loaded) - _MAX_VERSIONS)]:
-            self._sampler.retire(version_id)
-            self._last_used.pop(version_id, None)
+def _failed(job: _Job, error: Exception) -> TwinkleError | Outcome:
+    """As the request is to hear of it. What is ours is logged."""
+    streamed = isinstance(job.into, asyncio.Queue)
+    if isinstance(error, TwinkleError):
+        return error if streamed else failure_of(error, job.request_id)
+    if not streamed:
+        return unexpected(error, job.request_id)
+    logger.error("request %s failed", job.request_id, exc_info=error)
+    return TwinkleServerError(f"internal error; the server's log has the details under request {job.request_id}")

@@ -1,8 +1,8 @@
 """The whole product in two minutes, on this machine: `make demo`.
 
 Starts a server of its own on a free port, asks a small model who it is, trains a LoRA on it with the unmodified tinker
-SDK, asks again, and leaves the adapter (PEFT), the loss curve (PNG) and the server's log in build/demo. The first run
-also fetches the model, 135 M parameters.
+SDK, asks again with it and with the openai package, and leaves the adapter (PEFT), the loss curve (PNG) and the
+server's log in build/demo. The first run also fetches the model, 135 M parameters.
 
     python cookbook/client/tinker/self_host/demo.py
 
@@ -41,6 +41,7 @@ LOG = OUT / "server.log"
 
 
 def demo(url: str, data_dir: Path) -> None:
+    import openai
     import tinker  # here and not above: it takes seconds, and the first words should come at once
     from tinker import types
     from tqdm import tqdm
@@ -107,8 +108,20 @@ def demo(url: str, data_dir: Path) -> None:
     after = ask(training.save_weights_and_get_sampling_client())
     print(table(["", "before", "after"], list(zip(QUESTIONS, before, after, strict=True))))
 
-    # --- what stays ---
+    # --- the same through OpenAI's protocol: a checkpoint's path is a model's name ---
     path = training.save_state("demo").result().path  # tinker://RUN/weights/demo
+    headline("Asking the checkpoint through the openai package")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="tml-demo")
+    question = [{"role": "user", "content": QUESTIONS[0]}]
+    print(f'  client = openai.OpenAI(base_url="{url}/v1", api_key="tml-demo")')
+    print(f'  client.chat.completions.create(model="{path}", …)', end="\n  ")
+    for chunk in client.chat.completions.create(
+        model=path, messages=question, max_tokens=24, temperature=0, stream=True
+    ):
+        print(paint(chunk.choices[0].delta.content or "", "1;32"), end="", flush=True)
+    print()
+
+    # --- what stays ---
     run, kind, name = path.removeprefix("tinker://").split("/")
     (checkpoint,) = (data_dir / "checkpoints" / run.replace(":", "-") / kind / name).iterdir()
     shutil.rmtree(OUT / "adapter", ignore_errors=True)

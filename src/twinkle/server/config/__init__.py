@@ -7,7 +7,14 @@ from twinkle.errors import ConfigError, ConfigParseError
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, SamplerArgs, ServerArgs
 from twinkle.server.config.loading import default_config, load_config
 from twinkle.server.config.reference import describe
-from twinkle.server.config.sections import AuthConfig, HttpOptions, LimitsConfig, PersistenceConfig, TelemetryConfig
+from twinkle.server.config.sections import (
+    AuthConfig,
+    ClientsConfig,
+    HttpOptions,
+    LimitsConfig,
+    PersistenceConfig,
+    TelemetryConfig,
+)
 from twinkle.server.config.server_config import DEFAULT_MODEL, ServerConfig
 from twinkle.server.config.serving import ServedModelConfig
 
@@ -15,6 +22,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "ApplicationSpec",
     "AuthConfig",
+    "ClientsConfig",
     "ConfigError",
     "ConfigParseError",
     "HttpOptions",

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, ValidationInfo, ValidatorFunctionWrapHand
 
 from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
 from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh
+from twinkle.server.config.sections import Directory
 
 __all__ = ["ARGUMENTS", "ApplicationSpec", "ModelArgs", "ProcessorArgs", "SamplerArgs", "ServerArgs"]
 
@@ -95,15 +96,23 @@ class ModelArgs(BaseModel):
 
 
 class SamplerArgs(BaseModel):
-    """Arguments of sampling on a base model (`import_path: sampler`). It shares the trainer's weights."""
+    """Arguments of sampling on a base model (`import_path: sampler`). torch shares the trainer's weights."""
 
     model_config = STRICT
 
     model_id: Name = Field(description="The `model_id` of a model application.")
-    sampler_type: Annotated[
-        Literal["torch", "mock", "vllm"], Later({"vllm": "the vLLM sampler comes later; torch samples now"})
-    ] = Field(description="torch for a model on transformers, mock for one on mock.")
-    engine_args: dict[str, object] | None = Field(default=None, description="Options of vLLM's engine; only for vllm.")
+    sampler_type: Literal["torch", "mock", "vllm"] = Field(
+        description="torch or vllm for a model on transformers, mock for one on mock."
+    )
+    engine_args: dict[str, object] | None = Field(
+        default=None,
+        description="Arguments of vLLM's engine under vLLM's names; only for vllm. It has weights of its own: on a GPU "
+        "`gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both must be set.",
+    )
+    memory_dir: Directory | None = Field(
+        default=None,
+        description="Where vLLM finds the weights of versions: a directory in memory; null is /dev/shm. Only for vllm.",
+    )
     nproc_per_node: int = Field(default=1, ge=1, description=_PROCESSES)
     device_group: DeviceGroup | None = Field(
         default=None, description="Devices; the embedded runtime uses the model's."

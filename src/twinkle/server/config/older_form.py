@@ -100,7 +100,16 @@ def convert(data: Mapping[str, Any]) -> Conversion:
 
 def _top_level(conversion: Conversion) -> None:
     data = conversion.data
-    for section in ("http_options", "auth", "limits", "persistence", "telemetry", "applications", "task_queue"):
+    for section in (
+        "http_options",
+        "auth",
+        "clients",
+        "limits",
+        "persistence",
+        "telemetry",
+        "applications",
+        "task_queue",
+    ):
         if section in data and data[section] is None:  # a heading with nothing under it
             del data[section]
     for older, today in (("telemetry_config", "telemetry"), ("persistence_config", "persistence")):

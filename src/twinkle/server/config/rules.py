@@ -20,7 +20,8 @@ Location = tuple[str | int, ...]
 Applications = Sequence[ApplicationSpec]
 
 _ONE_DEVICE = "1 (more processes or devices come with the Ray runtime)"
-_SAMPLER_OF_BACKEND = {"transformers": "torch", "mock": "mock"}
+_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "mock": ("mock",)}
+_ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
 
@@ -159,21 +160,23 @@ def _samplers_have_their_model(applications: Applications) -> Iterator[Broken]:
 
 
 def _sampler_rules(sampler: SamplerArgs, models: dict[str, ModelArgs], at: Location) -> Iterator[Broken]:
-    if sampler.engine_args:
-        yield Broken((*at, "engine_args"), sampler.engine_args, "nothing: these are vLLM's options, which comes later")
+    values = sampler.model_dump()
+    for key in _ONLY_FOR_VLLM:
+        if sampler.sampler_type != "vllm" and values[key]:
+            yield Broken((*at, key), values[key], "nothing: it is for sampler_type: vllm")
     model = models.get(sampler.model_id)
     if model is None:
         known = ", ".join(models) or "none is configured"
-        allowed = f"the model_id of a model application, whose weights sampling shares for now: {known}"
+        allowed = f"the model_id of a model application, which sampling needs for now: {known}"
         yield Broken((*at, "model_id"), sampler.model_id, allowed)
         return
-    matching = _SAMPLER_OF_BACKEND[model.backend]
-    if sampler.sampler_type != matching:
-        allowed = f"{matching}, as the model's backend is {model.backend}"
+    matching = _SAMPLERS_OF_BACKEND[model.backend]
+    if sampler.sampler_type not in matching:
+        allowed = f"{' or '.join(matching)}, as the model's backend is {model.backend}"
         yield Broken((*at, "sampler_type"), sampler.sampler_type, allowed)
     wanted = sampler.device_group.device if sampler.device_group else None
     if wanted is not None and model.backend != "mock" and model.compute_device not in (None, wanted):
-        allowed = f"the device of the model, whose weights sampling shares: {model.compute_device}"
+        allowed = f"the device of the model: {model.compute_device}"
         yield Broken((*at, "device_group"), wanted, allowed)
 
 

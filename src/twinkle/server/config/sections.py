@@ -13,6 +13,7 @@ from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
 
 __all__ = [
     "AuthConfig",
+    "ClientsConfig",
     "Directory",
     "HttpOptions",
     "LimitsConfig",
@@ -111,6 +112,18 @@ class AuthConfig(BaseModel):
     )
     allow_open_on_network: bool = Field(
         default=False, description="Let `mode: open` listen on an address that other machines reach."
+    )
+
+
+class ClientsConfig(BaseModel):
+    """What clients are told to do when they connect."""
+
+    model_config = STRICT
+
+    batched_sample_polls: bool = Field(
+        default=True,
+        description="A client waits for all of its samples with one request instead of one for each: "
+        "needed for thousands at a time.",
     )
 
 

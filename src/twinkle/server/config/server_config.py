@@ -11,6 +11,7 @@ from twinkle.server.config.applications import ApplicationSpec
 from twinkle.server.config.rules import application_rules, network_rules
 from twinkle.server.config.sections import (
     AuthConfig,
+    ClientsConfig,
     Directory,
     HttpOptions,
     LimitsConfig,
@@ -56,6 +57,9 @@ class ServerConfig(BaseModel):
     ] = Field(default=(), description="Directories beside `data_dir` that requests may name; all others are refused.")
     http_options: HttpOptions = Field(default_factory=HttpOptions, description="Where the server listens.")
     auth: AuthConfig = Field(default_factory=AuthConfig, description="Who may use the server.")
+    clients: ClientsConfig = Field(
+        default_factory=ClientsConfig, description="What clients are told when they connect."
+    )
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one tenant may take.")
     persistence: PersistenceConfig = Field(default_factory=PersistenceConfig, description="Where the state is kept.")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="OpenTelemetry export.")

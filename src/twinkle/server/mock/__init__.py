@@ -2,6 +2,7 @@
 
 from twinkle.server.backend import ServedModel
 from twinkle.server.mock.sampler import MockSampler
+from twinkle.server.mock.text_codec import MockTextCodec
 from twinkle.server.mock.trainer import MockTrainer
 
 __all__ = ["MockSampler", "MockTrainer", "mock_model"]
@@ -10,15 +11,17 @@ __all__ = ["MockSampler", "MockTrainer", "mock_model"]
 def mock_model(name: str = "mock", aliases: tuple[str, ...] = ()) -> ServedModel:
     """A served model that needs no files and no memory."""
     trainer = MockTrainer()
+    sampler = MockSampler(trainer)
     return ServedModel(
         name=name,
         aliases=aliases,
         trainer=trainer,
-        sampler=MockSampler(trainer),
+        sampler=sampler,
         architecture="mock",
         max_context_length=trainer.max_length,
         tokens_per_batch=4096,
         tokenizer_dir=None,
         tokenizer_id=None,
         memory="mock: no model is loaded",
+        text=MockTextCodec(trainer.vocab_size, sampler.end_token),
     )

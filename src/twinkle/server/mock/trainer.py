@@ -15,8 +15,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -180,20 +181,11 @@ class MockTrainer:
             snapshot.step,
         )
 
-    def save(self, adapter_id: str, directory: str | Path, optimizer: bool = True, overwrite: bool = False) -> None:
-        """Write adapter.npz and state.json; the directory appears whole or not at all."""
-        adapter, directory = self._get(adapter_id), Path(directory)
-        if directory.exists() and not overwrite:
-            raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
-        staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
-        staging.mkdir(parents=True)
-        moments = {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq} if optimizer else {}
-        np.savez(staging / _WEIGHTS, allow_pickle=False, weights=adapter.weights, **moments)
+    def prepare_save(self, adapter_id: str, optimizer: bool = True) -> Callable[[Path], None]:
+        adapter = self._get(adapter_id)
+        moments = {"exp_avg": adapter.exp_avg.copy(), "exp_avg_sq": adapter.exp_avg_sq.copy()} if optimizer else {}
         state = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
-        (staging / _STATE).write_text(json.dumps(state))
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.replace(staging, directory)
+        return partial(_write_checkpoint, arrays={"weights": adapter.weights.copy(), **moments}, state=state)
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         adapter = self._get(adapter_id)
@@ -318,3 +310,14 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, A
     if state["layout"] != _LAYOUT:
         raise CheckpointError(f"{directory}: layout: got {state['layout']!r}, allowed: {_LAYOUT}")
     return arrays, state
+
+
+def _write_checkpoint(directory: Path, arrays: Mapping[str, FloatArray], state: Mapping[str, object]) -> None:
+    """Write adapter.npz and state.json; the directory appears whole or not at all."""
+    staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+    staging.mkdir(parents=True)
+    np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
+    (staging / _STATE).write_text(json.dumps(state))
+    if directory.exists():
+        shutil.rmtree(directory)
+    os.replace(staging, directory)

@@ -1,29 +1,88 @@
 """Futures: a request waits here until its result exists, or for a while."""
 
+import asyncio
+
 from fastapi import APIRouter, Request, Response
 
-from twinkle.errors import NotFoundError
+from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
+from twinkle.server.completions import Completion
 from twinkle.server.gateway import Gateway
-from twinkle.server.routes.http import PREFIX, gateway_of, parsed, tenant_of
+from twinkle.server.routes.http import (
+    JSON_BYTES,
+    PREFIX,
+    SMALL_BODY,
+    body_of,
+    gateway_of,
+    json_response,
+    parsed,
+    tenant_of,
+)
 from twinkle.server.types import Outcome
-from twinkle.server.wire import responses
-from twinkle.server.wire.requests import RetrieveFutureRequest
+from twinkle.server.wire import fields, responses
+from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
 router = APIRouter(prefix=PREFIX)
 
 # The SDK gives up on a poll after 45 s.
 _LONG_POLL_SECONDS = 25.0
+# A client that can will first be told how large a result is, and fetches it when it has room.
+_LARGE_RESULT = 2**20
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    request_id = (await parsed(RetrieveFutureRequest, request)).request_id
-    outcome = await _outcome(gateway_of(request), request_id, tenant_id)
+    wanted = await parsed(RetrieveFutureRequest, request)
+    outcome = await _outcome(gateway_of(request), wanted.request_id, tenant_id)
     if outcome is None:
-        return Response(responses.pending(request_id, "active"), 408, media_type="application/json")
+        return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
+    if wanted.allow_metadata_only and len(outcome.body) > _LARGE_RESULT:
+        return json_response({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
     return Response(outcome.body, media_type=outcome.encoding.value)
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request) -> Response:
+    """All that is done of one client's samples, in one long poll."""
+    tenant_id = await tenant_of(request)
+    body = await body_of(request, 4 * JSON_BYTES)  # it names every result that was fetched since the last poll
+    if len(body) < SMALL_BODY:
+        wanted = fields.parse(RetrieveFuturesRequest, body)
+    else:
+        wanted = await asyncio.to_thread(fields.parse, RetrieveFuturesRequest, body)
+    gateway = gateway_of(request)
+    target = wanted.target
+    session = await gateway.sampling_session(target.sampling_session_id, tenant_id)
+    timeout = _LONG_POLL_SECONDS if wanted.timeout is None else min(wanted.timeout, _LONG_POLL_SECONDS)
+    done = await gateway.completions(
+        session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
+    )
+    cursor = done[-1].place if done else wanted.prev_cursor
+    return json_response({"completions": [_completion(one) for one in done], "cursor": cursor})
+
+
+@router.post("/cancel_future")
+async def cancel_future(request: Request) -> Response:
+    """Nobody waits for this sample any more. One that is done or forgotten is no mistake."""
+    tenant_id = await tenant_of(request)
+    request_id = (await parsed(CancelFutureRequest, request)).request_id
+    parts = ids.split_request_id(request_id)
+    if parts is None:
+        raise NotFoundError("request", request_id)
+    gateway = gateway_of(request)
+    if ":sample:" not in parts[0]:
+        await gateway.run(parts[0], tenant_id)
+        raise InvalidInputError("request_id", request_id, "a sample's: work on a model cannot be taken back")
+    session = await gateway.sampling_session(parts[0], tenant_id)
+    gateway.sampler_of(session).cancel(request_id)
+    return json_response({})
+
+
+def _completion(done: Completion) -> dict[str, object]:
+    if done.size is None:
+        return {"state": "failed", "request_id": done.request_id}
+    return {"state": "finished", "request_id": done.request_id, "response_payload_uncompressed_size": done.size}
 
 
 async def _outcome(gateway: Gateway, request_id: str, tenant_id: str) -> Outcome | None:

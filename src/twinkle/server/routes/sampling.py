@@ -1,9 +1,12 @@
 """Sampling sessions and samples."""
 
 import asyncio
+import hashlib
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle.sampler.types import SampleRequest
 from twinkle.server.routes.http import (
     JSON_BYTES,
     PREFIX,
@@ -15,7 +18,13 @@ from twinkle.server.routes.http import (
     tenant_of,
 )
 from twinkle.server.wire import fields
-from twinkle.server.wire.requests import AsampleRequest, CreateSamplingSessionRequest, to_sample_request
+from twinkle.server.wire.sample_requests import (
+    AsampleRequest,
+    CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
+    to_sample_request,
+)
+from twinkle.server.wire.sampling import Encode
 
 router = APIRouter(prefix=PREFIX)
 
@@ -28,6 +37,16 @@ async def create_sampling_session(request: Request) -> Response:
         tenant_id, wanted.session_id, wanted.sampling_session_seq_id, wanted.base_model, wanted.model_path
     )
     return json_response({"sampling_session_id": session.sampling_session_id, "type": "create_sampling_session"})
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    wanted = await parsed(JoinSamplingSessionRequest, request)
+    session = await gateway.sampling_session(wanted.sampling_session_id, tenant_id)
+    number = await gateway.join_sampling_session(session)
+    return json_response({"client_counter": number, "type": "join_sampling_session"})
 
 
 @router.get("/samplers/{sampler_id}")
@@ -48,11 +67,16 @@ async def asample(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
     body = await body_of(request, 4 * JSON_BYTES)  # half a million tokens
-    if len(body) < SMALL_BODY:
-        wanted = fields.parse(AsampleRequest, body)
-    else:
-        wanted = await asyncio.to_thread(fields.parse, AsampleRequest, body)
+    small = len(body) < SMALL_BODY
+    wanted, sample, encode, digest = _read(body) if small else await asyncio.to_thread(_read, body)
     session = await gateway.sampling_session(wanted.sampling_session_id, tenant_id)
-    gateway.sampler_of(session).sample(session, to_sample_request(wanted, session.version_id))
+    sample = replace(sample, version_id=session.version_id)
+    await gateway.sample(session, wanted.seq_id, sample, encode, digest)
     samples = [f"{wanted.request_id}:{number}" for number in range(wanted.num_samples)]
     return json_response({"request_id": wanted.request_id, "sample_sequence_ids": samples})
+
+
+def _read(body: bytes) -> tuple[AsampleRequest, SampleRequest, Encode, bytes]:
+    wanted = fields.parse(AsampleRequest, body)
+    sample, encode = to_sample_request(wanted, None)
+    return wanted, sample, encode, hashlib.blake2b(body, digest_size=16).digest()

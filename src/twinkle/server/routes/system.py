@@ -17,8 +17,7 @@ _CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "create_model_via_load_weights": False,
     "custom_loss_server_side": False,
-    "sample_use_retrieve_futures": False,
-    "sample_join_sampling_session": False,
+    "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
 
@@ -32,14 +31,15 @@ async def health() -> Response:
 async def client_config(request: Request) -> Response:
     await tenant_of(request)
     await parsed(ClientConfigRequest, request)
-    return json_response(_CLIENT_CONFIG)
+    batched = gateway_of(request).config.clients.batched_sample_polls
+    return json_response({**_CLIENT_CONFIG, "sample_use_retrieve_futures": batched})
 
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(request: Request) -> Response:
     await tenant_of(request)
     await parsed(ClientConfigRequest, request)
-    return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+    return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
 @router.post("/telemetry")

@@ -16,7 +16,22 @@ __all__ = ["MIGRATIONS", "Migration", "migrate", "needs_migration"]
 
 Migration = Callable[[Connection], None]
 
-MIGRATIONS: Sequence[Migration] = ()
+
+def _add_sampling_clients(connection: Connection) -> None:
+    connection.exec_driver_sql(
+        """
+        CREATE TABLE sampling_clients (
+            sampling_session_id VARCHAR NOT NULL REFERENCES sampling_sessions (sampling_session_id),
+            client BIGINT NOT NULL,
+            first_seq BIGINT NOT NULL,
+            next_seq BIGINT NOT NULL,
+            PRIMARY KEY (sampling_session_id, client)
+        ) WITHOUT ROWID
+        """
+    )
+
+
+MIGRATIONS: Sequence[Migration] = (_add_sampling_clients,)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 
-from sqlalchemy import bindparam, delete, func, insert, select
+from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from twinkle.server.state.database import Cursor, Database
-from twinkle.server.state.tables import SAMPLING_SESSIONS, SESSIONS
+from twinkle.server.state.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
 from twinkle.server.types import SamplingSessionRecord
 
 __all__ = ["SamplingSessions"]
@@ -24,12 +24,36 @@ _ABANDONED = (
         SESSIONS.c.last_seen < bindparam("before"),
     )
 )
-_REFERRING = (
-    select(func.count())
-    .select_from(SAMPLING_SESSIONS)
+_ACTIVE = (
+    select(SAMPLING_SESSIONS.c.directory)
     .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
-    .where(SAMPLING_SESSIONS.c.directory == bindparam("directory"), SESSIONS.c.state == "active")
+    .where(SESSIONS.c.state == "active", SAMPLING_SESSIONS.c.directory.is_not(None))
 )
+_REFERRING = select(func.count()).select_from(
+    _ACTIVE.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
+)
+_ORPHANED = (
+    select(SAMPLING_SESSIONS)
+    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .where(
+        SAMPLING_SESSIONS.c.version_id != SAMPLING_SESSIONS.c.sampling_session_id,
+        SESSIONS.c.state != "active",
+        SAMPLING_SESSIONS.c.directory.not_in(select(CHECKPOINTS.c.directory)),
+        SAMPLING_SESSIONS.c.directory.not_in(_ACTIVE),
+    )
+)
+_OF_CLIENT = (SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")) & (
+    SAMPLING_CLIENTS.c.client == bindparam("nr")
+)
+_LAST_CLIENT = select(func.coalesce(func.max(SAMPLING_CLIENTS.c.client), 0)).where(
+    SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")
+)
+_GET_CLIENT = select(SAMPLING_CLIENTS.c.first_seq, SAMPLING_CLIENTS.c.next_seq).where(_OF_CLIENT)
+_ADD_CLIENT = insert(SAMPLING_CLIENTS)
+_SET_CLIENT = (
+    update(SAMPLING_CLIENTS).where(_OF_CLIENT).values(first_seq=bindparam("first"), next_seq=bindparam("next"))
+)
+_DELETE_CLIENTS = delete(SAMPLING_CLIENTS).where(SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id"))
 _DELETE = delete(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
 _LIST = select(SAMPLING_SESSIONS).where(_OF_SESSION).order_by(SAMPLING_SESSIONS.c.number)
 
@@ -69,5 +93,50 @@ class SamplingSessions:
         count = await self._database.read(lambda cursor: cursor.number(_REFERRING, {"directory": directory}))
         return count > 0
 
+    async def orphaned(self) -> tuple[SamplingSessionRecord, ...]:
+        """Those of sessions that ended, whose checkpoint was replaced or deleted: its files wait for nobody else."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_ORPHANED, {}))
+        return tuple(SamplingSessionRecord(**row) for row in rows)
+
     async def delete(self, sampling_session_id: str) -> None:
-        await self._database.write(lambda cursor: cursor.execute(_DELETE, {"id": sampling_session_id}))
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
+            cursor.execute(_DELETE, {"id": sampling_session_id})
+
+        await self._database.write(work)
+
+    # --- its clients --------------------------------------------------------------------------------------------------
+
+    async def join(self, sampling_session_id: str) -> int:
+        """A number for one more client, which no other client of the sampling session has; the first one is 0."""
+
+        def work(cursor: Cursor) -> int:
+            number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
+            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
+            return number
+
+        return await self._database.write(work)
+
+    async def set_numbers_in_use(self, sampling_session_id: str, client: int, numbers: range) -> None:
+        """The sequence numbers that the client may have under way, from now until this is called again."""
+
+        def work(cursor: Cursor) -> None:
+            values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
+            if cursor.execute(_SET_CLIENT, values) == 0:
+                cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
+
+        await self._database.write(work)
+
+    async def numbers_in_use(self, sampling_session_id: str, client: int) -> range:
+        parameters = {"id": sampling_session_id, "nr": client}
+        row = await self._database.read(lambda cursor: cursor.row(_GET_CLIENT, parameters))
+        return range(0) if row is None else range(row["first_seq"], row["next_seq"])
+
+
+def _client(sampling_session_id: str, client: int, numbers: range) -> dict[str, object]:
+    return {
+        "sampling_session_id": sampling_session_id,
+        "client": client,
+        "first_seq": numbers.start,
+        "next_seq": numbers.stop,
+    }

@@ -27,6 +27,7 @@ __all__ = [
     "METADATA",
     "OPS",
     "RUNS",
+    "SAMPLING_CLIENTS",
     "SAMPLING_SESSIONS",
     "SCHEMA_VERSION",
     "SESSIONS",
@@ -108,6 +109,17 @@ SAMPLING_SESSIONS = Table(
     Column("directory", Text),
     Column("created_at", Double, nullable=False),
     Index("sampling_sessions_by_number", "session_id", "number", unique=True),
+)
+
+# The clients of a sampling session that have a number of their own or used sequence numbers; those in use lie between.
+SAMPLING_CLIENTS = Table(
+    "sampling_clients",
+    METADATA,
+    Column("sampling_session_id", String, ForeignKey("sampling_sessions.sampling_session_id"), primary_key=True),
+    Column("client", BigInteger, primary_key=True, autoincrement=False),
+    Column("first_seq", BigInteger, nullable=False),
+    Column("next_seq", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 # A row a request; the bytes of body and outcome are in the journal. One tree is all that accepting an op has to change:

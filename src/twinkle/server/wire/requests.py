@@ -3,17 +3,15 @@
 JSON types are taken strictly: ``"1"`` and ``1.0`` are not integers. Keys of a request that we do not know are ignored,
 because a newer SDK may send more of them; keys that we know and do not offer are refused unless they are at their
 default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused: ignoring one would
-train or sample otherwise than asked.
+train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sample_requests`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
-from twinkle.model.types import AdamParams, IntArray, LoraSpec
-from twinkle.sampler.types import SampleRequest, SamplingParams
+from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.types import (
     LoadWeights,
     Op,
@@ -36,16 +34,12 @@ from twinkle.server.wire.fields import (
     Request,
     Seed,
     SequenceNumber,
-    Stops,
     Text,
     TimeToLive,
-    TokenId,
     parse,
-    short,
 )
 
 MAX_TELEMETRY_BYTES = 4 * 2**20
-MAX_SAMPLES = 1024
 
 
 # --- sessions and the rest --------------------------------------------------------------------------------------------
@@ -87,25 +81,6 @@ class GetInfoRequest(Request):
 
 class WeightsInfoRequest(Request):
     tinker_path: Text
-
-
-class CreateSamplingSessionRequest(Request):
-    """``model_path`` wins where both are given."""
-
-    session_id: Id
-    sampling_session_seq_id: Number
-    base_model: Text | None = None
-    model_path: Text | None = None
-    type: Literal["create_sampling_session"] = "create_sampling_session"
-
-
-class RetrieveFutureRequest(Request):
-    request_id: Id
-    allow_metadata_only: bool = False
-
-
-class CancelFutureRequest(Request):
-    request_id: Id
 
 
 # --- create_model -----------------------------------------------------------------------------------------------------
@@ -283,102 +258,3 @@ def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
     except UserError as error:
         payload = Refused(str(error))
     return Op(place.model_id, place.seq_id, request_type.kind, payload, body)
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
-class SamplingConfig(Parameters):
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    seed: Seed | None = None
-    stop: Stops = None
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    def params(self) -> SamplingParams:
-        """No ``stop``: the model's own end token ends a sequence. An empty list: nothing does but its length."""
-        if self.top_k == 0:
-            raise InvalidInputError("sampling_params.top_k", 0, "-1 (off) or at least 1")
-        stops = self.stop or []
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop_tokens=tuple(stop for stop in stops if isinstance(stop, int)),
-            stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
-            stop_at_eos=self.stop != [],
-        )
-
-
-class Chunk(Request):
-    """Text; other kinds are read only so far that they can be refused by name."""
-
-    type: str = "encoded_text"
-    tokens: Annotated[list[TokenId], Field(default_factory=list)]
-
-
-class ModelInput(Request):
-    chunks: list[Chunk]
-
-    def tokens(self) -> IntArray:
-        """(T,): the text chunks one after another."""
-        for number, chunk in enumerate(self.chunks):
-            if chunk.type != "encoded_text":
-                raise UnsupportedError(
-                    f"prompt.chunks[{number}].type: got {short(chunk.type)}, allowed: 'encoded_text'"
-                    " (the models served here read text only)"
-                )
-        return np.array([token for chunk in self.chunks for token in chunk.tokens], np.int64)
-
-
-class AsampleRequest(Request):
-    sampling_session_id: Id
-    seq_id: Number
-    prompt: ModelInput
-    sampling_params: SamplingConfig
-    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    # Known, and refused unless they are at their default:
-    topk_sample_logprobs: Any = None
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: Any = None
-    prompt_logprobs_last_n: Any = None
-    record_stability_info: Any = None
-    base_model: Any = None
-    model_path: Any = None
-    type: Literal["sample"] = "sample"
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.sampling_session_id}:{self.seq_id}"
-
-
-_NOT_OFFERED = {
-    "topk_sample_logprobs": (None, 0),
-    "target_prompt_logprobs": (None,),
-    "prompt_alt_tokens_k": (None, 0),
-    "prompt_logprobs_last_n": (None,),
-    "record_stability_info": (None, False),
-    "base_model": (None,),  # the sampling session says it
-    "model_path": (None,),
-}
-
-
-def to_sample_request(request: AsampleRequest, version_id: str | None) -> SampleRequest:
-    """``version_id``: the weights that the sampling session is pinned to, None for the base model."""
-    for field, defaults in _NOT_OFFERED.items():
-        if vars(request)[field] not in defaults:
-            raise UnsupportedError(f"{field}: got {short(vars(request)[field])}, which this server does not offer")
-    return SampleRequest(
-        request_id=request.request_id,
-        version_id=version_id,
-        prompt=request.prompt.tokens(),
-        params=request.sampling_params.params(),
-        num_samples=request.num_samples,
-        prompt_logprobs=bool(request.prompt_logprobs),
-        topk_prompt_logprobs=request.topk_prompt_logprobs,
-    )

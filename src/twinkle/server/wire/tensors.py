@@ -1,6 +1,7 @@
 """Tensors on the wire: dense bytes or CSR, little-endian. Every size is checked against the bytes before it is used."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,55 @@ def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str, max_sparse_by
     dense = np.zeros(math.prod(shape), dtype)
     dense[cells] = values
     return dense.reshape(shape)
+
+
+@dataclass(frozen=True)
+class CsrLayout:
+    """Which cells of a matrix are listed, row by row. Their values may be many fewer than the matrix has cells."""
+
+    rows: int
+    columns: int
+    crow: Array  # (rows + 1,)
+    col: Array  # (count,)
+
+    @classmethod
+    def checked(cls, rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> "CsrLayout":
+        """``count`` values are listed; ``field`` names the tensor in errors."""
+        _cells(rows, columns, crow, col, count, field)
+        return cls(rows, columns, crow, col)
+
+    @property
+    def width(self) -> int:
+        """The most that a row lists, and 1 at least."""
+        return max(1, int((self.crow[1:] - self.crow[:-1]).max(initial=0)))
+
+    def padded(self, values: Array, pad: int) -> Array:
+        """(rows, width): what each row lists, from the left; ``pad`` elsewhere."""
+        padded = np.full((self.rows, self.width), pad, values.dtype)
+        padded[self._places()] = values
+        return padded
+
+    def listed(self, padded: Array) -> Array:
+        """The reverse: (count,)."""
+        return padded[self._places()]
+
+    def _places(self) -> tuple[Array, Array]:
+        row = np.repeat(np.arange(self.rows), self.crow[1:] - self.crow[:-1])
+        return row, np.arange(len(self.col)) - self.crow[row]
+
+
+def encode_tensor(array: Array, dtype: pb.DType) -> pb.Tensor:
+    return pb.Tensor(dense=array.astype(_DTYPES[dtype]).tobytes(), dtype=dtype, shape=array.shape)
+
+
+def encode_csr(values: Array, layout: CsrLayout, dtype: pb.DType) -> pb.Tensor:
+    """A sparse tensor with ``values`` (count,) where the layout lists cells."""
+    csr = pb.SparseCsr(
+        values=values.astype(_DTYPES[dtype]).tobytes(),
+        crow_indices=layout.crow.astype(_INDEX).tobytes(),
+        col_indices=layout.col.astype(_INDEX).tobytes(),
+    )
+    return pb.Tensor(sparse_csr=csr, dtype=dtype, shape=(layout.rows, layout.columns))
 
 
 def _cells(rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> Array:

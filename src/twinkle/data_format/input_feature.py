@@ -1,0 +1,31 @@
+"""What a model is trained on: one tokenised sequence.
+
+Shapes: T tokens, L layers, K experts of a token.
+"""
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["InputFeature"]
+
+
+class InputFeature(TypedDict, total=False):
+    """One sequence of T tokens.
+
+    ``labels[t]`` is what position t is to predict, that is token t + 1, or −100 where nothing is learnt; the last label
+    is always −100. Rows that come from disk or over the wire hold lists where a template makes arrays. What a processor
+    adds for images and the like (``pixel_values``, ``image_grid_thw`` …) stands beside these keys.
+    """
+
+    input_ids: "NDArray[np.int64] | Sequence[int]"
+    attention_mask: "NDArray[np.int64] | Sequence[int]"
+    position_ids: "NDArray[np.int64] | Sequence[int]"
+    labels: "NDArray[np.int64] | Sequence[int]"
+    completion_mask: "NDArray[np.int64] | Sequence[int]"
+    length: int
+    routed_experts: "NDArray[np.int64] | Sequence[Sequence[Sequence[int]]]"  # (T, L, K)

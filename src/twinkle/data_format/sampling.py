@@ -1,0 +1,190 @@
+"""How to draw tokens, and what was drawn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from twinkle.data_format.input_feature import InputFeature
+from twinkle.errors import InvalidInputError, MissingDependencyError, UnknownNameError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import SamplingParams as VllmSamplingParams
+
+__all__ = ["SampleResponse", "SampledSequence", "SamplingParams"]
+
+StopReason = Literal["length", "stop", "abort", "error"]
+
+# What `generate` makes without a limit of its own, for a caller that gave none.
+_DEFAULT_NEW_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    ``max_tokens=None``: what is left of the context; 0: nothing is generated, only the prompt is scored.
+    ``temperature=0``: greedy. ``top_k=-1``: off. ``stop``: a text, texts, or token ids. ``logprobs=k``: of each sampled
+    token (1) or of the k likeliest. ``prompt_logprobs=k``: the same of the prompt's tokens.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_samples: int = 1
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise InvalidInputError("temperature", self.temperature, "a number ≥ 0")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InvalidInputError("top_p", self.top_p, "a number in (0, 1]")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
+            raise InvalidInputError("repetition_penalty", self.repetition_penalty, "a number > 0")
+        if not _is_int(self.top_k) or (self.top_k != -1 and self.top_k < 1):
+            raise InvalidInputError("top_k", self.top_k, "−1 (off) or an integer ≥ 1")
+        _require_int("num_samples", self.num_samples, 1)
+        for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _require_int(field, value, 0)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 0)
+        if self.seed is not None and not _is_int(self.seed):
+            raise InvalidInputError("seed", self.seed, "an integer or None")
+        _check_stop(self.stop)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [stop for stop in stops if isinstance(stop, str)]
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        if self.stop is None or isinstance(self.stop, str):
+            return []
+        return [stop for stop in self.stop if isinstance(stop, int)]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """From a request's body; ``max_new_tokens`` is another name of ``max_tokens``."""
+        known = {field.name for field in fields(cls)}
+        for name in values:
+            if name not in known and name != "max_new_tokens":
+                raise UnknownNameError("sampling parameter", name, [*known, "max_new_tokens"])
+        named = {name: value for name, value in values.items() if name in known}
+        if "max_new_tokens" in values and named.get("max_tokens") is None:
+            named["max_tokens"] = values["max_new_tokens"]
+        return cls(**named)
+
+    def to_vllm(self, **overrides: Any) -> "VllmSamplingParams":
+        """The same as vLLM's class; ``overrides`` are further fields of that class, and win."""
+        try:
+            from vllm import SamplingParams as VllmSamplingParams
+            from vllm.sampling_params import RequestOutputKind
+        except ImportError as error:
+            raise MissingDependencyError("vllm", "vllm", "SamplingParams.to_vllm") from error
+        arguments: dict[str, Any] = {
+            "n": self.num_samples,
+            # vLLM cannot generate nothing: whoever only wants the prompt scored throws one token away.
+            "max_tokens": None if self.max_tokens is None else max(self.max_tokens, 1),
+            "seed": self.seed,
+            "stop": self.stop_strings or None,
+            "stop_token_ids": self.stop_token_ids or None,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+        if self.num_samples > 1:  # samples that arrive piece by piece would have to be put together again
+            arguments["output_kind"] = RequestOutputKind.FINAL_ONLY
+        return VllmSamplingParams(**{**arguments, **overrides})
+
+    def to_transformers(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
+        """Keyword arguments for ``model.generate``. Stops need the tokenizer: its end tokens stay stops, too."""
+        if self.seed is not None:
+            raise UnsupportedError("seed: model.generate takes none; call transformers.set_seed before it")
+        if self.prompt_logprobs is not None:
+            raise UnsupportedError("prompt_logprobs: model.generate does not score the prompt")
+        sampled = self.temperature > 0
+        arguments: dict[str, Any] = {
+            "do_sample": sampled,
+            "max_new_tokens": _DEFAULT_NEW_TOKENS if self.max_tokens is None else self.max_tokens,
+            "num_return_sequences": self.num_samples,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        if sampled:
+            top_k = 0 if self.top_k == -1 else self.top_k
+            arguments |= {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p}
+        if self.logprobs is not None:
+            arguments |= {"output_logits": True, "return_dict_in_generate": True}
+        return arguments | self._transformers_stops(tokenizer)
+
+    def _transformers_stops(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+        stops: dict[str, Any] = {}
+        if not self.stop_strings and not self.stop_token_ids:
+            return stops
+        if tokenizer is None:
+            raise InvalidInputError("tokenizer", None, "the model's tokenizer, which stops cannot be applied without")
+        if self.stop_strings:
+            stops |= {"stop_strings": self.stop_strings, "tokenizer": tokenizer}
+        if self.stop_token_ids:
+            end = tokenizer.eos_token_id
+            stops["eos_token_id"] = [*([] if end is None else [end]), *self.stop_token_ids]
+        return stops
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One continuation.
+
+    ``logprobs[i]`` are (token id, log-probability) pairs of position i: the sampled token alone, or the likeliest, best
+    first. ``new_input_feature`` is the prompt's feature with this continuation appended and labelled.
+    """
+
+    stop_reason: StopReason
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]] | None = None
+    decoded: str | None = None
+    new_input_feature: InputFeature | None = None
+    routed_experts: Any = None
+
+
+@dataclass(frozen=True)
+class SampleResponse:
+    """All continuations of one prompt. The first entry of both prompt lists is None: nothing predicts token 0."""
+
+    sequences: list[SampledSequence]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+def _check_stop(stop: object) -> None:
+    if stop is None or isinstance(stop, str):
+        return
+    if not isinstance(stop, list | tuple) or not (
+        all(isinstance(item, str) for item in stop) or all(_is_int(item) for item in stop)
+    ):
+        raise InvalidInputError("stop", stop, "a text, a list of texts, or a list of token ids")
+
+
+def _require_int(field: str, value: object, least: int) -> None:
+    if not _is_int(value) or not isinstance(value, int) or value < least:
+        raise InvalidInputError(field, value, f"an integer ≥ {least}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,8 @@
+"""Data loaders. torch is imported with the first batch."""
+
+from twinkle.dataloader.batches import DeviceMeshSampler
+from twinkle.dataloader.dataloader import DataLoader
+from twinkle.dataloader.draw import RetrySampler
+from twinkle.dataloader.mesh import DataMesh
+
+__all__ = ["DataLoader", "DataMesh", "DeviceMeshSampler", "RetrySampler"]

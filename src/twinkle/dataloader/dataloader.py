@@ -1,0 +1,196 @@
+"""Batches of rows, the same after a restart as without one."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from twinkle.construction import construct
+from twinkle.dataloader.batches import BatchPlan
+from twinkle.dataloader.draw import EpochOrder, Table
+from twinkle.dataloader.mesh import WHOLE, DataMesh
+from twinkle.dataloader.stream import is_stream
+from twinkle.errors import InvalidInputError, StreamError
+from twinkle.infra import current_seed
+
+if TYPE_CHECKING:
+    import torch.utils.data
+
+    from twinkle.processor import InputProcessor
+
+__all__ = ["DataLoader"]
+
+Collate = Callable[[list[Any]], Any]
+
+
+class DataLoader:
+    """Iterates over a dataset in batches: lists of rows, or what a processor makes of them.
+
+    ``batch_size`` counts the rows of all processes; with a ``device_mesh`` each gets its part of every batch. A batch
+    with fewer than ``min_batch_size`` rows (by default one for each process) ends the epoch. Every ``for`` loop over
+    the loader is an epoch; with ``shuffle=True`` each has an order of its own, made from ``seed`` and the epoch's
+    number.
+
+    The state is a position in the sequence of all epochs' rows, so a loop that is left early and started again goes on
+    with the next epoch, and the rest of the one before counts as consumed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        min_batch_size: int | None = None,
+        device_mesh: DataMesh | None = None,
+        max_retries: int = 20,
+        shuffle: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        self._mesh = WHOLE if device_mesh is None else device_mesh
+        processes = self._mesh.data_world_size
+        if batch_size < 1 or batch_size % processes:
+            raise InvalidInputError("batch_size", batch_size, f"a multiple of {processes}, the processes that share it")
+        self.dataset = dataset() if callable(dataset) else dataset
+        self._stream = is_stream(self.dataset)
+        if self._stream and shuffle:
+            raise InvalidInputError("shuffle", True, "False: a stream is read in its order")
+        self.batch_size = batch_size
+        self.min_batch_size = processes if min_batch_size is None else min_batch_size
+        if not 1 <= self.min_batch_size <= batch_size:
+            raise InvalidInputError("min_batch_size", min_batch_size, f"1 to {batch_size}, the batch_size")
+        self.max_retries = max_retries
+        self._shuffle = shuffle
+        self._seed = current_seed() if seed is None else seed
+        self._drop_last = drop_last
+        self._collate: Collate = _rows_as_they_are if collate_fn is None else collate_fn
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "multiprocessing_context": multiprocessing_context,
+        }
+        self._position = 0
+        self._resumed = False
+        self._batches: Iterator[Any] | None = None
+        self._plan: BatchPlan | None = None
+        self._loader: torch.utils.data.DataLoader[Any] | None = None
+
+    def set_processor(
+        self, processor_cls: "InputProcessor | type[InputProcessor] | str | Callable[..., Any]", **init_args: Any
+    ) -> None:
+        """What makes a batch of rows: an instance, a class, a name in ``twinkle.processor``, a plugin or a function."""
+        from twinkle.processor import InputProcessor
+
+        self._collate = cast("Collate", construct(processor_cls, InputProcessor, "twinkle.processor", init_args))
+        self._loader = None  # it is made with the function that it has
+
+    def get_state(self) -> dict[str, int]:
+        """What to keep in a checkpoint."""
+        return {"consumed_train_samples": self._position}
+
+    def skip_consumed_samples(self, consumed_train_samples: int) -> None:
+        """Begin the next loop after this many rows; loops after that begin at the start of theirs.
+
+        A table jumps there. A stream is read up to there.
+        """
+        if not isinstance(consumed_train_samples, int) or consumed_train_samples < 0:
+            raise InvalidInputError("consumed_train_samples", consumed_train_samples, "an integer ≥ 0")
+        self._position = consumed_train_samples
+        self._resumed = True
+        self._batches = None
+
+    def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
+        """:meth:`skip_consumed_samples`, under the name that models use."""
+        self.skip_consumed_samples(consumed_train_samples)
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        if self._stream:
+            raise StreamError("DataLoader: a stream has no length")
+        return self._epochs().batches_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches = self._stream_epoch() if self._stream else self._table_epoch()
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            iter(self)
+        assert self._batches is not None
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = None
+            raise
+
+    def _table_epoch(self) -> Iterator[Any]:
+        plan = self._epochs()
+        if not plan.rows_per_epoch:
+            return
+        if not self._resumed:  # the rest of an epoch that was left early is not served any more
+            self._position = -(-self._position // plan.rows_per_epoch) * plan.rows_per_epoch
+        self._resumed = False
+        plan.position = self._position
+        for size, batch in zip(list(plan.sizes()), self._torch_loader(plan.position), strict=True):
+            self._position += size
+            yield batch
+
+    def _stream_epoch(self) -> Iterator[Any]:
+        skip, self._resumed = (self._position if self._resumed else 0), False
+        served = 0
+        while not served:
+            before = skip
+            for size, batch in self._torch_loader(self._position):
+                if skip >= size:  # what an earlier run has consumed is read over
+                    skip -= size
+                    continue
+                # a batch cannot be cut any more: a position inside of one (of another batch_size) serves it whole
+                self._position += size - skip
+                skip = 0
+                served += 1
+                yield batch
+            if skip == before:  # the stream is empty
+                return
+            # nothing served: the earlier run was at or past the end of this epoch, and what is left is of the next
+
+    def _epochs(self) -> BatchPlan:
+        if self._plan is None:
+            rows = len(self.dataset)
+            order = EpochOrder(rows, self._shuffle, self._seed)
+            self._plan = BatchPlan(order, rows, self.batch_size, self._mesh, self.min_batch_size, self._drop_last)
+        return self._plan
+
+    def _torch_loader(self, position: int) -> "torch.utils.data.DataLoader[Any]":
+        """torch's loader, which runs the worker processes; one for all epochs, so that workers may stay."""
+        from twinkle.dataloader.torch_loader import stream_loader, table_loader
+
+        if self._loader is None:
+            if self._stream:
+                self._loader = stream_loader(
+                    self.dataset,
+                    self._collate,
+                    self.batch_size,
+                    self._mesh,
+                    self.min_batch_size,
+                    self._drop_last,
+                    self._options,
+                )
+            else:
+                table = cast("Table", self.dataset)
+                self._loader = table_loader(table, self._collate, self._epochs(), self.max_retries, self._options)
+        # Workers draw their seeds from it: they must not depend on what this process drew before.
+        assert self._loader.generator is not None
+        self._loader.generator.manual_seed(hash((self._seed, position, self._mesh.data_rank)) % 2**63)
+        return self._loader
+
+
+def _rows_as_they_are(rows: list[Any]) -> list[Any]:
+    return rows

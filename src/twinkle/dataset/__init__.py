@@ -1,0 +1,10 @@
+"""Datasets: rows from hubs, files or memory, on the ``datasets`` library, which is imported when it is first needed."""
+
+from twinkle.dataset.dataset import Dataset
+from twinkle.dataset.iterable_dataset import IterableDataset
+from twinkle.dataset.iterable_packing_dataset import IterablePackingDataset
+from twinkle.dataset.lazy_dataset import LazyDataset
+from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.packing_dataset import PackingDataset
+
+__all__ = ["Dataset", "DatasetMeta", "IterableDataset", "IterablePackingDataset", "LazyDataset", "PackingDataset"]

@@ -1,0 +1,209 @@
+"""Rows in an Arrow table: load, map, filter, mix, encode, save. The ``datasets`` library does the work."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
+
+from twinkle.construction import construct
+from twinkle.dataset.encoding import EncodeColumns
+from twinkle.dataset.loading import Rows, load_rows
+from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.options import (
+    FilterOptions,
+    LoadOptions,
+    MapOptions,
+    check_filter_options,
+    check_load_options,
+    check_map_options,
+)
+from twinkle.dataset.saving import RowFile, file_format, write_rows
+from twinkle.dataset.sources import Sources
+from twinkle.errors import InvalidInputError
+from twinkle.infra import process_lock
+
+if TYPE_CHECKING:
+    from twinkle.preprocessor import DataFilter, Preprocessor
+    from twinkle.template import Template
+
+__all__ = ["Dataset", "Row"]
+
+Row = dict[str, Any]
+
+
+class Dataset:
+    """A table of rows. Methods change it in place and return nothing."""
+
+    streaming: ClassVar[bool] = False
+
+    def __init__(self, dataset_meta: DatasetMeta | None = None, **load_options: Unpack[LoadOptions]) -> None:
+        self.template: Template | None = None
+        self._sources = Sources()
+        self._row_file: RowFile | None = None
+        if dataset_meta is not None:
+            self.add_dataset(dataset_meta, **load_options)
+        elif load_options:
+            raise InvalidInputError("load options", dict(load_options), "none without a dataset_meta")
+
+    @property
+    def datasets(self) -> dict[str, Rows]:
+        """The loaded datasets by :meth:`DatasetMeta.get_id`."""
+        return self._sources.by_id
+
+    @property
+    def dataset(self) -> "Rows | None":
+        """The mixture, else the first loaded dataset."""
+        return self._sources.current
+
+    @property
+    def mixed(self) -> bool:
+        return self._sources.mixture is not None
+
+    def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
+        """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
+        options = check_load_options(load_options)
+        self._sources.add(dataset_meta, load_rows(dataset_meta, self.streaming, options))
+
+    def mix_dataset(self, interleave: bool = True) -> None:
+        """Make one dataset of all: in turn until the first is used up, or one after another."""
+        self._sources.mix(interleave)
+
+    def set_template(self, template_func: "Template | type[Template] | str", **init_args: Any) -> None:
+        """The template that encodes: an instance, a class, a name in ``twinkle.template`` or a plugin id."""
+        from twinkle.template import Template
+
+        self.template = cast("Template", construct(template_func, Template, "twinkle.template", init_args))
+
+    def map(
+        self,
+        preprocess_func: "Preprocessor | type[Preprocessor] | str | Callable[..., Any]",
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **map_options: Unpack[MapOptions],
+    ) -> None:
+        """Replace columns by what a function makes of them: it gets a dict of columns and returns one.
+
+        Columns that it does not return stay, unless ``remove_columns`` names them.
+        """
+        function = self._preprocessor(preprocess_func, init_args)
+        options = {**self._progress("Map"), **check_map_options(map_options, streaming=self.streaming)}
+        self._sources.change(dataset_meta, lambda rows: rows.map(_PlainColumns(function), **options))
+
+    def filter(
+        self,
+        filter_func: "DataFilter | type[DataFilter] | str | Callable[..., Any]",
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **filter_options: Unpack[FilterOptions],
+    ) -> None:
+        """Keep the rows for which a function of one row is true."""
+        function = self._filter(filter_func, init_args)
+        options = {**self._progress("Filter"), **check_filter_options(filter_options, streaming=self.streaming)}
+        self._sources.change(dataset_meta, lambda rows: rows.filter(function, **options))
+
+    def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
+        """Tokenise every row with the template; rows it leaves nothing of are dropped.
+
+        With ``load_from_cache_file=True`` one process of a machine does the work and the others read its result.
+        """
+        template = self._require_template("encode")
+        if "fn_kwargs" in map_options:
+            raise InvalidInputError("fn_kwargs", map_options["fn_kwargs"], "none: the template is the function")
+        options = {**self._progress("Encode"), **check_map_options(map_options, streaming=self.streaming)}
+        function = EncodeColumns(template, add_generation_prompt, options.get("remove_columns", []))
+        with process_lock("dataset") if options.get("load_from_cache_file") else nullcontext():
+            self._sources.change(None, lambda rows: rows.map(function, **options))
+
+    def check(self, **filter_options: Unpack[FilterOptions]) -> None:
+        """Keep the rows that the template can encode, without encoding the dataset."""
+        template = self._require_template("check")
+        options = {**self._progress("Check"), **check_filter_options(filter_options, streaming=self.streaming)}
+        self._sources.change(None, lambda rows: rows.filter(_Checked(template), **options))
+
+    def cast_column(self, column: str, decode: bool = True) -> None:
+        """Read a column as images, of all loaded datasets; ``decode=False`` leaves them as bytes and paths."""
+        from datasets import Image
+
+        self._sources.change_all(lambda rows: rows.cast_column(column, Image(decode=decode)))
+
+    def save_as(
+        self, output_path: str | Path, format: str | None = None, batch_size: int = 1000, mode: str = "immediate"
+    ) -> None:
+        """Write the rows as JSON lines, CSV or Parquet, by ``format`` or by the file's extension.
+
+        ``mode="training"`` writes each row when it is served, until :meth:`flush_save` (JSON lines and CSV only).
+        """
+        if mode not in ("immediate", "training"):
+            raise InvalidInputError("mode", mode, "'immediate' or 'training'")
+        if self.dataset is None:
+            raise InvalidInputError("dataset", None, "at least one dataset (No dataset to save)")
+        if len(self.datasets) > 1 and not self.mixed:
+            raise InvalidInputError("dataset", list(self.datasets), "one dataset (Call mix_dataset() before saving)")
+        path, kind = Path(output_path).expanduser(), file_format(Path(output_path), format)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if mode == "training":
+            self._row_file = RowFile(path, kind)
+        else:
+            self._write(path, kind, batch_size)
+
+    def flush_save(self) -> None:
+        """End what ``save_as(mode="training")`` began."""
+        self._row_file = None
+
+    def __getitem__(self, idx: int) -> Row:
+        return self._serve(self._sources.require_current()[idx])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._serve, self._sources.require_current())
+
+    def __len__(self) -> int:
+        return len(self._sources.require_current())
+
+    def _serve(self, row: Row) -> Row:
+        if self._row_file is not None:
+            self._row_file.append(row)
+        return row
+
+    def _write(self, path: Path, kind: str, batch_size: int) -> None:
+        write_rows(self._sources.require_current(), path, kind, batch_size)
+
+    def _progress(self, title: str) -> dict[str, Any]:
+        """The title of the progress bar, which a stream does not have."""
+        return {} if self.streaming else {"desc": title}
+
+    def _require_template(self, purpose: str) -> "Template":
+        if self.template is None:
+            raise InvalidInputError("template", None, f"a template before {purpose}(): call set_template() first")
+        return self.template
+
+    @staticmethod
+    def _preprocessor(what: Any, init_args: Mapping[str, Any] | None) -> Callable[..., Any]:
+        from twinkle.preprocessor import Preprocessor
+
+        return cast("Callable[..., Any]", construct(what, Preprocessor, "twinkle.preprocessor", init_args or {}))
+
+    @staticmethod
+    def _filter(what: Any, init_args: Mapping[str, Any] | None) -> Callable[..., Any]:
+        from twinkle.preprocessor import DataFilter
+
+        return cast("Callable[..., Any]", construct(what, DataFilter, "twinkle.preprocessor", init_args or {}))
+
+
+class _PlainColumns:
+    """Hands a function the plain dict it expects, not the lazy batch of the ``datasets`` library."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, batch: Mapping[str, list[Any]], **fn_kwargs: Any) -> Any:
+        return self._function({name: batch[name] for name in batch}, **fn_kwargs)
+
+
+class _Checked:
+    """Whether the template can encode a row."""
+
+    def __init__(self, template: "Template") -> None:
+        self._template = template
+
+    def __call__(self, row: Mapping[str, Any]) -> bool:
+        return self._template.check(dict(row)) is not None

@@ -1,0 +1,20 @@
+"""Rows that are read once, one after another, and never all in memory."""
+
+from typing import ClassVar
+
+from twinkle.dataset.dataset import Dataset, Row
+from twinkle.errors import StreamError
+
+__all__ = ["IterableDataset"]
+
+
+class IterableDataset(Dataset):
+    """A stream of rows: map, filter and encode happen as it is read. Each iteration reads it from the start."""
+
+    streaming: ClassVar[bool] = True
+
+    def __getitem__(self, idx: int) -> Row:
+        raise StreamError("IterableDataset: a stream has no rows by number; iterate over it, or use Dataset")
+
+    def __len__(self) -> int:
+        raise StreamError("IterableDataset: a stream has no length; iterate over it, or use Dataset")

@@ -1,0 +1,152 @@
+"""Rows that are mapped and encoded when they are asked for: for images, and for what would not fit on disk encoded."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+
+from twinkle.dataset.dataset import Dataset, Row
+from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.options import FilterOptions, LoadOptions, MapOptions
+from twinkle.dataset.saving import write_rows
+from twinkle.errors import DataError, InvalidInputError, UnknownNameError, UnsupportedError
+
+if TYPE_CHECKING:
+    from twinkle.preprocessor import Preprocessor
+
+__all__ = ["LazyDataset"]
+
+Columns = dict[str, list[Any]]
+
+
+class LazyDataset(Dataset):
+    """Remembers maps, mixing and encoding, and applies them to one row at a time.
+
+    A filter is applied at once, to the raw rows. A row of which a preprocessor or the template leaves nothing is an
+    empty dict.
+    """
+
+    streaming: ClassVar[bool] = False
+
+    def __init__(self, dataset_meta: DatasetMeta | None = None, **load_options: Unpack[LoadOptions]) -> None:
+        self._maps: dict[str, list[Callable[..., Any]]] = {}
+        self._maps_of_mixture: list[Callable[..., Any]] = []
+        self._interleaved: bool | None = None
+        self.do_encode = False
+        self.do_check = False
+        self.add_generation_prompt = False
+        super().__init__(dataset_meta, **load_options)
+
+    @property
+    def mixed(self) -> bool:
+        return self._interleaved is not None
+
+    def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
+        if self.mixed:
+            raise InvalidInputError("dataset_meta", dataset_meta.get_id(), "datasets added before mix_dataset()")
+        super().add_dataset(dataset_meta, **load_options)
+        self._maps[dataset_meta.get_id()] = []
+
+    def mix_dataset(self, interleave: bool = True) -> None:
+        if len(self.datasets) > 1:
+            self._interleaved = interleave
+
+    def map(
+        self,
+        preprocess_func: "Preprocessor | type[Preprocessor] | str | Callable[..., Any]",
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **map_options: Unpack[MapOptions],
+    ) -> None:
+        """Remember a function for the rows of ``dataset_meta``, of all datasets without one, or of the mixture."""
+        _refuse(map_options, "map option")
+        function = self._preprocessor(preprocess_func, init_args)
+        if self.mixed:
+            if dataset_meta is not None:
+                raise InvalidInputError("dataset_meta", dataset_meta.get_id(), "None: the datasets are mixed already")
+            self._maps_of_mixture.append(function)
+        elif dataset_meta is None:
+            for functions in self._maps.values():
+                functions.append(function)
+        else:
+            self._maps[self._sources.id_of(dataset_meta)].append(function)
+
+    def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
+        _refuse(map_options, "encode option")
+        template = self._require_template("encode")
+        if template.truncation_strategy == "split":
+            raise UnsupportedError(
+                "Lazy tokenize does not support truncation_strategy==`split`: a row must stay one row; use Dataset, or "
+                "another truncation_strategy"
+            )
+        self.do_encode = True
+        self.add_generation_prompt = add_generation_prompt
+
+    def check(self, **filter_options: Unpack[FilterOptions]) -> None:
+        _refuse(filter_options, "check option")
+        self._require_template("check")
+        self.do_check = True
+
+    def __getitem__(self, idx: int) -> Row:
+        length = len(self)
+        if not -length <= idx < length:
+            raise IndexError(f"row {idx} of {length}")
+        name, place = self._locate(idx % length)
+        row: Row = self.datasets[name][place]
+        for function in [*self._maps[name], *self._maps_of_mixture]:
+            row = row and _apply(function, row)
+        row = row and self._finish(row)
+        return self._serve(row) if row else row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[idx] for idx in range(len(self)))
+
+    def __len__(self) -> int:
+        self._sources.require_current()
+        lengths = [len(rows) for rows in self.datasets.values()]
+        if self._interleaved is None:
+            return lengths[0]
+        return min(lengths) * len(lengths) if self._interleaved else sum(lengths)
+
+    def _locate(self, idx: int) -> tuple[str, int]:
+        names = list(self.datasets)
+        if self._interleaved is None:
+            return names[0], idx
+        if self._interleaved:
+            return names[idx % len(names)], idx // len(names)
+        for name in names:
+            if idx < len(self.datasets[name]):
+                return name, idx
+            idx -= len(self.datasets[name])
+        raise AssertionError("the index is below the length")
+
+    def _finish(self, row: Row) -> Row:
+        if self.do_encode:
+            encoded = self._require_template("encode").batch_encode(
+                [dict(row)], add_generation_prompt=self.add_generation_prompt
+            )
+            return {**row, **encoded[0]} if encoded else {}
+        if self.do_check and self._require_template("check").check(dict(row)) is None:
+            return {}
+        return row
+
+    def _write(self, path: Path, kind: str, batch_size: int) -> None:
+        write_rows((row for row in self if row), path, kind, batch_size)
+
+
+def _apply(function: Callable[..., Any], row: Row) -> Row:
+    """One row through a preprocessor; columns that it does not return stay."""
+    columns: Columns = function({name: [value] for name, value in row.items()})
+    counts = {len(values) for values in columns.values()}
+    if counts == {0}:
+        return {}
+    if counts - {1}:
+        raise DataError(f"a lazy row must stay one row: {function!r} made {max(counts)} of it; use Dataset")
+    new = {name: values[0] for name, values in columns.items()}
+    return {**row, **new}
+
+
+def _refuse(options: Mapping[str, Any], kind: str) -> None:
+    """What the ``datasets`` library would do has no meaning for one row at a time, except that it is batched."""
+    for name in options:
+        if name != "batched":
+            raise UnknownNameError(f"{kind} of LazyDataset", name, ["batched"])

@@ -1,0 +1,70 @@
+"""Which rows a dataset is made of."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import InvalidInputError
+
+__all__ = ["DatasetMeta"]
+
+
+@dataclass(frozen=True)
+class DatasetMeta:
+    """A dataset of a hub (``hf://…``, ``ms://…``), a local file or directory, or data in memory.
+
+    ``data`` is a list of rows, a dict of columns, a generator function, or a dataset of the ``datasets`` library.
+    ``data_slice`` selects rows by number; numbers beyond the end start over.
+    """
+
+    dataset_id: str = ""
+    subset_name: str = "default"
+    split: str = "train"
+    data_slice: Iterable[int] | None = None
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.dataset_id and self.data is None:
+            raise InvalidInputError("dataset_id", self.dataset_id, "a dataset id or a path, unless data is given")
+        if self.dataset_id and self.data is not None:
+            raise InvalidInputError("data", type(self.data).__name__, f"nothing beside dataset_id {self.dataset_id!r}")
+        if self.data_slice is not None and not isinstance(self.data_slice, Iterable):
+            raise InvalidInputError("data_slice", self.data_slice, "row numbers (data_slice must be an iterable)")
+        if self.data_slice is not None and not isinstance(self.data_slice, Sequence):
+            object.__setattr__(self, "data_slice", tuple(self.data_slice))  # a generator could be read only once
+
+    def get_id(self) -> str:
+        """A name for these rows: the same for the same source, whatever the slice."""
+        name = self.dataset_id or f"__memory_{self._data_hash}__"
+        for separator in ("/", "\\", "."):
+            name = name.replace(separator, "_")
+        return f"{name}:{self.subset_name}:{self.split}"
+
+    @cached_property
+    def _data_hash(self) -> str:
+        """Eight hex digits of the data: a meta that went over the wire names the same rows as the one it came from."""
+        return hashlib.sha256(_fingerprint(self.data).encode()).hexdigest()[:8]
+
+    def local_path(self) -> Path | None:
+        """The file or directory that the id names, if there is one."""
+        if not self.dataset_id or "://" in self.dataset_id:
+            return None
+        path = Path(self.dataset_id).expanduser()
+        return path if path.exists() else None
+
+
+def _fingerprint(data: Any) -> str:
+    from datasets import Dataset, DatasetDict
+    from datasets.fingerprint import Hasher
+
+    if isinstance(data, Dataset):
+        return str(data._fingerprint)  # the library's own; hashing the object would read the whole table
+    if isinstance(data, DatasetDict):
+        return "".join(_fingerprint(split) for split in data.values())
+    if isinstance(data, list | tuple | dict):
+        return json.dumps(data, default=repr, sort_keys=True)
+    return str(Hasher.hash(data))

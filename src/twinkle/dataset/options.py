@@ -1,0 +1,90 @@
+"""Arguments that go on to the ``datasets`` library, by name: what may be given, checked before anything runs.
+
+Each type lists what both kinds of dataset take and what only tables (not streams) take.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from twinkle.errors import InvalidInputError, UnknownNameError
+
+__all__ = ["FilterOptions", "LoadOptions", "MapOptions", "check_filter_options", "check_load_options"]
+__all__ += ["check_map_options"]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Of ``datasets.load_dataset`` and ``from_list``, ``from_dict``, ``from_generator``."""
+
+    cache_dir: str
+    data_dir: str
+    data_files: Any
+    download_mode: str
+    features: Any
+    keep_in_memory: bool
+    num_proc: int
+    revision: str
+    token: str
+
+
+class MapOptions(TypedDict, total=False):
+    """Of ``datasets.Dataset.map``. ``batched`` may be given and is always True."""
+
+    batch_size: int
+    batched: bool
+    cache_file_name: str
+    desc: str
+    features: Any
+    fn_kwargs: Mapping[str, Any]
+    keep_in_memory: bool
+    load_from_cache_file: bool
+    new_fingerprint: str
+    num_proc: int
+    remove_columns: str | list[str]
+    writer_batch_size: int
+
+
+class FilterOptions(TypedDict, total=False):
+    """Of ``datasets.Dataset.filter``. ``batched`` may be given and is always False."""
+
+    batched: bool
+    cache_file_name: str
+    desc: str
+    fn_kwargs: Mapping[str, Any]
+    keep_in_memory: bool
+    load_from_cache_file: bool
+    new_fingerprint: str
+    num_proc: int
+    writer_batch_size: int
+
+
+_STREAMED = {"batch_size", "batched", "features", "fn_kwargs", "remove_columns"}
+
+
+def check_load_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return _known("load option", options, set(LoadOptions.__annotations__))
+
+
+def check_map_options(options: Mapping[str, Any], *, streaming: bool) -> dict[str, Any]:
+    """The arguments of ``map``; what was computed before is not reused unless ``load_from_cache_file`` says so."""
+    names = set(MapOptions.__annotations__)
+    checked = _known("map option", options, names & _STREAMED if streaming else names)
+    if checked.get("batched", True) is not True:
+        raise InvalidInputError("batched", checked["batched"], "True: functions get columns of many rows")
+    if isinstance(checked.get("remove_columns"), str):
+        checked["remove_columns"] = [checked["remove_columns"]]
+    return {**({} if streaming else {"load_from_cache_file": False}), **checked, "batched": True}
+
+
+def check_filter_options(options: Mapping[str, Any], *, streaming: bool) -> dict[str, Any]:
+    names = set(FilterOptions.__annotations__)
+    checked = _known("filter option", options, names & _STREAMED if streaming else names)
+    if checked.pop("batched", False) is not False:
+        raise InvalidInputError("batched", True, "False: a filter gets one row")
+    return {**({} if streaming else {"load_from_cache_file": False}), **checked}
+
+
+def _known(kind: str, options: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    for name in options:
+        if name not in names:
+            raise UnknownNameError(kind, name, names)
+    return dict(options)

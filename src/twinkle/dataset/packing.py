@@ -1,0 +1,67 @@
+"""Several short sequences in one row: which go together, and how their fields are joined."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinkle.errors import DataError
+
+__all__ = ["DEFAULT_CAPACITY", "join_rows", "pack"]
+
+# What a bin holds when the template has no max_length.
+DEFAULT_CAPACITY = 2048
+
+# Fields whose last axis is the sequence; other fields of numbers have it first.
+_SEQUENCE_LAST = frozenset({"mm_token_type_ids", "position_ids"})
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """First fit, longest first: the places of ``lengths`` in bins that hold at most ``capacity`` each.
+
+    What is longer than a bin gets one of its own. In a bin, places are in their order of arrival.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length = lengths[place]
+        for number, free in enumerate(room):
+            if length <= free:
+                bins[number].append(place)
+                room[number] -= length
+                break
+        else:
+            bins.append([place])
+            room.append(max(0, capacity - length))
+    return [sorted(places) for places in bins]
+
+
+def join_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Encoded rows as one: sequences end to end (positions start over at 0), lengths summed, the rest in lists."""
+    names = rows[0].keys()
+    for row in rows:
+        if row.keys() != names:
+            raise DataError(f"rows of one pack have different fields: {sorted(row.keys() ^ names)}")
+    return {name: _join(name, [row[name] for row in rows]) for name in names}
+
+
+def _join(name: str, values: list[Any]) -> Any:
+    import numpy as np
+
+    if name == "length":
+        return sum(values)
+    if not all(_is_numeric(value) for value in values):
+        return values
+    axis = -1 if name in _SEQUENCE_LAST else 0
+    return np.concatenate([np.asarray(value) for value in values], axis=axis)
+
+
+def _is_numeric(value: Any) -> bool:
+    """A list or array of numbers, at any depth. Looks at the first element: columns have one type."""
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.dtype.kind in "biuf"
+    while isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, bool | int | float | np.number):
+            return True
+    return False

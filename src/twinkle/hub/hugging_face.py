@@ -1,0 +1,133 @@
+"""Hugging Face's side of the hub operations."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from twinkle.environment import read_environment
+from twinkle.errors import DownloadError, MissingDependencyError, TwinkleError, UploadError
+from twinkle.hub.progress import announce
+from twinkle.hub.repository import DatasetRequest, RepoType, Upload
+
+__all__ = ["HFHub"]
+
+
+class HFHub:
+    """huggingface_hub and ``datasets.load_dataset``, with their own caches and credentials."""
+
+    @classmethod
+    def try_login(cls, token: str | None) -> bool:
+        """Log in with ``token``; without one, say whether the machine is logged in already."""
+        _require("logging in to Hugging Face")
+        from huggingface_hub import get_token, login
+
+        if token is None:
+            return get_token() is not None
+        with _errors(UploadError, "cannot log in to Hugging Face"):
+            login(token=token)
+        return True
+
+    @classmethod
+    def create_model_repo(cls, repo_id: str, token: str | None, private: bool) -> str:
+        """Make the repository unless it is there; returns its address."""
+        _require(f"hf://{repo_id}")
+        from huggingface_hub import create_repo
+
+        with _errors(UploadError, f"cannot create hf://{repo_id}"):
+            return str(create_repo(repo_id, token=token, private=private, exist_ok=True))
+
+    @classmethod
+    def push_to_hub(cls, upload: Upload) -> str:
+        """Make the repository if need be and commit the folder to it; returns the commit's address."""
+        cls.create_model_repo(upload.repo_id, upload.token, upload.private)
+        from huggingface_hub import upload_folder
+
+        announce(f"uploading {upload.folder_path} to hf://{upload.repo_id}")
+        with _errors(UploadError, f"cannot upload to hf://{upload.repo_id}"):
+            commit = upload_folder(
+                repo_id=upload.repo_id,
+                folder_path=upload.folder_path,
+                path_in_repo=upload.path_in_repo,
+                commit_message=upload.commit_message,
+                commit_description=upload.commit_description,
+                token=upload.token,
+                # the default branch has another name on each hub
+                revision="main" if upload.revision == "master" else upload.revision,
+                ignore_patterns=None if upload.ignore_patterns is None else list(upload.ignore_patterns),
+            )
+        return str(commit)
+
+    @classmethod
+    def load_dataset(cls, request: DatasetRequest) -> Any:
+        from datasets import load_dataset
+
+        with _errors(DownloadError, f"cannot load the dataset hf://{request.dataset_id}"):
+            return load_dataset(
+                request.dataset_id,
+                # "default" is what a dataset with one subset calls it; None finds that one whatever its name
+                name=None if request.subset_name == "default" else request.subset_name,
+                split=request.split,
+                streaming=request.streaming,
+                revision=request.revision,
+                token=request.token,
+                **request.options,
+            )
+
+    @classmethod
+    def download_model(
+        cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None
+    ) -> Path:
+        return cls._snapshot(model_id, "model", revision, None, ignore_patterns, token)
+
+    @classmethod
+    def download_file(
+        cls, repo_id: str, repo_type: RepoType, allow_patterns: Sequence[str] | None, token: str | None
+    ) -> Path:
+        return cls._snapshot(repo_id, repo_type, None, allow_patterns, (), token)
+
+    @classmethod
+    def _snapshot(
+        cls,
+        repo_id: str,
+        repo_type: RepoType,
+        revision: str | None,
+        allow_patterns: Sequence[str] | None,
+        ignore_patterns: Sequence[str],
+        token: str | None,
+    ) -> Path:
+        _require(f"hf://{repo_id}")
+        from huggingface_hub import snapshot_download
+
+        offline = read_environment().offline
+        if not offline:
+            announce(f"looking up {repo_id} on Hugging Face")
+        with _errors(DownloadError, f"cannot download hf://{repo_id}"):
+            folder = snapshot_download(
+                repo_id,
+                repo_type=repo_type,
+                revision="main" if revision == "master" else revision,
+                allow_patterns=None if allow_patterns is None else list(allow_patterns),
+                ignore_patterns=list(ignore_patterns) or None,
+                token=token,
+                local_files_only=offline,
+            )
+        return Path(folder)
+
+
+def _require(purpose: str) -> None:
+    if find_spec("huggingface_hub") is None:
+        raise MissingDependencyError("huggingface_hub", "transformers", purpose)
+
+
+@contextmanager
+def _errors(kind: type[TwinkleError], what: str) -> Iterator[None]:
+    """The client library's errors as one of ours."""
+    # The base of all its HTTP errors; which HTTP library it belongs to depends on the version.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}; check name, revision and access rights") from error

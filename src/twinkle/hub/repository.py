@@ -1,0 +1,101 @@
+"""What the two hubs have in common: the requests one can make of them, and how names say which one is meant."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from twinkle.environment import read_environment
+from twinkle.errors import InvalidInputError
+
+__all__ = ["WEIGHT_FILES", "DatasetRequest", "Hub", "RepoType", "Source", "Upload", "require_hf", "split_source"]
+
+Source = Literal["hf", "ms"]
+RepoType = Literal["model", "dataset"]
+
+# What a template or a config lookup can do without.
+WEIGHT_FILES = (
+    "*.bin",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.pt",
+    "*.pth",
+    "*.safetensors",
+    "*.tflite",
+)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A folder on its way into a repository. Without a ``path_in_repo`` it goes to the top."""
+
+    repo_id: str
+    folder_path: Path
+    path_in_repo: str | None = None
+    commit_message: str | None = None
+    commit_description: str | None = None
+    token: str | None = None
+    private: bool = False
+    revision: str = "master"
+    ignore_patterns: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class DatasetRequest:
+    """A dataset of a hub; ``options`` are further arguments of ``datasets.load_dataset``, checked by the caller."""
+
+    dataset_id: str
+    subset_name: str
+    split: str
+    streaming: bool
+    revision: str | None
+    token: str | None
+    options: dict[str, Any]
+
+
+class Hub(Protocol):
+    """One hub's side of :class:`twinkle.hub.HubOperation`. Ids come without a source prefix."""
+
+    @classmethod
+    def try_login(cls, token: str | None) -> bool: ...
+
+    @classmethod
+    def create_model_repo(cls, repo_id: str, token: str | None, private: bool) -> str: ...
+
+    @classmethod
+    def push_to_hub(cls, upload: Upload) -> str: ...
+
+    @classmethod
+    def load_dataset(cls, request: DatasetRequest) -> Any: ...
+
+    @classmethod
+    def download_model(
+        cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None
+    ) -> Path: ...
+
+    @classmethod
+    def download_file(
+        cls, repo_id: str, repo_type: RepoType, allow_patterns: Sequence[str] | None, token: str | None
+    ) -> Path: ...
+
+
+def split_source(name: str) -> tuple[Source, str]:
+    """``hf://x`` and ``ms://x`` taken apart; a name without a prefix is ModelScope's."""
+    scheme, separator, rest = name.partition("://")
+    if not separator:
+        return "ms", name
+    if scheme == "hf":
+        require_hf(name)
+        return "hf", rest
+    if scheme == "ms":
+        return "ms", rest
+    raise InvalidInputError("repository", name, "hf://org/name, ms://org/name or org/name (ModelScope)")
+
+
+def require_hf(name: str) -> None:
+    if read_environment().forbid_hf:
+        raise InvalidInputError("repository", name, "ms://org/name: TWINKLE_FORBID_HF is set")

@@ -1,0 +1,157 @@
+"""Generalised knowledge distillation: the student's distribution of each token against the teacher's.
+
+Shapes: B sequences, T positions, N valid tokens, C of them in one chunk, V vocabulary entries, K of them in a top-k.
+
+    S, T = softmax(logits / temperature) of student and teacher; M = β·T + (1 − β)·S
+    β = 0: KL(T‖S);  β = 1: KL(S‖T);  else: β·KL(T‖M) + (1 − β)·KL(S‖M)
+
+With a top-k of the teacher, both are distributions over those K entries alone. The loss is a mean over valid tokens.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from twinkle.errors import InvalidInputError
+from twinkle.loss.alignment import compute_dtype
+from twinkle.loss.interface import IGNORE_INDEX, Inputs, Loss, LossOutput, Outputs
+from twinkle.loss.token_logps import label_mask, required, zero_of
+
+__all__ = ["GKDLoss"]
+
+# A log-probability for "never": e^−10⁴ is 0 in float32, while 0 · −10⁴ is still 0 where 0 · −∞ is NaN.
+NEVER = -1e4
+
+
+class GKDLoss(Loss):
+    """See the module. The teacher comes as ``teacher_logits`` (B, T, V), of which only the ``topk`` largest count if
+    that is given, or as ``teacher_topk_logprobs`` and ``teacher_topk_indices`` (B, T, K).
+
+    A teacher's further positions are cut off. Of two vocabularies the shorter one is taken to give the entries it lacks
+    probability 0. ``chunk_size`` tokens are worked on at a time, and once more in the backward pass, so that only the
+    logits themselves are held for all tokens.
+    """
+
+    require_logits = True
+    require_logps = False
+    call_arguments: ClassVar[tuple[str, ...]] = (
+        "teacher_logits",
+        "teacher_topk_indices",
+        "teacher_topk_logprobs",
+        "topk",
+    )
+
+    def __init__(
+        self, beta: float = 0.5, temperature: float = 1.0, ignore_index: int = IGNORE_INDEX, chunk_size: int = 512
+    ) -> None:
+        if not 0 <= beta <= 1:
+            raise InvalidInputError("beta", beta, "from 0 to 1")
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise InvalidInputError("temperature", temperature, "a finite number above 0")
+        if chunk_size < 1:
+            raise InvalidInputError("chunk_size", chunk_size, "1 or more")
+        self.beta = beta
+        self.temperature = temperature
+        self.ignore_index = ignore_index
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        *,
+        teacher_logits: Any = None,
+        topk: int | None = None,
+        teacher_topk_logprobs: Any = None,
+        teacher_topk_indices: Any = None,
+        **_: Any,
+    ) -> LossOutput:
+        logits_BTV = required(outputs, "logits")
+        mask_BT = label_mask(inputs, self.ignore_index)
+        given = (_tensor(teacher_logits), topk, _tensor(teacher_topk_logprobs), _tensor(teacher_topk_indices))
+        teacher, indices = _teacher(*given)
+        teacher_NV = _valid_rows("teacher", teacher, mask_BT, logits_BTV.device)
+        indices_NK = (
+            None if indices is None else _valid_rows("teacher_topk_indices", indices, mask_BT, logits_BTV.device)
+        )
+        student_NV = logits_BTV[mask_BT]
+        total = zero_of(logits_BTV)
+        for start in range(0, len(student_NV), self.chunk_size):
+            part = slice(start, start + self.chunk_size)
+            chunk = (student_NV[part], teacher_NV[part], None if indices_NK is None else indices_NK[part])
+            if logits_BTV.requires_grad and torch.is_grad_enabled():
+                total = total + checkpoint(self._chunk_loss, *chunk, use_reentrant=False)
+            else:
+                total = total + self._chunk_loss(*chunk)
+        return {"loss": total / max(len(student_NV), 1), "num_tokens": 0}
+
+    def _chunk_loss(self, student_CV: Tensor, teacher_CV: Tensor, indices_CK: Tensor | None) -> Tensor:
+        """Sum over the chunk's tokens. With indices, ``teacher_CV`` has the teacher's K entries."""
+        dtype = compute_dtype(student_CV)
+        student_CV, teacher_CV = student_CV.to(dtype), teacher_CV.to(dtype)
+        if indices_CK is not None:
+            student_CV = _never_padded(student_CV, int(indices_CK.max()) + 1).gather(-1, indices_CK)
+        else:
+            width = max(student_CV.shape[-1], teacher_CV.shape[-1])
+            student_CV, teacher_CV = _never_padded(student_CV, width), _never_padded(teacher_CV, width)
+        student_CV = F.log_softmax(student_CV / self.temperature, dim=-1)
+        teacher_CV = F.log_softmax(teacher_CV / self.temperature, dim=-1).clamp(min=NEVER)
+        return _divergence(teacher_CV, student_CV, self.beta).sum()
+
+
+def _divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
+    """Of rows of log-probabilities."""
+    if beta == 0:
+        return _kl(teacher, student)
+    if beta == 1:
+        return _kl(student, teacher)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (torch.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def _teacher(
+    logits: Tensor | None, topk: int | None, topk_logprobs: Tensor | None, topk_indices: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Logits over the vocabulary and None, or over a top-k and its indices."""
+    if topk_logprobs is not None or topk_indices is not None:
+        if topk_logprobs is None or topk_indices is None or topk_logprobs.shape != topk_indices.shape:
+            raise InvalidInputError("teacher_topk_indices", _shape(topk_indices), "the shape of teacher_topk_logprobs")
+        return topk_logprobs.detach(), topk_indices
+    if logits is None:
+        allowed = "a tensor, unless teacher_topk_logprobs and teacher_topk_indices are given"
+        raise InvalidInputError("teacher_logits", None, allowed)
+    if topk is None:
+        return logits.detach(), None
+    if not 1 <= topk <= logits.shape[-1]:
+        raise InvalidInputError("topk", topk, f"from 1 to the teacher's vocabulary, {logits.shape[-1]}")
+    best = logits.detach().topk(topk, dim=-1)
+    return best.values, best.indices
+
+
+def _valid_rows(field: str, values: Tensor, mask_BT: Tensor, device: torch.device) -> Tensor:
+    """The rows of the mask, after cutting positions that the batch does not have."""
+    if values.dim() != 3 or values.shape[0] != mask_BT.shape[0] or values.shape[1] < mask_BT.shape[1]:
+        batch, length = mask_BT.shape
+        raise InvalidInputError(field, f"shape {tuple(values.shape)}", f"({batch}, {length} or more, entries)")
+    return values[:, : mask_BT.shape[1]].to(device)[mask_BT]
+
+
+def _never_padded(logits: Tensor, width: int) -> Tensor:
+    return F.pad(logits, (0, max(width - logits.shape[-1], 0)), value=NEVER)
+
+
+def _tensor(values: Any) -> Tensor | None:
+    """Teachers behind a service send nested lists."""
+    return None if values is None else torch.as_tensor(values)
+
+
+def _shape(values: Tensor | None) -> str:
+    return "nothing" if values is None else f"shape {tuple(values.shape)}"

@@ -1,0 +1,64 @@
+"""What a loss of the library is: a function of a padded batch and of what the model made of it.
+
+Shapes: B sequences, T positions, V vocabulary entries, N pooled texts, D their width.
+
+    inputs:  "labels" (B, T) int, already shifted: labels[b, t] is the target of position t, −100 = no target;
+             for embeddings (N,) or (N, 1), 1 at each anchor
+    outputs: "logps" (B, T), and where the loss asks for them "entropies" (B, T), "logits" (B, T, V),
+             "embeddings" (N, D)
+
+A loss returns {"loss": scalar, "num_tokens": n}. n above 0: the loss is a sum over so many tokens, and gradients of
+several batches are divided by the total. n = 0: it is a mean, and each batch counts once.
+
+The model hands over outputs that require gradients and takes d loss / d outputs from there, so a loss is differentiable
+in what it reads of ``outputs`` alone. What else a loss reads (advantages, reference log-probabilities …) are keyword
+arguments of its call. The model gives the same keywords to the loss and to the metrics, which is why every call also
+takes ``**_``; ``call_arguments`` names those that mean something, so that the model can refuse the rest
+(:func:`check_call_arguments`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from twinkle.data_format import LossOutput
+from twinkle.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["IGNORE_INDEX", "Inputs", "Loss", "LossOutput", "Outputs", "TakesCallArguments", "check_call_arguments"]
+
+IGNORE_INDEX = -100
+
+Inputs = Mapping[str, "Tensor"]
+Outputs = Mapping[str, "Tensor"]
+
+
+class Loss(ABC):
+    """Base of the losses. The flags say which outputs the model must keep or compute."""
+
+    require_logits: bool = False
+    require_entropy: bool = False
+    require_logps: bool = True
+    require_embeddings: bool = False
+    reduction: str = "mean"  # "sum" where num_tokens is above 0
+    call_arguments: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def __call__(self, inputs: Inputs, outputs: Outputs, **_: Any) -> LossOutput: ...
+
+
+class TakesCallArguments(Protocol):
+    """A loss or a metric."""
+
+    @property
+    def call_arguments(self) -> tuple[str, ...]: ...
+
+
+def check_call_arguments(given: Iterable[str], takers: Iterable[TakesCallArguments]) -> None:
+    """Refuses a keyword that none of ``takers`` knows: it would be lost without a word."""
+    known = {name for taker in takers for name in taker.call_arguments}
+    for name in given:
+        if name not in known:
+            raise UnknownNameError("argument of the loss and the metrics", name, known or ("none",))

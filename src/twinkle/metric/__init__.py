@@ -1,0 +1,47 @@
+"""Metrics of training. What a name needs (torch, above all) is imported when the name is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinkle.metric.completion import CompletionRewardMetric
+    from twinkle.metric.embedding import EmbeddingMetric
+    from twinkle.metric.interface import Metric
+    from twinkle.metric.policy import CISPOMetric, GRPOMetric, GSPOMetric
+    from twinkle.metric.preference import DPOMetric
+    from twinkle.metric.registry import metric_by_name
+    from twinkle.metric.training import Accuracy, LossMetric, TrainMetric
+
+__all__ = [
+    "Accuracy",
+    "CISPOMetric",
+    "CompletionRewardMetric",
+    "DPOMetric",
+    "EmbeddingMetric",
+    "GRPOMetric",
+    "GSPOMetric",
+    "LossMetric",
+    "Metric",
+    "TrainMetric",
+    "metric_by_name",
+]
+
+_HOME = {
+    "Accuracy": "twinkle.metric.training",
+    "CISPOMetric": "twinkle.metric.policy",
+    "CompletionRewardMetric": "twinkle.metric.completion",
+    "DPOMetric": "twinkle.metric.preference",
+    "EmbeddingMetric": "twinkle.metric.embedding",
+    "GRPOMetric": "twinkle.metric.policy",
+    "GSPOMetric": "twinkle.metric.policy",
+    "LossMetric": "twinkle.metric.training",
+    "Metric": "twinkle.metric.interface",
+    "TrainMetric": "twinkle.metric.training",
+    "metric_by_name": "twinkle.metric.registry",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,64 @@
+"""What a round of sampling brought: rewards, lengths, and how long it took."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from twinkle.metric.interface import Inputs, Metric, Outputs
+
+__all__ = ["CompletionRewardMetric"]
+
+
+class CompletionRewardMetric(Metric):
+    """Mean and standard deviation of each reward, mean length of completions, mean times of a round.
+
+    ``calculate`` does not reset: a round may be reported as it grows. What was not given has a mean of −1.
+    """
+
+    call_arguments: ClassVar[tuple[str, ...]] = ("completion_lengths", "generate_time", "rewards", "weight_sync_time")
+
+    def reset(self) -> None:
+        self._rewards: dict[str, list[float]] = {}
+        self._lengths: list[float] = []
+        self._generate: list[float] = []
+        self._sync: list[float] = []
+
+    def accumulate(
+        self,
+        inputs: Inputs | None = None,
+        outputs: Outputs | None = None,
+        *,
+        rewards: Mapping[str, Sequence[float]] | None = None,
+        completion_lengths: Sequence[float] = (),
+        generate_time: float | None = None,
+        weight_sync_time: float | None = None,
+        **_: Any,
+    ) -> None:
+        for name, values in (rewards or {}).items():
+            self._rewards.setdefault(name, []).extend(float(value) for value in values)
+        self._lengths.extend(float(length) for length in completion_lengths)
+        if generate_time is not None:
+            self._generate.append(generate_time)
+        if weight_sync_time is not None:
+            self._sync.append(weight_sync_time)
+
+    def calculate(self) -> dict[str, float]:
+        parts = self.gather_results([(self._rewards, self._lengths, self._generate, self._sync)])
+        result = {
+            "profiling/Time taken: move_model_to_sampler": self._mean([x for part in parts for x in part[3]]),
+            "profiling/Time taken: generate": self._mean([x for part in parts for x in part[2]]),
+        }
+        for name in sorted({name for part in parts for name in part[0]}):
+            values = [x for part in parts for x in part[0].get(name, [])]
+            result[f"train/{name}_reward"] = self._mean(values)
+            result[f"train/{name}_reward_std"] = self._std(values)
+        result["train/completion_length"] = self._mean([x for part in parts for x in part[1]])
+        return result
+
+    @staticmethod
+    def _mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values) if len(values) > 0 else -1.0
+
+    @staticmethod
+    def _std(values: Sequence[float]) -> float:
+        return statistics.stdev(values) if len(values) > 1 else 0.0

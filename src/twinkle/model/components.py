@@ -1,0 +1,82 @@
+"""Losses, metrics, schedulers, templates and processors as users name them: by name, class, instance or plugin id."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from twinkle.construction import construct
+from twinkle.errors import InvalidInputError
+from twinkle.loss import Loss, check_call_arguments, loss_by_name
+from twinkle.loss.interface import Inputs, LossOutput, Outputs
+from twinkle.metric import Metric
+from twinkle.model.parameter_groups import check_options
+from twinkle.module.scheduler import scheduler_by_name
+from twinkle.plugin import Plugin
+
+
+class FunctionLoss(Loss):
+    """A plain function ``(inputs, outputs, **kwargs) → {"loss", "num_tokens"}``; nobody knows its keywords."""
+
+    def __init__(self, function: Callable[..., LossOutput]) -> None:
+        self.function = function
+
+    def __call__(self, inputs: Inputs, outputs: Outputs, **kwargs: Any) -> LossOutput:
+        return self.function(inputs, outputs, **kwargs)
+
+
+def build_loss(loss_cls: object, options: Mapping[str, Any]) -> Loss:
+    if isinstance(loss_cls, str) and not Plugin.is_plugin_id(loss_cls):
+        loss_cls = loss_by_name(loss_cls)
+    built = construct(loss_cls, Loss, "twinkle.loss", options)  # type: ignore[type-abstract]
+    return built if isinstance(built, Loss) else FunctionLoss(built)
+
+
+def build_metric(metric_cls: object, options: Mapping[str, Any]) -> Metric:
+    built = construct(metric_cls, Metric, "twinkle.metric", options)  # type: ignore[type-abstract]
+    return _instance(built, Metric, "metric_cls")
+
+
+def build_template(template_cls: object, options: Mapping[str, Any]) -> Any:
+    from twinkle.template import Template
+
+    return _instance(construct(template_cls, Template, "twinkle.template", options), Template, "template_cls")
+
+
+def build_processor(processor_cls: object, options: Mapping[str, Any]) -> Any:
+    """A function takes features and returns a batch, as a processor does."""
+    from twinkle.processor import InputProcessor
+
+    return construct(processor_cls, InputProcessor, "twinkle.processor", options)
+
+
+def build_scheduler(scheduler_cls: object, optimizer: Optimizer, options: Mapping[str, Any]) -> LRScheduler:
+    if isinstance(scheduler_cls, LRScheduler):
+        if scheduler_cls.optimizer is not optimizer or options:
+            raise InvalidInputError(
+                "scheduler_cls", scheduler_cls, "a scheduler of this group's optimizer, without options"
+            )
+        return scheduler_cls
+    if isinstance(scheduler_cls, str):
+        is_plugin = Plugin.is_plugin_id(scheduler_cls)
+        scheduler_cls = (
+            Plugin.load_plugin(scheduler_cls, LRScheduler) if is_plugin else scheduler_by_name(scheduler_cls)
+        )
+    if not (inspect.isclass(scheduler_cls) and issubclass(scheduler_cls, LRScheduler)):
+        raise InvalidInputError("scheduler_cls", scheduler_cls, "the name or class of a learning-rate scheduler")
+    check_options(scheduler_cls, options)
+    return scheduler_cls(optimizer, **options)
+
+
+def check_forward_arguments(given: Iterable[str], loss: Loss, metrics: Iterable[Metric]) -> None:
+    """Refuses a keyword of forward that neither loss nor metrics know."""
+    if not isinstance(loss, FunctionLoss):
+        check_call_arguments(given, [loss, *metrics])
+
+
+def _instance(built: object, base: type, field: str) -> Any:
+    if not isinstance(built, base):
+        raise InvalidInputError(field, built, f"the name, class or instance of a {base.__name__}")
+    return built

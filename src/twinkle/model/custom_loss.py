@@ -1,0 +1,98 @@
+"""A request with an objective of its own: a loss of all its sequences together, evaluated once.
+
+The objective needs every log-probability of the request. Where all its sequences are in one batch it is called between
+the forward and the backward pass; where they are not, they are computed once more beforehand, and each batch then finds
+the slopes known.
+
+Shapes: n rows of the request in a batch, K targets a row, M values of a row, T tokens of a sequence.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.errors import NonFiniteError, TwinkleError
+from twinkle.model.transfer import to_device
+from twinkle.model.types import FloatArray, Objective, ObjectiveValue, TokenValues
+
+_NONE = np.zeros(0, np.float32)
+_NO_IDS = np.zeros(0, np.int64)
+
+
+class Evaluation:
+    """The objective of one request and, once it was called, its value or why it has none."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self.value: ObjectiveValue | None = None
+        self.error: TwinkleError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.value is not None or self.error is not None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        assert self.value is not None
+        return {"loss:sum": self.value.loss, **self.value.metrics}
+
+    def run(self, values: Sequence[TokenValues]) -> None:
+        """``values``: one entry a datum, in the order of the data."""
+        if not all(np.isfinite(value.logprobs).all() for value in values):
+            self.error = NonFiniteError("log-probabilities are NaN or infinite: nothing was kept")
+            return
+        try:
+            value = self._objective(values)
+        except TwinkleError as error:
+            self.error = error
+            return
+        if not math.isfinite(value.loss):
+            self.error = NonFiniteError(f"the loss is {value.loss}: nothing was kept")
+            return
+        for slopes in (value.logprobs, value.entropies):
+            assert not slopes or [len(each) for each in slopes] == [len(each.logprobs) for each in values]
+        self.value = value
+
+    def slopes(self, numbers: Sequence[int], lengths: Sequence[int], columns: int, width: int) -> Tensor:
+        """dL/dvalue of the sequences ``numbers``, (n, M); zero where the objective failed."""
+        result = np.zeros((sum(lengths), columns), np.float32)
+        if self.value is not None:
+            result[:, 0] = np.concatenate([self.value.logprobs[number] for number in numbers])
+            if self.value.entropies:
+                result[:, width] = np.concatenate([self.value.entropies[number] for number in numbers])
+        return torch.from_numpy(result)
+
+
+class CustomPart:
+    """Those sequences of such a request that are in one batch, in row order."""
+
+    def __init__(self, evaluation: Evaluation, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+        self._evaluation = evaluation
+        self._numbers = tuple(numbers)
+        self._lengths = tuple(lengths)
+        self._slopes_nM: Tensor | None = None
+
+    @property
+    def pointwise(self) -> bool:
+        return self._evaluation.done
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
+        if not self._evaluation.done:
+            assert (start, stop) == (0, sum(self._lengths)), "an objective needs its whole request"
+            rows = np.split(values_CM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
+            by_number = dict(zip(self._numbers, rows, strict=True))
+            self._evaluation.run([token_values(by_number[number], width) for number in sorted(by_number)])
+        if self._slopes_nM is None:
+            slopes_nM = self._evaluation.slopes(self._numbers, self._lengths, values_CM.shape[1], width)
+            self._slopes_nM = to_device(slopes_nM, values_CM.device)
+        return self._slopes_nM[start:stop]
+
+
+def token_values(rows_TM: FloatArray, width: int) -> TokenValues:
+    """``width``: how many of the values are log-probabilities. The first belongs to the only target."""
+    if rows_TM.shape[1] == width:
+        return TokenValues(rows_TM[:, 0].copy(), _NONE, _NO_IDS)
+    return TokenValues(rows_TM[:, 0].copy(), rows_TM[:, width].copy(), rows_TM[:, width + 1].astype(np.int64))

@@ -1,0 +1,103 @@
+"""Which parameters an optimizer gets, and any torch optimizer over them."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UserError
+from twinkle.plugin import Plugin
+
+# Parameters whose names hold one of these are not decayed.
+_NOT_DECAYED = ("bias", "layernorm", "rmsnorm", "norm")
+
+
+def trained_parameters(model: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
+    """Of one PEFT adapter, by names without the adapter's own, or (name "") all that are not frozen."""
+    named = dict(model.named_parameters())
+    if not adapter_name:
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    own = {name: parameter for name, parameter in named.items() if _belongs(name, adapter_name)}
+    return {".".join(part for part in name.split(".") if part != adapter_name): own[name] for name in own}
+
+
+def build_optimizer(
+    optimizer_cls: object,
+    parameters: Mapping[str, nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    params: Any,
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """``params`` takes the place of the two groups, decayed and not, that are made of ``parameters``."""
+    if isinstance(optimizer_cls, Optimizer):
+        if options or params is not None:
+            raise InvalidInputError("optimizer_cls", optimizer_cls, "a class or name, with options or params")
+        return optimizer_cls
+    chosen = _optimizer_class(optimizer_cls)
+    check_options(chosen, options)
+    groups = decay_groups(parameters, lr, weight_decay) if params is None else params
+    factory: Callable[..., Optimizer] = chosen
+    return factory(groups, lr=lr, weight_decay=weight_decay, **options)
+
+
+def decay_groups(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    if not parameters:
+        raise UserError("set_optimizer: nothing here is trained; its parameters are frozen")
+    decayed = [pair for pair in parameters.items() if not any(word in pair[0].lower() for word in _NOT_DECAYED)]
+    rest = [pair for pair in parameters.items() if any(word in pair[0].lower() for word in _NOT_DECAYED)]
+    groups = [(decayed, weight_decay), (rest, 0.0)]
+    return [{"params": members, "lr": lr, "weight_decay": decay} for members, decay in groups if members]
+
+
+def check_options(made: type, options: Mapping[str, Any]) -> None:
+    """Of an optimizer or a scheduler, whose first argument is not an option."""
+    known = list(inspect.signature(made).parameters)[1:]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(f"option of {made.__name__}", name, known)
+
+
+def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) -> None:
+    """Settings for this and later steps, as ``step(optim_params=…)`` takes them."""
+    allowed = ("lr", "weight_decay", "eps", "betas")
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise InvalidInputError("optim_params", type(optimizer).__name__, "an Adam or AdamW optimizer")
+    for name in optim_params:
+        if name not in allowed:
+            raise UnknownNameError("optim_params entry", name, allowed)
+    if "lr" not in optim_params:
+        raise InvalidInputError("optim_params", dict(optim_params), "a mapping with 'lr'")
+    for group in optimizer.param_groups:
+        settings = dict(optim_params)
+        if group["weight_decay"] == 0:  # of norms and biases
+            settings.pop("weight_decay", None)
+        group.update(settings)
+
+
+def _optimizer_class(optimizer_cls: object) -> type[Optimizer]:
+    if isinstance(optimizer_cls, str) and Plugin.is_plugin_id(optimizer_cls):
+        optimizer_cls = Plugin.load_plugin(optimizer_cls, Optimizer)
+    elif isinstance(optimizer_cls, str):
+        known = {
+            name: value
+            for name, value in vars(torch.optim).items()
+            if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
+        }
+        if optimizer_cls not in known:
+            raise UnknownNameError("optimizer", optimizer_cls, known)
+        optimizer_cls = known[optimizer_cls]
+    if not (inspect.isclass(optimizer_cls) and issubclass(optimizer_cls, Optimizer)):
+        raise InvalidInputError("optimizer_cls", optimizer_cls, "the name, class or instance of a torch optimizer")
+    return optimizer_cls
+
+
+def _belongs(name: str, adapter_name: str) -> bool:
+    """PEFT names what belongs to an adapter …lora_A.<adapter>… or …modules_to_save.<adapter>…"""
+    parts = name.split(".")
+    owners = [part for part, after in pairwise(parts) if after == adapter_name]
+    return any(owner.startswith("lora_") or owner == "modules_to_save" for owner in owners)

@@ -1,0 +1,171 @@
+"""A batch as the models of the library see it: sequences without padding for the model, padded rows for the loss.
+
+Shapes: B sequences, T tokens of one, L of the longest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.loss.interface import IGNORE_INDEX
+from twinkle.model.types import FloatArray, IntArray
+
+# What a processor's batch may hold for text, with the value of its padding.
+_PADDING = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0, "position_ids": 0, "completion_mask": 0}
+# Where sequences begin, said once more: what positions say already.
+_BOUNDS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_kv", "max_length_q", "max_length_k", "length"}
+)
+
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """B sequences of tokens, each a dict of (T,) tensors in host memory: input_ids, and what else they came with.
+
+    ``device`` is where losses are computed.
+    """
+
+    rows: tuple[Mapping[str, Tensor], ...]
+    pooled_labels: Tensor | None = None  # of texts, (B,), where labels are not about tokens
+    device: torch.device = _HOST
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(row["input_ids"]) for row in self.rows)
+
+    @cached_property
+    def tokens(self) -> list[IntArray]:
+        return [row["input_ids"].numpy() for row in self.rows]
+
+    @cached_property
+    def labels(self) -> list[IntArray]:
+        """(T,) each, −100 where there is nothing to predict."""
+        if any("labels" not in row for row in self.rows):
+            raise InvalidInputError("inputs", "no labels", "features with labels, one a token")
+        return [row["labels"].numpy() for row in self.rows]
+
+    @cached_property
+    def targets(self) -> list[IntArray]:
+        """Labels that can be looked up: 0 where there is nothing to predict. Without labels 0 everywhere."""
+        if any("labels" not in row for row in self.rows):
+            return [np.zeros(length, np.int64) for length in self.lengths]
+        return [np.where(labels == IGNORE_INDEX, 0, labels) for labels in self.labels]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """(B, L): which of the padded rows are tokens."""
+        lengths_B1 = torch.tensor(self.lengths)[:, None]
+        return torch.arange(max(self.lengths))[None] < lengths_B1
+
+    @cached_property
+    def loss_inputs(self) -> dict[str, Tensor]:
+        """What a loss reads: (B, L) rows padded to the right."""
+        names = [name for name in _PADDING if all(name in row for row in self.rows)]
+        padded = {name: _padded([row[name] for row in self.rows], _PADDING[name]) for name in names}
+        padded["attention_mask"] = self.mask.long()
+        if self.pooled_labels is not None:
+            padded["labels"] = self.pooled_labels
+        return {name: tensor.to(self.device) for name, tensor in padded.items()}
+
+    def padded(self, values: Sequence[FloatArray]) -> Tensor:
+        """(B, L) of values a token, 0 in the padding."""
+        return _padded([torch.from_numpy(each) for each in values], 0.0)
+
+    def unpadded(self, values_BL: Tensor) -> list[FloatArray]:
+        """The inverse."""
+        return [row[:length].numpy() for row, length in zip(values_BL, self.lengths, strict=True)]
+
+
+def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:
+    """One feature or trajectory, or several."""
+    features = [inputs] if isinstance(inputs, Mapping) else inputs
+    if not isinstance(features, Sequence) or isinstance(features, str) or not features:
+        raise InvalidInputError("inputs", inputs, "a list of at least one InputFeature or Trajectory")
+    if not all(isinstance(feature, Mapping) for feature in features):
+        raise InvalidInputError("inputs", features, "InputFeatures or Trajectories")
+    return list(features)
+
+
+def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -> list[Mapping[str, Any]]:
+    """Trajectories through the template; features pass."""
+    encoded = ["input_ids" in feature for feature in features]
+    if all(encoded):
+        return [_with_positions(feature) for feature in features]
+    if any(encoded):
+        raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
+    return list(template().batch_encode(list(features)))
+
+
+def _with_positions(feature: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without positions nobody could tell tokens from padding, or where the next sequence begins."""
+    if feature.get("position_ids") is not None:
+        return feature
+    return {**feature, "position_ids": np.arange(np.asarray(feature["input_ids"]).shape[-1])}
+
+
+def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
+    """The batch of a processor, padded (B, L) or packed (1, ΣT), as sequences without padding."""
+    for name, value in batch.items():
+        if value is not None and name not in _PADDING and name not in _BOUNDS:
+            raise UnsupportedError(f"inputs hold {name!r}: only text is supported here yet ({', '.join(_PADDING)})")
+    columns = {name: _host(batch[name]) for name in _PADDING if batch.get(name) is not None}
+    ids_BL = columns["input_ids"]
+    pooled = None
+    if "labels" in columns and columns["labels"].shape != ids_BL.shape:
+        pooled = columns.pop("labels").reshape(-1)
+    positions = columns.get("position_ids")
+    if positions is not None and positions.dim() == 3:  # several axes; text moves along all of them alike
+        columns["position_ids"] = positions[0]
+    for name, column in columns.items():
+        if column.shape != ids_BL.shape:
+            raise InvalidInputError(f"inputs.{name}", f"shape {tuple(column.shape)}", f"{tuple(ids_BL.shape)}")
+    rows: list[Mapping[str, Tensor]] = []
+    for index in range(len(ids_BL)):
+        rows += _sequences({name: column[index] for name, column in columns.items()})
+    if not rows:
+        raise InvalidInputError("inputs", "only padding", "at least one token")
+    return SequenceBatch(tuple(rows), pooled)
+
+
+def _sequences(row: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+    """One row of a batch: padding goes, and where positions start anew a sequence begins."""
+    length = len(row["input_ids"])
+    keep = torch.ones(length, dtype=torch.bool)
+    if "attention_mask" in row:
+        keep &= row["attention_mask"] != 0
+    if "position_ids" in row:
+        keep &= row["position_ids"] >= 0
+    real = {name: column[keep] for name, column in row.items()}
+    count = int(keep.sum())
+    if count == 0:
+        return []
+    positions = real.get("position_ids", torch.arange(count))
+    starts = [0, *(index for index in torch.nonzero(positions == 0)[:, 0].tolist() if index > 0), count]
+    parts: list[Mapping[str, Tensor]] = []
+    for start, stop in pairwise(starts):
+        expected = torch.arange(stop - start)
+        if not torch.equal(positions[start:stop], expected):
+            raise InvalidInputError("inputs.position_ids", positions[start:stop].tolist(), "0, 1, 2 … in each sequence")
+        parts.append({name: column[start:stop] for name, column in real.items()})
+    return parts
+
+
+def _host(value: Any) -> Tensor:
+    tensor = torch.as_tensor(value).detach().cpu()
+    tensor = tensor[None] if tensor.dim() == 1 else tensor
+    return tensor if tensor.is_floating_point() else tensor.long()
+
+
+def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -1,0 +1,140 @@
+"""What a checkpoint holds beside weights, so that training goes on as if it had never stopped.
+
+    optimizer.pt         the optimizer's state_dict (multi-LoRA: its settings; moments are in optimizer.safetensors)
+    scheduler.pt         the learning-rate scheduler's, if there is one
+    window.pt            the gradient of a window that is not complete, if there is one
+    rng_state.pt         random states of Python, NumPy and torch
+    trainer_state.json   {checkpoint_version, cur_step, gradient_accumulation_steps, consumed_train_samples, num_tokens}
+
+The .pt files hold tensors and plain values alone: they are read with ``weights_only``, which runs no code.
+"""
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.errors import CheckpointError, UserError
+from twinkle.model.checkpoint import STATE, read_json
+from twinkle.model.optimizer_group import OptimizerGroup
+
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+WINDOW = "window.pt"
+RNG = "rng_state.pt"
+_VERSION = 1
+
+
+def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | None) -> Path:
+    return Path(output_dir or "output") / (name or f"checkpoint-step-{group.cur_step}")
+
+
+def progress(group: OptimizerGroup, consumed_train_samples: int) -> dict[str, object]:
+    """The contents of trainer_state.json."""
+    return {
+        "checkpoint_version": _VERSION,
+        "cur_step": group.cur_step,
+        "gradient_accumulation_steps": group.gradient_accumulation_steps,
+        "consumed_train_samples": consumed_train_samples,
+        "num_tokens": group.train_status.num_tokens,
+    }
+
+
+def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    state = read_json(directory / STATE) if (directory / STATE).exists() else {}
+    if missing_ok and "checkpoint_version" not in state:  # weights alone: training starts here
+        return {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": 1}
+    if state.get("checkpoint_version", _VERSION) != _VERSION:
+        raise CheckpointError(
+            f"{directory / STATE}: checkpoint_version: got {state['checkpoint_version']!r}, allowed: {_VERSION}"
+        )
+    if "checkpoint_version" not in state:
+        raise CheckpointError(
+            f"{directory / STATE} tells no training progress; it was saved without save_optimizer=True"
+        )
+    return state
+
+
+def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
+    """The progress of a checkpoint whose optimizer and scheduler have somewhere to go."""
+    state = read_progress(directory)
+    for file, place, verb in (
+        (OPTIMIZER, group.optimizer, "set_optimizer"),
+        (SCHEDULER, group.lr_scheduler, "set_lr_scheduler"),
+    ):
+        if (directory / file).exists() and place is None:
+            raise UserError(f"resume_from_checkpoint: {directory} holds {file}; call {verb} first")
+        if not (directory / file).exists() and place is not None:
+            raise CheckpointError(f"{directory} holds no {file}, which {verb} now expects")
+    return state
+
+
+def save_state(directory: Path, group: OptimizerGroup, window: dict[str, Tensor]) -> None:
+    """Everything but trainer_state.json. ``window``: gradients by name, empty between windows."""
+    if group.optimizer is not None:
+        torch.save(group.optimizer.state_dict(), directory / OPTIMIZER)
+    if group.lr_scheduler is not None:
+        torch.save(_plain_scheduler_state(group), directory / SCHEDULER)
+    if window:
+        torch.save(window, directory / WINDOW)
+    torch.save(_rng_state(), directory / RNG)
+
+
+def load_state(directory: Path, group: OptimizerGroup) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Puts the group where it was; returns the progress and the gradients of an open window."""
+    state = read_progress(directory)
+    if group.optimizer is not None:
+        group.optimizer.load_state_dict(_load(directory / OPTIMIZER))
+    if group.lr_scheduler is not None:
+        group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
+    window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
+    _restore_rng(_load(directory / RNG))
+    group.cur_step = int(state["cur_step"])
+    group.set_accumulation(int(state["gradient_accumulation_steps"]))
+    group.drop_window()
+    group.train_status.clear()
+    if window:
+        group.train_status.num_tokens = float(state["num_tokens"])
+    return state, window
+
+
+def summary(state: dict[str, Any]) -> dict[str, int]:
+    """What ``resume_from_checkpoint`` returns."""
+    names = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
+    return {name: int(state[name]) for name in names}
+
+
+def _plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
+    assert group.lr_scheduler is not None
+    state: dict[str, Any] = group.lr_scheduler.state_dict()
+    return {name: value for name, value in state.items() if not callable(value)}
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"could not read {path}: {error}") from error
+
+
+def _rng_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

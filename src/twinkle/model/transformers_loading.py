@@ -1,0 +1,72 @@
+"""A Hugging Face model for plain training: its own class, its own weights, nothing replaced."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from twinkle import hub
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.remote_code import trust_remote_code
+
+
+def load_for_training(
+    model_id: str | None,
+    model_cls: object,
+    config: PreTrainedConfig | None,
+    device: torch.device,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
+    """Weights in fp32 unless ``options`` name another dtype; without a model id, fresh ones.
+
+    ``options`` are further arguments of ``from_pretrained``.
+    """
+    given = {"dtype": torch.float32, **options}
+    if model_id is None:
+        if config is None:
+            raise InvalidInputError("model_id", None, "the id of a model or a local directory; or a config")
+        model = _blank(_model_class(model_cls, config), config, given)
+        return model.to(device)
+    local = hub.resolve(model_id)
+    trust = {"trust_remote_code": options.get("trust_remote_code", trust_remote_code())}
+    if config is None:
+        config = AutoConfig.from_pretrained(local.path, **trust)
+    chosen = _model_class(model_cls, config)
+    if local.random_seed is None:
+        return chosen.from_pretrained(local.path, config=config, **{**trust, **given}).to(device)
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.device(device):
+        torch.manual_seed(local.random_seed)
+        return _blank(chosen, config, given)
+
+
+def _blank(model_cls: Any, config: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+    unused = sorted(set(options) - {"dtype", "attn_implementation"})
+    if unused:
+        raise UnsupportedError(
+            f"{', '.join(unused)}: there is nothing to load; only dtype and attn_implementation apply"
+        )
+    if model_cls is AutoModelForCausalLM:
+        return AutoModelForCausalLM.from_config(config, **options)
+    return model_cls._from_config(config, **options)
+
+
+def _model_class(model_cls: object, config: PreTrainedConfig) -> Any:
+    """The class itself, or by its name; without one, what the config names, or whatever has a causal head for it."""
+    name = model_cls
+    if name is None:
+        architectures: list[str] = list(config.architectures or ())
+        if not architectures:
+            return AutoModelForCausalLM
+        name = architectures[0]
+    if isinstance(name, str):
+        found = vars(transformers).get(name) or getattr(transformers, name, None)  # names there are loaded on demand
+        if found is None and model_cls is None:  # a class of the repository's own
+            return AutoModelForCausalLM
+        name = found
+    if not inspect.isclass(name):
+        raise InvalidInputError("model_cls", model_cls, "a model class, or the name of one in transformers")
+    return name

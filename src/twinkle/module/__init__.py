@@ -1,0 +1,1 @@
+"""Parts of training that torch has no equivalent of."""

@@ -1,0 +1,36 @@
+"""Addresses and ports of this machine."""
+
+import socket
+
+from twinkle.errors import InvalidInputError
+
+__all__ = ["find_free_port", "find_node_ip"]
+
+
+def find_node_ip() -> str | None:
+    """The address under which other machines reach this one; None without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nobody's address: only the route is looked up, nothing is sent
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def find_free_port(address: str = "", start_port: int | None = None, retry: int = 100) -> int:
+    """A port nobody listens on: any, or the first of ``retry`` ports from ``start_port`` on."""
+    if start_port is None:
+        return _bound_port(address, 0)
+    for port in range(start_port, start_port + retry):
+        try:
+            return _bound_port(address, port)
+        except OSError:
+            continue
+    raise InvalidInputError("start_port", start_port, f"a port with a free one among the {retry} that follow")
+
+
+def _bound_port(address: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, port))
+        return int(probe.getsockname()[1])

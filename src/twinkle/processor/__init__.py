@@ -1,0 +1,17 @@
+"""Batches for models. torch is imported when a name is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinkle.processor.input_processor import InputProcessor
+
+__all__ = ["InputProcessor"]
+
+_HOME = {"InputProcessor": "twinkle.processor.input_processor"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

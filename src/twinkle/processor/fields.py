@@ -1,0 +1,46 @@
+"""The fields of an input: what padding they get, how they are joined, and which of them a model is given."""
+
+__all__ = ["MODEL_FIELDS", "MULTIMODAL_FIELDS", "PADDING", "SEQUENCE_FIELDS"]
+
+# Fields with one entry a token, and what stands where a sequence has ended. Position −1 is no position.
+PADDING: dict[str, int] = {
+    "input_ids": 0,
+    "labels": -100,
+    "attention_mask": 0,
+    "position_ids": -1,
+    "completion_mask": 0,
+    "routed_experts": 0,
+    "mm_token_type_ids": 0,
+    "loss_scale": 0,
+}
+SEQUENCE_FIELDS = tuple(PADDING)
+
+# Of all images, videos and sounds of a batch, one after another; their rows belong to no sequence in particular.
+MULTIMODAL_FIELDS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "input_features",
+    "input_features_mask",
+    "feature_attention_mask",
+    "grid_thws",
+)
+
+# What a model's forward is given; everything else (messages, user_data, length …) stays behind.
+MODEL_FIELDS = frozenset(
+    {
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "labels",
+        "completion_mask",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "routed_experts",
+        *MULTIMODAL_FIELDS,
+    }
+)

@@ -1,0 +1,158 @@
+"""From encoded rows to the tensors of a model's forward.
+
+Shapes: B sequences, T tokens, A rope axes, L layers, K experts of a token.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.processor.collation import Batch, concatenated, is_packed, padded, sequence_starts, text_positions
+from twinkle.processor.fields import MODEL_FIELDS, MULTIMODAL_FIELDS, SEQUENCE_FIELDS
+from twinkle.processor.unpacking import last_token_embeddings, unpack_inputs, unpack_packed_sequences
+
+__all__ = ["InputProcessor"]
+
+_SIDES = ("left", "right")
+
+
+class InputProcessor:
+    """Makes one batch of a list of encoded rows.
+
+    Rows stand side by side, padded on ``padding_side``. With ``padding_free``, or when a row is packed already (its
+    positions start over), they stand end to end in one row, and ``cu_seq_lens_q``/``_k`` say where each begins.
+    Tensors are made on the CPU; the model moves them.
+    """
+
+    def __init__(
+        self,
+        device_mesh: None = None,
+        padding_free: bool = False,
+        framework: str = "transformers",
+        padding_side: str = "right",
+    ) -> None:
+        if framework == "megatron":
+            raise UnsupportedError("framework: 'megatron' is not there yet, allowed: 'transformers'")
+        if framework != "transformers":
+            raise UnknownNameError("framework", framework, ["transformers"])
+        if device_mesh is not None:
+            raise UnsupportedError("device_mesh: rows are not cut along the sequence yet, allowed: None")
+        if padding_side not in _SIDES:
+            raise InvalidInputError("padding_side", padding_side, "'left' or 'right'")
+        self.padding_free = padding_free
+        self.framework = framework
+        self.padding_side = padding_side
+
+    def __call__(self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Batch:
+        """The batch of one or several rows."""
+        rows = [inputs] if isinstance(inputs, Mapping) else inputs
+        (batch,) = self.collate_fn([self.align_routed_experts(row) for row in self.prepare_inputs(rows)])
+        batch = {name: value for name, value in batch.items() if name in MODEL_FIELDS}
+        return self._add_sequence_bounds(batch)
+
+    def prepare_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Batch]:
+        """Lists and arrays as tensors; sequences [T] as [1, T]."""
+        if not inputs:
+            raise InvalidInputError("inputs", list(inputs), "at least one encoded row")
+        return [{name: _tensor(name, value) for name, value in row.items() if value is not None} for row in inputs]
+
+    def align_routed_experts(self, row: Batch) -> Batch:
+        """Experts [T', L, K] as [1, T, L, K]: the last tokens were never routed."""
+        if "routed_experts" not in row:
+            return row
+        experts = row["routed_experts"]
+        length = int(row["length"]) if "length" in row else row["input_ids"].shape[-1]
+        return {**row, "routed_experts": F.pad(experts, (0, 0, 0, 0, 0, length - experts.shape[0]))[None]}
+
+    def collate_fn(
+        self, inputs: Sequence[Batch], micro_batch_size: int | None = None, variable_seq_lengths: bool = False
+    ) -> list[Batch]:
+        """Prepared rows as one batch, or as several of ``micro_batch_size`` rows.
+
+        Micro-batches have one common length, unless lengths may vary or rows are packed.
+        """
+        inputs = list(inputs)
+        packed = self.padding_free or any(map(is_packed, inputs))
+        if micro_batch_size is None:
+            return [self._join(inputs, packed)]
+        if micro_batch_size < 1 or len(inputs) % micro_batch_size:
+            raise InvalidInputError("micro_batch_size", micro_batch_size, f"a divisor of {len(inputs)}, the rows")
+        starts = range(0, len(inputs), micro_batch_size)
+        if packed or variable_seq_lengths:
+            return [self._join(inputs[start : start + micro_batch_size], packed) for start in starts]
+        if any(name in row for row in inputs for name in MULTIMODAL_FIELDS):
+            raise UnsupportedError("micro_batch_size: images belong to no row; use variable_seq_lengths=True")
+        whole = padded(inputs, self.padding_side)
+        return [_rows_of(whole, slice(start, start + micro_batch_size)) for start in starts]
+
+    def unpack_packed_sequences(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None = None, task: str = "causal_lm"
+    ) -> tuple[Batch, Batch]:
+        """See :func:`twinkle.processor.unpacking.unpack_packed_sequences`."""
+        return unpack_packed_sequences(inputs, outputs, task)
+
+    def unpack_inputs(self, inputs: Sequence[Mapping[str, Any]], task: str = "causal_lm") -> list[Batch]:
+        return unpack_inputs(inputs, task)
+
+    def postprocess_tensor_sp(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], sp_strategy: None = None, task: str = "causal_lm"
+    ) -> Batch:
+        """For ``task="embedding"``: ``features`` [B, T, H] become ``embeddings``, one of length 1 for each sequence."""
+        if sp_strategy is not None:
+            raise UnsupportedError("sp_strategy: sequence parallelism is not there yet, allowed: None")
+        if task != "embedding":
+            return dict(outputs)
+        kept = {name: value for name, value in outputs.items() if name != "features"}
+        return {**kept, "embeddings": last_token_embeddings(inputs, outputs["features"])}
+
+    def _join(self, rows: Sequence[Batch], packed: bool) -> Batch:
+        return concatenated(rows) if packed else padded(rows, self.padding_side)
+
+    def _add_sequence_bounds(self, batch: Batch) -> Batch:
+        """Where sequences begin, in the names of Transformers' attention functions."""
+        if not (self.padding_free or is_packed(batch)) or "position_ids" not in batch:
+            return batch
+        positions_1T = text_positions(batch["position_ids"])
+        if positions_1T is None:
+            raise UnsupportedError("position_ids: rope axes without the text's positions have no sequence bounds")
+        bounds = sequence_starts(positions_1T)
+        longest = int(bounds.diff().max())
+        return {
+            **batch,
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+def _tensor(name: str, value: Any) -> Any:
+    if name in MULTIMODAL_FIELDS:
+        tensor = _media(value)
+        return tensor[..., None] if name == "input_features" and tensor.ndim == 2 else tensor
+    if name not in SEQUENCE_FIELDS:
+        return value
+    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+    return tensor[None] if tensor.ndim == 1 else tensor
+
+
+def _media(value: Any) -> Tensor:
+    """One tensor, or the several of a row one after another."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return torch.cat(list(value))
+    return torch.from_numpy(np.asarray(value))
+
+
+def _rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some sequences of a padded batch; rope positions have them on the second axis."""
+    return {
+        name: value[:, rows] if name == "position_ids" and value.ndim == 3 else value[rows]
+        for name, value in batch.items()
+    }

@@ -1,0 +1,182 @@
+"""One token of each of many sequences as one captured CUDA graph: one launch instead of a thousand.
+
+A graph is captured for a number of rows, with fixed buffers for all that differs between passes: tokens, positions,
+tables of cache blocks, and whose adapter a row has. Passes with fewer rows fill up the next larger graph with rows of
+nobody, which write to a block of the cache that nobody reads.
+
+Shapes: n rows of a graph, B blocks of a sequence, V vocabulary.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.model.adapter import Adapter
+from twinkle.model.engine import Engine
+from twinkle.model.layers import LayerBatch, bind_layers
+from twinkle.model.transfer import to_device
+from twinkle.sampler.binding import RowsOf
+from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for
+from twinkle.sampler.drawing import MEMORY_OF_A_DRAW, DrawnRows, DrawPlan
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """The newest token of a sequence, its position, and the sequence's blocks."""
+
+    token: int
+    position: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits_nV: Tensor
+
+
+class DecodeGraphs:
+    """Captured passes over one token a sequence, for bf16 models on CUDA whose forward pass never asks the host."""
+
+    def __init__(self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> None:
+        """Captures graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens now."""
+        from twinkle.sampler.slot_lora import SlotLora  # Triton comes with CUDA builds of torch
+
+        device = engine.device
+        self._engine = engine
+        self._cache = cache
+        self._nobodys = cache.set_aside()  # written by rows that only fill up a graph
+        self.sizes = sorted({size for size in _SMALLEST_ROWS if size < max_rows} | {max_rows})
+        self._ids_and_positions_2N = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self._table_NB = torch.zeros(max_rows, blocks_for(max_length), dtype=torch.int32, device=device)
+        self._table_NB.fill_(self._nobodys)
+        self._lora = SlotLora(engine.architecture, max_rows, device)
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        pool = None
+        for size in reversed(self.sizes):  # the largest first: the others find their memory in its pool
+            for lora in (True, False):
+                self._graphs[size, lora] = self._capture(size, lora, pool)
+                pool = pool or self._graphs[size, lora].graph.pool()
+
+    @property
+    def max_rows(self) -> int:
+        return self.sizes[-1]
+
+    def takes(self, version: Adapter | None) -> bool:
+        """Whether a version can run captured."""
+        return version is None or self._lora.takes(version)
+
+    def decode(
+        self, rows: Sequence[DecodeRow], runs: Sequence[RowsOf], plan: DrawPlan, uniform_nS: Tensor, choices: int
+    ) -> list[DrawnRows]:
+        """S tokens for every row, each drawn from what came of the one before, without asking the host in between.
+
+        runs: whose the rows are, in order. A row that runs out of blocks on the way draws nonsense from then on; it
+        disturbs nobody.
+        """
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        lora = any(version is not None for version, _ in runs)
+        if lora:
+            self._lora.bind(runs)
+        self._fill(rows, size, uniform_nS.shape[1])
+        captured, ids_n, positions_n = self._graphs[size, lora], *self._ids_and_positions_2N[:, : len(rows)]
+        parts = []
+        for step in range(uniform_nS.shape[1]):
+            captured.graph.replay()
+            parts.append(plan.draw(captured.logits_nV[: len(rows)], uniform_nS[:, step : step + 1], choices))
+            ids_n.copy_(parts[-1].tokens)
+            positions_n += 1
+        return parts
+
+    def _fill(self, rows: Sequence[DecodeRow], size: int, steps: int) -> None:
+        device = self._table_NB.device
+        width = blocks_for(max(row.position for row in rows) + steps)  # stale entries further on are never read
+        inputs = np.zeros((2, size), np.int64)
+        table = np.full((size, width), self._nobodys, np.int32)
+        for place, row in enumerate(rows):
+            inputs[:, place] = row.token, row.position
+            table[place, : len(row.blocks)] = row.blocks
+        self._ids_and_positions_2N[:, :size].copy_(to_device(torch.from_numpy(inputs), device))
+        self._table_NB[:size, :width].copy_(to_device(torch.from_numpy(table), device))
+
+    def _capture(self, size: int, lora: bool, pool: Any) -> _Graph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():  # kernels are compiled and workspaces made outside the graph
+            for _ in range(2):
+                self._pass(size, lora)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+            logits_nV = self._pass(size, lora)
+        return _Graph(graph, logits_nV)
+
+    def _pass(self, size: int, lora: bool) -> Tensor:
+        """What is captured: from tokens to logits, all on the device."""
+        ids, positions = self._ids_and_positions_2N[:, :size]
+        table_nB = self._table_NB[:size]
+        block_n = table_nB.gather(1, (positions // BLOCK)[:, None]).squeeze(1).long()
+        rows = _Rows(block_n, positions % BLOCK, table_nB, (positions + 1).int())
+        attention = tuple(
+            _DecodeLayer(rows, keys, values) for keys, values in zip(self._cache.keys, self._cache.values, strict=True)
+        )
+        architecture = self._engine.architecture
+        layers = self._lora.layers(size) if lora else bind_layers((), architecture)
+        batch = LayerBatch(None, layers, False, cached=attention)
+        hidden_nH = self._engine.hidden_states(ids[None], positions[None], None, batch)
+        return self._engine.head.few_logits(hidden_nH, self._lora.add_to_logits if lora else None)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the new keys and values go, and what each row sees."""
+
+    block_n: Tensor
+    offset_n: Tensor
+    table_nB: Tensor
+    lengths_n: Tensor
+
+
+@dataclass(frozen=True)
+class _DecodeLayer:
+    """A :class:`~twinkle.model.attention.CachedAttention`."""
+
+    rows: _Rows
+    keys: Tensor  # (blocks, BLOCK, J, D)
+    values: Tensor
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        from twinkle.sampler.attention_kernels import attend_one_token
+
+        rows = self.rows
+        for kept, new in ((self.keys, key), (self.values, value)):
+            kept.index_put_((rows.block_n, rows.offset_n), new[0].transpose(0, 1))
+        q_nHD = query[0].transpose(0, 1)
+        scale = q_nHD.shape[2] ** -0.5 if scale is None else scale
+        out_nHD = attend_one_token(q_nHD, self.keys, self.values, rows.table_nB, rows.lengths_n, scale, window, softcap)
+        return out_nHD.unsqueeze(0)
+
+
+def capture_decoding(engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> DecodeGraphs | None:
+    """None, and a line in the log, where the model cannot be captured."""
+    if engine.device.type != "cuda" or cache.keys[0].dtype != torch.bfloat16:
+        return None
+    rows = max(1, min(max_rows, engine.head.chunk_rows // MEMORY_OF_A_DRAW))
+    try:
+        return DecodeGraphs(engine, cache, rows, max_length)
+    except RuntimeError as error:  # what CUDA and torch raise for work that needs the host in between
+        logger.warning("%s decodes without CUDA graphs: %s", engine.architecture.family, str(error).split("\n")[0])
+        torch.cuda.synchronize()
+        return None

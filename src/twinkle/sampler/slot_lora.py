@@ -1,0 +1,111 @@
+"""LoRA for captured graphs: which rows belong to which version stands in buffers that never move.
+
+Two launches serve any mix of versions and ranks (:mod:`twinkle.sampler.slot_lora_kernels`). Their grid is as large as
+the worst case, every row a version of its own; programs that find nothing to do end at once.
+
+Shapes: N rows at most, M linear layers (the head is the last), G = N + 1 groups, of which the last has no adapter.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.model.adapter import Adapter
+from twinkle.model.architecture import Architecture
+from twinkle.model.stacks import RowLayout
+from twinkle.model.transfer import to_device
+from twinkle.sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, add_lora
+
+
+class SlotLora:
+    """The adapters of up to ``rows`` rows. :meth:`bind` says whose they are; addresses are read when a graph runs."""
+
+    def __init__(self, architecture: Architecture, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self._architecture = architecture
+        self._names = [target.name for target in (*architecture.linear, architecture.head)]
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._addresses_M2G = torch.zeros(len(self._names), 2, rows + 1, dtype=torch.int64, device=device)
+        self._tiles_N4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        self._tiles_N4[:, 0] = rows
+        self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
+        self._bound: tuple[tuple[int, int, int], ...] = ()
+
+    def bind(self, runs: Sequence[tuple[Adapter | None, int]]) -> None:
+        """Consecutive rows of these versions (None: of the base model), from row 0."""
+        key = tuple(
+            (0, 0, count) if version is None else (id(version), _slot(version), count) for version, count in runs
+        )
+        if key == self._bound:
+            return
+        tiles = np.zeros((self.rows, 4), np.int32)
+        tiles[:, 0] = self.rows  # no adapter
+        addresses = np.zeros((len(self._names), 2, self.rows + 1), np.int64)
+        row = used = 0
+        for group, (version, count) in enumerate(runs):
+            if version is not None:
+                addresses[:, :, group] = self._addresses(version)
+                for first in range(row, row + count, TILE_ROWS):
+                    tiles[used] = group, first, row + count, version.layout.rank
+                    used += 1
+            row += count
+        self._tiles_N4.copy_(to_device(torch.from_numpy(tiles), self._tiles_N4.device))
+        self._addresses_M2G.copy_(to_device(torch.from_numpy(addresses), self._tiles_N4.device))
+        self._bound = key
+
+    def layers(self, rows: int) -> tuple["SlotLayer", ...]:
+        """One entry a decoder layer, for the first ``rows`` rows."""
+        path, count = self._architecture.layers_path, self._architecture.layer_count
+        return tuple(SlotLayer(self, f"{path}.{index}.", rows) for index in range(count))
+
+    @staticmethod
+    def takes(version: Adapter) -> bool:
+        return version.layout.rank <= MAX_RANK
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def add(self, name: str, x_TI: Tensor, y_TO: Tensor) -> None:
+        """y += x A.T B.T; y may be of a wider type than x."""
+        a_G, b_G = self._addresses_M2G[self._places[name]]
+        add_lora(x_TI, y_TO, a_G, b_G, self._tiles_N4[: len(x_TI)])
+
+    def add_to_logits(self, hidden_TH: Tensor, logits_TV: Tensor) -> None:
+        self.add(self._architecture.head.name, hidden_TH, logits_TV)
+
+    def _addresses(self, version: Adapter) -> np.ndarray:
+        """(M, 2) addresses of A and B; 0 where the version has none."""
+        layout, row_P = version.layout, version.stack.row(_slot(version))
+        if layout.digest not in self._offsets:
+            self._offsets[layout.digest] = _offsets(layout, self._names)
+        offsets_M2 = self._offsets[layout.digest]
+        return np.where(offsets_M2 >= 0, row_P.data_ptr() + offsets_M2 * row_P.itemsize, 0)
+
+
+class SlotLayer:
+    """A :class:`~twinkle.model.lora.LayerAdapters` for one decoder layer."""
+
+    width = 0  # x A.T is the kernels' own business
+
+    def __init__(self, lora: SlotLora, prefix: str, rows: int) -> None:
+        self._lora = lora
+        self._prefix = prefix
+        self._rows = rows
+
+    def has(self, name: str) -> bool:
+        return self._lora.has(self._prefix + name)
+
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
+        assert len(x_TI) == self._rows, "one row a sequence"
+        self._lora.add(self._prefix + name, x_TI, y_TO)
+
+
+def _offsets(layout: RowLayout, names: Sequence[str]) -> np.ndarray:
+    return np.array([layout.offsets(name) if layout.has(name) else (-1, -1) for name in names])
+
+
+def _slot(version: Adapter) -> int:
+    assert version.slot is not None, "versions of a pass must be resident"
+    return version.slot

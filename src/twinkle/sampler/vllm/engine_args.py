@@ -1,0 +1,95 @@
+"""What the configuration may say to vLLM's engine (``engine_args``), and what we say to it ourselves.
+
+Names are those of vLLM's own ``AsyncEngineArgs``; values pass through. Memory is divided by hand, since trainer and
+engine are two processes that know nothing of each other: on a GPU the model's ``memory_budget_gib`` bounds the trainer
+and ``gpu_memory_utilization`` the engine; on CPU ``kv_cache_memory_bytes`` sizes the engine's cache (1 GiB unless told
+otherwise), and its copy of the weights comes on top.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+
+import torch
+from vllm import AsyncEngineArgs
+
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.sampler.validation import MAX_WIDTH
+from twinkle.sampler.vllm import message
+from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
+
+_CPU_CACHE_BYTES = 2**30
+# Versions that may share a batch, and versions kept in host memory before their files are read again.
+_DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32}
+# What cannot be set, and why.
+_TAKEN = {
+    "model": "it is the sampler's model_id",
+    "model_weights": "it is the sampler's model_id",
+    "tokenizer": "tokens are what goes in and what comes out",
+    "skip_tokenizer_init": "tokens are what goes in and what comes out",
+    "dtype": "it is the trainer's, so that both compute the same",
+    "enable_lora": "versions of adapters are what is sampled from",
+    "lora_dtype": "it is the trainer's, so that both compute the same",
+    "lora_target_modules": "an adapter is applied whole or not at all",
+    "logprobs_mode": "log-probabilities are of the tempered distribution over the whole vocabulary, by our own drawing",
+    "logits_processors": "our own drawing is there",
+    "max_logprobs": "the sampler's limits hold",
+    "speculative_config": "it does not go with our own drawing",
+    "generation_config": "requests say how they are sampled",
+    "override_generation_config": "requests say how they are sampled",
+    "runner": "the engine generates",
+    "convert": "the engine generates",
+    "disable_log_stats": "the server has its own",
+    "additional_config": "it tells vLLM's processes whose they are",
+}
+
+
+def check_engine_args(given: Mapping[str, object]) -> None:
+    """Raises InvalidInputError for a name that vLLM does not have or that is not the configuration's to set."""
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or sorted(_DEFAULTS)
+            allowed = f"names of vLLM's engine arguments, such as {', '.join(near)}"
+            raise InvalidInputError(f"engine_args.{name}", value, allowed)
+        if name in _TAKEN and not _is_ours(name, value):
+            raise InvalidInputError(f"engine_args.{name}", value, f"nothing: {_TAKEN[name]}")
+
+
+def make_engine_args(
+    given: Mapping[str, object], folder: str, device: torch.device, dtype: torch.dtype
+) -> AsyncEngineArgs:
+    """The arguments of an engine for the model in ``folder`` that computes as the trainer on ``device`` does."""
+    check_engine_args(given)
+    defaults = dict(_DEFAULTS)
+    if device.type == "cpu":
+        # Compiling for a CPU takes longer than it saves.
+        defaults |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enforce_eager": True}
+    elif not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & given.keys():
+        allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
+        raise InvalidInputError("engine_args.gpu_memory_utilization", None, allowed)
+    return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype)})
+
+
+def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
+    names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    if dtype not in names:
+        raise UnsupportedError(f"the vLLM sampler has no {dtype}")
+    return {
+        "model": folder,
+        "dtype": names[dtype],
+        "skip_tokenizer_init": True,
+        "enable_lora": True,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": [IMPORT_NAME],
+        "max_logprobs": MAX_WIDTH + message.OVERHEAD,
+        "generation_config": "vllm",  # not what the model's folder suggests
+        "disable_log_stats": True,
+        "additional_config": {SERVER: os.getpid()},
+    }
+
+
+def _is_ours(name: str, value: object) -> bool:
+    """Saying what is so anyway is no mistake."""
+    return {"enable_lora": True, "logprobs_mode": "processed_logprobs"}.get(name) == value

@@ -1,0 +1,145 @@
+"""Whether vLLM computes what the trainer computes.
+
+A short probe is continued by vLLM and the log-probabilities it reports, of the likeliest tokens at each step, are
+compared with the trainer's own for the same tokens. The mean difference must stay below a bound, 1e-3 in float32 and
+0.25 in bfloat16 (two correct programs differ by 0.1 there), plus a tenth of what the adapter changes. An adapter that
+vLLM ignored, whole or in part, is off by about as much as it changes; what it changes by less than the bound cannot be
+told from the number format's own noise, and there what was found out at start has to do.
+
+At start every kind of module is tried by itself, with made-up weights, so that it is known by name what vLLM leaves
+out. Shapes: S steps, k likeliest tokens, T prompt.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from twinkle.model.architecture import Architecture
+from twinkle.model.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.peft_config import peft_config
+from twinkle.model.stacks import Target
+from twinkle.model.targets import short_names
+from twinkle.model.types import FloatArray, IntArray, LoraSpec
+from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
+from twinkle.sampler.vllm import message
+from twinkle.sampler.vllm.engine import Engine
+from twinkle.sampler.vllm.processor import DrawSettings
+from twinkle.sampler.vllm.requests import engine_params
+
+_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+_OF_CHANGE = 0.1
+_PROBE, _STEPS, _TOP = 8, 2, 8
+_RANK = 8
+# Sizes of made-up weights: the first that shows is used.
+_SIZES = (0.05, 0.15, 0.45, 1.35)
+
+Score = Callable[[SampleRequest], SampleResult]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean absolute differences of log-probabilities: vLLM's to the trainer's, and the adapter's to the base's."""
+
+    error: float
+    change: float
+    bound: float
+
+    @property
+    def is_small(self) -> bool:
+        return self.error <= self.bound + _OF_CHANGE * self.change
+
+    @property
+    def shows(self) -> bool:
+        """Whether the adapter changes enough to tell by it that vLLM applies it."""
+        return self.change > 3 * self.bound
+
+    @property
+    def is_applied(self) -> bool:
+        """Of an adapter that shows. Made-up weights may magnify the noise, but not to half of what they change."""
+        return self.error < self.change / 2
+
+    def __str__(self) -> str:
+        return f"mean difference of log-probabilities {self.error:.3g} where the adapter changes {self.change:.3g}"
+
+
+class SelfCheck:
+    """``score`` computes with the trainer's model, by version id; None is the base model."""
+
+    def __init__(self, engine: Engine, score: Score, vocab_size: int, dtype: torch.dtype) -> None:
+        self._engine = engine
+        self._score = score
+        self._bound = _BOUNDS[dtype]
+        self._top = min(_TOP, vocab_size - message.OVERHEAD)
+        self._probe = (np.arange(_PROBE) * 7919 + 13) % vocab_size
+
+    def compare(self, lora: LoRARequest | None, version_id: str | None, *, change: bool = False) -> Difference:
+        """``change``: also where the error is small enough without it."""
+        tokens_S, ids_Sk, found_Sk = self._continued(lora)
+        expected_Sk = self._expected(version_id, tokens_S, ids_Sk)
+        error = _mean(found_Sk - expected_Sk)
+        if version_id is None or (error <= self._bound and not change):
+            return Difference(error, 0.0, self._bound)
+        base_Sk = self._expected(None, tokens_S, ids_Sk)
+        return Difference(error, _mean(expected_Sk - base_Sk), self._bound)
+
+    def _continued(self, lora: LoRARequest | None) -> tuple[IntArray, IntArray, FloatArray]:
+        draw = DrawSettings(temperature=1.0, top_k=-1, top_p=1.0, seed=0, sample=0, top=self._top)
+        params = engine_params(draw, _STEPS, frozenset(), watched=False)
+        piece = self._engine.generate(self._probe.tolist(), params, lora)
+        told = [message.read(reported.token, reported.logprobs, self._top) for reported in piece.tokens]
+        if not all(each.finite for each in told):
+            return np.zeros(_STEPS, np.int64), np.zeros((_STEPS, 1), np.int64), np.full((_STEPS, 1), np.nan, np.float32)
+        top = np.array([each.top for each in told])
+        tokens_S = np.array([each.token for each in told], np.int64)
+        return tokens_S, top[..., 0].astype(np.int64), top[..., 1].astype(np.float32)
+
+    def _expected(self, version_id: str | None, tokens_S: IntArray, ids_Sk: IntArray) -> FloatArray:
+        prompt_T = np.concatenate([self._probe, tokens_S])
+        wanted = np.full((len(prompt_T) - 1, ids_Sk.shape[1]), -1, np.int64)
+        wanted[-_STEPS:] = ids_Sk
+        params = SamplingParams(max_tokens=1, seed=0)
+        request = SampleRequest("self-check", version_id, prompt_T, params, target_prompt_logprobs=wanted)
+        scores = self._score(request).target_prompt_logprobs
+        assert scores is not None, "they were asked for"
+        return scores[-_STEPS:]
+
+
+def made_up_adapters(architecture: Architecture, kind: str) -> Iterator[Callable[[Path], None]]:
+    """Writers of adapters on the modules called ``kind``, from small to large."""
+    targets = tuple(each for each in (*architecture.linear, architecture.head) if _kind(each) == kind)
+    for size in _SIZES:
+        yield lambda directory, size=size: _write(directory, targets, architecture, size)  # type: ignore[misc]
+
+
+def kinds(architecture: Architecture) -> list[str]:
+    return sorted({_kind(target) for target in (*architecture.linear, architecture.head)})
+
+
+def _kind(target: Target) -> str:
+    return target.name.rpartition(".")[2]
+
+
+def _write(directory: Path, targets: tuple[Target, ...], architecture: Architecture, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for target in targets:
+        name = f"base_model.model.{target.name}"
+        scale = target.in_features**-0.5
+        tensors[f"{name}.lora_A.weight"] = torch.randn(_RANK, target.in_features, generator=generator) * scale
+        tensors[f"{name}.lora_B.weight"] = torch.randn(target.out_features, _RANK, generator=generator) * size
+    directory.mkdir()
+    save_file(tensors, directory / WEIGHTS)
+    config = peft_config(LoraSpec(rank=_RANK), short_names(targets, architecture), "")
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+def _mean(differences: FloatArray) -> float:
+    """Infinite where something is not a number: it is then no match for anything."""
+    mean = float(np.abs(differences).mean())
+    return mean if np.isfinite(mean) else float("inf")

@@ -1,0 +1,328 @@
+"""A sampler on vLLM, beside a trainer that holds the same base model.
+
+vLLM generates; what is asked of a prompt (its log-probabilities, the likeliest or named tokens, alternatives) is
+computed by a sampler on the trainer's own model, from the same frozen weights: vLLM mixes up the adapters of prompts
+that it scores in one batch as soon as one may have LoRA on the head. Every version is compared with the trainer before
+anybody samples from it, so vLLM never generates with less than the whole adapter.
+
+``step`` waits a moment for tokens to arrive when there is nothing else to do; training gets the thread in between.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from twinkle.environment import set_variable_defaults
+from twinkle.errors import (
+    InvalidInputError,
+    MissingDependencyError,
+    TwinkleError,
+    TwinkleServerError,
+    UnsupportedError,
+)
+from twinkle.model import checkpoint
+from twinkle.model.trainer import Trainer
+from twinkle.sampler.jobs import Tokenizer
+from twinkle.sampler.torch_sampler import TorchSampler
+from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult, SamplingParams
+from twinkle.sampler.validation import CheckedRequest, Limits, check_request
+
+try:
+    import vllm
+except ImportError as missing:
+    raise MissingDependencyError("vllm", "vllm", "sampler_type: vllm") from missing
+
+from twinkle.sampler.vllm.base_weights import base_folder
+from twinkle.sampler.vllm.engine import Arrival, Broken, Ended, Engine
+from twinkle.sampler.vllm.engine_args import make_engine_args
+from twinkle.sampler.vllm.requests import Request
+from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
+from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank
+
+MEMORY_DIR = Path("/dev/shm")
+_WAIT_SECONDS = 0.02
+_SCORED_AT_ONCE = 16  # prompts
+# A server starts processes from a program with threads; vLLM's older runner is the one that takes our processor.
+_VARIABLES = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class VllmSampler:
+    """A :class:`~twinkle.sampler.types.Sampler`. :meth:`close` ends vLLM's processes."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        tokenizer: Tokenizer | None,
+        *,
+        engine_args: Mapping[str, object] | None = None,
+        memory_dir: Path = MEMORY_DIR,
+    ) -> None:
+        """Start vLLM with the trainer's base model; takes half a minute or so.
+
+        tokenizer: as of the torch sampler. engine_args: see :mod:`twinkle.sampler.vllm.engine_args`.
+        memory_dir: where versions lie as files, in memory.
+        """
+        set_variable_defaults(_VARIABLES)
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        self._end_tokens = trainer.end_tokens | (frozenset() if own is None else {own})
+        self._scorer = TorchSampler(trainer, tokenizer, max_sequences=_SCORED_AT_ONCE)
+        self._scored: list[Finished | Progress] = []  # while somebody waited for something else
+        self._versions: dict[str, Version] = {}
+        self._requests: dict[str, Request] = {}
+        self._by_number: dict[int, Request] = {}
+        self._used: dict[int, Version] = {}  # by generations that vLLM has not ended yet
+        self._files = VersionFiles(memory_dir)
+        with base_folder(trainer.model_id, trainer.dtype, self._files.root) as folder:
+            args = make_engine_args(engine_args or {}, str(folder), trainer.device, trainer.dtype)
+            self._max_rank = int(args.max_lora_rank)
+            self._engine = Engine(args)
+        architecture = trainer.architecture
+        context = min(architecture.max_length, self._engine.max_model_len)
+        self._limits = Limits(architecture.vocab_size, context, self._engine.cache_tokens, tokenizer is not None)
+        self._check = SelfCheck(self._engine, self._score_now, architecture.vocab_size, trainer.dtype)
+        self._unapplied: frozenset[str] = frozenset()
+        try:
+            self._check_base()
+            self._unapplied = frozenset(kind for kind in kinds(architecture) if not self._applies(kind))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def memory(self) -> str:
+        """For people."""
+        left_out = f"; no LoRA on {', '.join(sorted(self._unapplied))}" if self._unapplied else ""
+        return f"vLLM {vllm.__version__}: cache {self._limits.cache_tokens} tokens{left_out}; {self._scorer.memory}"
+
+    def close(self) -> None:
+        """End vLLM's processes and remove all files. Nothing can be sampled afterwards."""
+        self._engine.close()
+        self._files.close()
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        require_rank(self._trainer.spec(adapter_id).rank, self._max_rank)
+        self._require_new(version_id)
+        self._scorer.publish(version_id, adapter_id)
+        size = sum(array.nbytes for array in self._trainer.weights(adapter_id).values())
+        self._install(version_id, size, lambda path: self._trainer.save(adapter_id, path, optimizer=False))
+
+    def load_version(self, version_id: str, directory: str) -> None:
+        source = Path(directory)
+        require_rank(checkpoint.read_spec(source).rank, self._max_rank)
+        self._require_new(version_id)
+        self._scorer.load_version(version_id, directory)
+        size = (source / checkpoint.WEIGHTS).stat().st_size
+        self._install(version_id, size, lambda path: copy_version(source, path))
+
+    def retire(self, version_id: str) -> None:
+        version = self._versions.pop(version_id, None)
+        if version is not None:
+            self._scorer.retire(version_id)
+            version.retired = True
+            self._remove_unused(version)
+
+    def version_ids(self) -> list[str]:
+        return list(self._versions)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: SampleRequest) -> None:
+        if request.request_id in self._requests:
+            raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
+        if request.version_id is not None and request.version_id not in self._versions:
+            raise InvalidInputError("version_id", request.version_id, "a published version, or None for the base model")
+        if self._engine.dead:
+            raise TwinkleServerError("the vLLM engine has died; restart the server to sample again")
+        checked = check_request(request, self._limits)
+        if checked.topk_sample_logprobs > self._limits.vocab_size - 2:
+            allowed = f"at most {self._limits.vocab_size - 2} of this vocabulary with sampler_type vllm"
+            raise UnsupportedError(f"topk_sample_logprobs: got {checked.topk_sample_logprobs}, allowed: {allowed}")
+        scores = _wants_scores(checked)
+        if scores:
+            self._scorer.submit(_scoring(checked, request.version_id))
+        version = None if request.version_id is None else self._versions[request.version_id]
+        ends = frozenset(checked.params.stop_tokens) | (self._end_tokens if checked.params.stop_at_eos else frozenset())
+        self._begin(Request(checked, version, ends, self._tokenizer, unscored=scores))
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self._remove(self._requests[request_id])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Finished | Progress]:
+        events: list[Finished | Progress] = []
+        if self._scorer.busy:
+            self._scored += self._scorer.step()
+        scored, self._scored = self._scored, []
+        for event in scored:
+            events += self._absorb_scores(event)
+        waiting = self._requests and not events and not self._scorer.busy
+        for piece in self._engine.take(_WAIT_SECONDS if waiting else 0.0):
+            events += self._absorb(piece)
+        return events
+
+    # --- versions, inside ---------------------------------------------------------------------------------------------
+
+    def _require_new(self, version_id: str) -> None:
+        if version_id in self._versions:
+            raise InvalidInputError("version_id", version_id, "an id that no version has: versions never change")
+
+    def _install(self, version_id: str, size: int, write: Callable[[Path], None]) -> None:
+        """Give a version that the scorer has to vLLM, and compare the two."""
+        try:
+            version = self._files.write(size, write, self._unapplied)
+            try:
+                if version.lora is not None:
+                    self._engine.add_lora(version.lora)
+                difference = self._check.compare(version.lora, version_id)
+                if not difference.is_small:
+                    modules = ", ".join(kinds(self._trainer.architecture))
+                    raise TwinkleServerError(
+                        f"vLLM does not compute this adapter as the trainer does ({difference}), although it applies "
+                        f"LoRA on each of {modules} alone; use sampler_type torch"
+                    )
+            except TwinkleError:
+                version.retired = True
+                self._remove_unused(version)
+                raise
+        except TwinkleError:
+            self._scorer.retire(version_id)
+            raise
+        self._versions[version_id] = version
+
+    def _remove_unused(self, version: Version) -> None:
+        if version.retired and not version.users:
+            if version.lora is not None:
+                self._engine.remove_lora(version.lora.lora_int_id)
+            self._files.remove(version)
+
+    def _check_base(self) -> None:
+        difference = self._check.compare(None, None)
+        if not difference.is_small:
+            raise TwinkleServerError(f"vLLM computes another base model than the trainer: {difference}")
+
+    def _applies(self, kind: str) -> bool:
+        """Whether vLLM applies LoRA on the modules of this name. One that it refuses to load counts as not."""
+        name = f"self-check {kind}"
+        for write in made_up_adapters(self._trainer.architecture, kind):
+            version = self._files.write(0, write, frozenset())
+            self._scorer.load_version(name, str(version.directory))
+            try:
+                assert version.lora is not None, "it has weights"
+                self._engine.add_lora(version.lora)
+                difference = self._check.compare(version.lora, name, change=True)
+            except TwinkleServerError:
+                if self._engine.dead:
+                    raise
+                return False
+            finally:
+                self._scorer.retire(name)
+                version.retired = True
+                self._remove_unused(version)
+            if difference.shows:
+                return difference.is_applied
+        return False
+
+    def _score_now(self, request: SampleRequest) -> SampleResult:
+        self._scorer.submit(request)
+        while True:
+            for event in self._scorer.step():
+                if event.request_id != request.request_id:
+                    self._scored.append(event)
+                elif isinstance(event, Finished) and isinstance(event.outcome, SampleFailure):
+                    raise event.outcome.error
+                elif isinstance(event, Finished) and isinstance(event.outcome, SampleResult):
+                    return event.outcome
+
+    # --- requests, inside ---------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> None:
+        self._requests[request.checked.request_id] = request
+        version = request.version
+        lora = None if version is None else version.lora
+        prompt = request.checked.prompt.tolist()
+        for sample in request.samples:
+            number = self._engine.begin(prompt, request.engine_params(sample), lora)
+            request.numbers[number] = sample
+            self._by_number[number] = request
+            if version is not None:
+                self._used[number] = version
+                version.users += 1
+
+    def _absorb(self, piece: Arrival) -> list[Finished | Progress]:
+        if isinstance(piece, Ended | Broken) or piece.finish is not None:
+            self._release(piece.number)
+        request = self._by_number.get(piece.number)
+        if request is None or isinstance(piece, Ended):  # cancelled, or known by its last piece
+            return []
+        if isinstance(piece, Broken):
+            return [self._finish(request, SampleFailure(piece.error))]
+        try:
+            events: list[Finished | Progress] = [*request.absorb(piece)]
+        except TwinkleError as error:
+            return [self._finish(request, SampleFailure(error))]
+        if piece.number not in request.numbers:
+            del self._by_number[piece.number]
+            if piece.finish is None:  # a stop string, of which vLLM does not know
+                self._engine.cancel(piece.number)
+        if request.done:
+            events.append(self._finish(request, request.result()))
+        return events
+
+    def _absorb_scores(self, event: Finished | Progress) -> list[Finished | Progress]:
+        request = self._requests.get(event.request_id)
+        if request is None or not isinstance(event, Finished):
+            return []
+        if isinstance(event.outcome, SampleFailure):
+            return [self._finish(request, event.outcome)]
+        request.scores, request.unscored = event.outcome, False
+        return [self._finish(request, request.result())] if request.done else []
+
+    def _finish(self, request: Request, outcome: SampleResult | SampleFailure) -> Finished:
+        self._remove(request)
+        return Finished(request.checked.request_id, outcome)
+
+    def _remove(self, request: Request) -> None:
+        if request.unscored:
+            self._scorer.cancel(request.checked.request_id)
+        for number in request.numbers:
+            del self._by_number[number]
+            self._engine.cancel(number)
+        del self._requests[request.checked.request_id]
+
+    def _release(self, number: int) -> None:
+        version = self._used.pop(number, None)
+        if version is not None:
+            version.users -= 1
+            self._remove_unused(version)
+
+
+def _wants_scores(checked: CheckedRequest) -> bool:
+    named = checked.target_prompt_logprobs is not None
+    return bool(checked.prompt_logprobs or checked.topk_prompt_logprobs or named or checked.prompt_alt_tokens)
+
+
+def _scoring(checked: CheckedRequest, version_id: str | None) -> SampleRequest:
+    """The same request for the scorer: all that it asks of the prompt, and one token, which nobody will see."""
+    return SampleRequest(
+        checked.request_id,
+        version_id,
+        checked.prompt,
+        SamplingParams(max_tokens=1, seed=checked.seed),
+        prompt_logprobs=checked.prompt_logprobs,
+        prompt_logprobs_last_n=checked.prompt_logprobs_last_n,
+        topk_prompt_logprobs=checked.topk_prompt_logprobs,
+        target_prompt_logprobs=checked.target_prompt_logprobs,
+        prompt_alt_tokens=checked.prompt_alt_tokens,
+    )

@@ -1,0 +1,116 @@
+"""From prompts to an answer, whole or in chunks: all samples of all prompts of a request are generated together."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from twinkle.model.types import IntArray
+from twinkle.sampler.types import Progress, SampleRequest, SampleResult, SamplingParams
+from twinkle.server.openai.bodies import Format, Json, Usage
+from twinkle.server.openai.choices import Choice, Delta
+from twinkle.server.sampler_service import SamplerService
+from twinkle.server.text_codec import TextCodec
+from twinkle.server.types import SamplingSessionRecord
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request, understood. ``prompts``: (T,) each; choice number i belongs to prompt i // samples."""
+
+    request_id: str
+    sampling: SamplerService
+    session: SamplingSessionRecord
+    codec: TextCodec
+    prompts: Sequence[IntArray]
+    params: SamplingParams
+    samples: int
+    top_logprobs: int
+    tools: bool = False
+
+    async def answer(self, form: Format) -> bytes:
+        """JSON."""
+        results: dict[int, SampleResult] = {}
+        async with aclosing(self._items(stream=False)) as items:
+            async for number, item in items:
+                assert isinstance(item, SampleResult), "nothing is streamed that was not asked for"
+                results[number] = item
+        return await asyncio.to_thread(self._assemble, form, [results[n] for n in range(len(self.prompts))])
+
+    async def chunks(self, form: Format, *, include_usage: bool) -> AsyncGenerator[Json, None]:
+        """The answer as it comes into being."""
+        choices = self._choices()
+        opened: set[int] = set()
+        cached = 0
+        async with aclosing(self._items(stream=True)) as items:
+            async for number, item in items:
+                if isinstance(item, SampleResult):
+                    cached += item.cached_prompt_tokens
+                    continue
+                index = number * self.samples + item.index
+                opening = form.opening(index) if index not in opened else None
+                opened.add(index)
+                if opening is not None:
+                    yield opening
+                delta = choices[index].push(item)
+                if not delta.empty:
+                    yield form.chunk(index, delta)
+        if include_usage:
+            yield form.usage(self._usage(choices, cached))
+
+    def _choices(self) -> list[Choice]:
+        count = len(self.prompts) * self.samples
+        return [Choice(self.codec, self.params.stop_strings, tools=self.tools) for _ in range(count)]
+
+    def _assemble(self, form: Format, results: Sequence[SampleResult]) -> bytes:
+        """In a thread: the text and log-probabilities of many long samples take a while to write down."""
+        choices = self._choices()
+        sequences = [sequence for result in results for sequence in result.sequences]
+        deltas: list[Delta] = [choice.push(sequence) for choice, sequence in zip(choices, sequences, strict=True)]
+        usage = self._usage(choices, sum(result.cached_prompt_tokens for result in results))
+        return json.dumps(form.whole(deltas, usage), allow_nan=False).encode()
+
+    def _usage(self, choices: Sequence[Choice], cached: int) -> Usage:
+        prompt = sum(len(tokens) for tokens in self.prompts)
+        return Usage(prompt, sum(choice.completion_tokens for choice in choices), cached)
+
+    async def _items(self, *, stream: bool) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
+        """What the sampler says of each prompt, by number, as it comes. Whoever leaves early cancels all of it."""
+        queue: asyncio.Queue[tuple[int, Progress | SampleResult | BaseException | None]] = asyncio.Queue()
+
+        async def drain(number: int) -> None:
+            try:
+                async with aclosing(self.sampling.generate(self.session, self._request(number, stream))) as items:
+                    async for item in items:
+                        queue.put_nowait((number, item))
+                queue.put_nowait((number, None))
+            except Exception as error:  # noqa: BLE001 - handed over: it is raised below
+                queue.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(drain(number)) for number in range(len(self.prompts))]
+        try:
+            running = len(tasks)
+            while running:
+                number, item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield number, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _request(self, number: int, stream: bool) -> SampleRequest:
+        return SampleRequest(
+            request_id=f"{self.request_id}-{number}",
+            version_id=self.session.version_id,
+            prompt=self.prompts[number],
+            params=self.params,
+            num_samples=self.samples,
+            topk_sample_logprobs=self.top_logprobs,
+            stream=stream,
+        )

@@ -1,0 +1,52 @@
+"""Templates: conversations to tokens and labels, tokens to text and tool calls.
+
+What a name needs (numpy, Jinja, Transformers) is imported when the name is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinkle.template.deepseek_v4 import DeepseekV4Template
+    from twinkle.template.qwen import Qwen3_5Template, Qwen3Template
+    from twinkle.template.template import Template
+    from twinkle.template.tools import (
+        ClineParser,
+        HermesQwenParser,
+        ReActParser,
+        ToolCallParser,
+        ToolCallRegistry,
+        VCPParser,
+    )
+
+__all__ = [
+    "ClineParser",
+    "DeepseekV4Template",
+    "HermesQwenParser",
+    "Qwen3Template",
+    "Qwen3_5Template",
+    "ReActParser",
+    "Template",
+    "ToolCallParser",
+    "ToolCallRegistry",
+    "VCPParser",
+]
+
+_HOME = {
+    "ClineParser": "twinkle.template.tools",
+    "DeepseekV4Template": "twinkle.template.deepseek_v4",
+    "HermesQwenParser": "twinkle.template.tools",
+    "Qwen3Template": "twinkle.template.qwen",
+    "Qwen3_5Template": "twinkle.template.qwen",
+    "ReActParser": "twinkle.template.tools",
+    "Template": "twinkle.template.template",
+    "ToolCallParser": "twinkle.template.tools",
+    "ToolCallRegistry": "twinkle.template.tools",
+    "VCPParser": "twinkle.template.tools",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,147 @@
+"""Messages as people write them, made into messages as chat templates read them. Nothing is changed in place."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from twinkle.data_format import pack_value, user_data_get
+from twinkle.errors import InvalidInputError, UnsupportedError
+
+__all__ = ["key_rounds", "plain_text", "renderable", "split_reasoning", "tools_of", "with_system"]
+
+Dict = dict[str, Any]
+
+_MEDIA = ("images", "videos", "audios")
+
+
+def conversation(trajectory: Mapping[str, Any]) -> list[Dict]:
+    """The messages of a trajectory, without the keys that hold nothing (a table gives every row every key)."""
+    messages = trajectory.get("messages")
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidInputError("messages", messages, "a list of at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidInputError("messages", message, "dicts with a 'role'")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def with_system(trajectory: Dict, system: str) -> Dict:
+    """Put a system turn first, if the user's comes first now. Round numbers in ``user_data`` move along."""
+    messages = trajectory["messages"]
+    if messages[0]["role"] != "user":
+        return trajectory
+    changed = {**trajectory, "messages": [{"role": "system", "content": system}, *messages]}
+    rounds = user_data_get(trajectory.get("user_data"), "key_rounds")
+    if rounds:
+        changed["user_data"] = [
+            (key, pack_value([number + 1 for number in rounds]) if key == "key_rounds" else value)
+            for key, value in trajectory["user_data"]
+        ]
+    return changed
+
+
+def split_reasoning(message: Dict, split: bool) -> Dict:
+    """An assistant's message with a ``reasoning_content`` of its own, taken out of the text where it stands there.
+
+    ``split=False`` leaves the text alone, for templates that print nothing but the text.
+    """
+    if message["role"] != "assistant" or isinstance(message.get("reasoning_content"), str):
+        return message
+    content = message.get("content")
+    if split and isinstance(content, str) and "</think>" in content:
+        thought, _, answer = content.partition("</think>")
+        before, opened, inner = thought.partition("<think>")
+        if not opened or not before.strip():  # text before the thought has no other place than the text
+            reasoning = inner if opened else thought
+            return {**message, "reasoning_content": reasoning.strip("\n"), "content": answer.lstrip("\n")}
+    return {**message, "reasoning_content": ""}
+
+
+def plain_text(message: Dict) -> Dict:
+    """The message with its blocks of text joined into one; anything but text is refused."""
+    media = [key for key in _MEDIA if message.get(key)]
+    content = message.get("content", "")
+    if isinstance(content, str) and not media:
+        return message if "content" in message else {**message, "content": ""}
+    if media:
+        raise _no_media(media[0])
+    if not isinstance(content, list | tuple):
+        raise InvalidInputError("content", content, "a text, or a list of blocks")
+    return {**message, "content": "".join(_block_text(block) for block in content)}
+
+
+def refuse_media(trajectory: Mapping[str, Any]) -> None:
+    for key in _MEDIA:
+        if trajectory.get(key):
+            raise _no_media(key)
+
+
+def renderable(message: Dict, reasoning_fields: Collection[str]) -> Dict:
+    """The message as a chat template gets it: tool calls as objects, thinking under the name the template reads."""
+    shown = dict(message)
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [_tool_call(call) for call in _list_of("tool_calls", shown["tool_calls"])]
+    reasoning = shown.get("reasoning_content")
+    if reasoning and not reasoning_fields:
+        shown["content"] = f"<think>\n{reasoning}\n</think>\n\n{shown['content']}"
+    elif reasoning:
+        shown |= dict.fromkeys(reasoning_fields, reasoning)
+    return shown
+
+
+def tools_of(trajectory: Mapping[str, Any]) -> list[Dict] | None:
+    """The tools of a trajectory: a list, or its JSON text, in which tables can hold tools of different shapes."""
+    tools = trajectory.get("tools")
+    return _list_of("tools", tools) if tools else None
+
+
+def key_rounds(trajectory: Mapping[str, Any]) -> frozenset[int] | None:
+    """The only messages that are to be learnt, if ``user_data`` names some."""
+    rounds = user_data_get(trajectory.get("user_data"), "key_rounds")
+    if not rounds:
+        return None
+    messages: Sequence[Mapping[str, Any]] = trajectory["messages"]
+    assistants = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not isinstance(rounds, list) or not set(rounds) <= set(assistants):
+        raise InvalidInputError("key_rounds", rounds, f"a list of numbers of assistant messages, of {assistants}")
+    return frozenset(rounds)
+
+
+def _tool_call(call: object) -> Dict:
+    if not isinstance(call, Mapping):
+        raise InvalidInputError("tool_calls", call, "objects with a 'function'")
+    shown = {key: value for key, value in call.items() if value is not None}
+    function = shown.get("function")
+    if isinstance(function, Mapping):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parsed("arguments", arguments) if arguments.strip() else {}
+        shown["function"] = {**function, "arguments": {} if arguments is None else arguments}
+    return shown
+
+
+def _list_of(field: str, value: object) -> list[Any]:
+    items = _parsed(field, value) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise InvalidInputError(field, value, "a list, or the JSON text of one")
+    return list(items)
+
+
+def _parsed(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(field, text, "valid JSON") from error
+
+
+def _block_text(block: object) -> str:
+    if not isinstance(block, Mapping):
+        raise InvalidInputError("content", block, "blocks {'type': 'text', 'text': …}")
+    kind = block.get("type")
+    if kind != "text":
+        raise _no_media(str(kind))
+    return str(block.get("text") or "")
+
+
+def _no_media(kind: str) -> UnsupportedError:
+    return UnsupportedError(f"messages: {kind} cannot be encoded yet; allowed: text")

@@ -1,0 +1,83 @@
+"""Templates of the Qwen family.
+
+Their chat templates are changed in two places, so that what a conversation became stays the beginning of what it
+becomes with more messages, as rollouts with tools need it. Any other chat template is used as it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twinkle.template.template import Template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Qwen3Template", "Qwen3_5Template"]
+
+Row = dict[str, Any]
+
+_REPLACED = {
+    # Qwen3 writes an empty thought into the last turn only: the turn would change once a tool has answered.
+    "loop.last or (not loop.last and reasoning_content)": "true",
+    # Qwen3.5 refuses a conversation without a question by the user, such as the answer of a tool alone.
+    "{{- raise_exception('No user query found in messages.') }}": "",
+}
+
+
+class Qwen3Template(Template):
+    """Qwen3: thinking, tool calls in ``<tool_call>``."""
+
+    def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        return _with_steady_history(super()._load_tokenizer())
+
+
+class Qwen3_5Template(Template):  # noqa: N801 (the name that scripts use)
+    """Qwen3.5 and Qwen3-VL: as Qwen3, and positions in three dimensions where the model has them."""
+
+    def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        return _with_steady_history(super()._load_tokenizer())
+
+    def set_mm_position_ids(self, feature: Row) -> Row:
+        """(T,), or (4, 1, T) for a model with multimodal rotary embeddings.
+
+        The first axis is the position in the text, the others are time, height and width: all the same for text.
+        """
+        feature = super().set_mm_position_ids(feature)
+        if not self._has_multimodal_positions():
+            return feature
+        positions = feature["position_ids"]
+        return {**feature, "position_ids": np.broadcast_to(positions, (4, 1, len(positions))).copy()}
+
+    def get_vllm_input_ids(self, input_ids: Sequence[int]) -> Sequence[int]:
+        """Every run of placeholders of one image or video becomes a single one: vLLM makes the run itself."""
+        names = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>")
+        vocabulary = self.tokenizer.get_added_vocab()
+        start, *pads = (vocabulary.get(name) for name in names)
+        kept: list[int] = []
+        for token in input_ids:
+            repeats = token in pads and len(kept) > 1 and kept[-1] == token and kept[-2] == start
+            if not repeats:
+                kept.append(token)
+        return kept
+
+    def _has_multimodal_positions(self) -> bool:
+        text_config: Mapping[str, Any] = self.config.get_text_config().to_dict()
+        rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+        return "mrope_section" in rope
+
+
+def _with_steady_history(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    templates = tokenizer.chat_template
+    if isinstance(templates, str):
+        tokenizer.chat_template = _replaced(templates)
+    elif templates:
+        tokenizer.chat_template = {name: _replaced(source) for name, source in templates.items()}
+    return tokenizer
+
+
+def _replaced(source: str) -> str:
+    for old, new in _REPLACED.items():
+        source = source.replace(old, new)
+    return source

@@ -1,0 +1,429 @@
+"""From a conversation to what a model is trained on, and back from tokens to text.
+
+``encode`` runs in four steps: the pre-pipeline brings the messages into one form; the chat template renders them, once,
+to a text in which the assistant's parts are known (:mod:`twinkle.template.chat_template`); one call of the tokenizer
+turns the texts of a whole batch into tokens, and the characters of those parts into labels; the post-pipeline cuts to
+length, adds masks and positions and shifts the labels.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from twinkle.data_format import ToolCall
+from twinkle.data_format.columns import columns_to_rows, rows_to_columns
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.hub import HubOperation
+from twinkle.template.chat_template import ChatRenderer, ChatTemplate, Rendered
+from twinkle.template.labels import IGNORE, IntArray, label_spans, shift_labels, unshift_labels
+from twinkle.template.messages import (
+    conversation,
+    key_rounds,
+    plain_text,
+    refuse_media,
+    renderable,
+    split_reasoning,
+    tools_of,
+    with_system,
+)
+from twinkle.template.tools import ToolCallRegistry
+from twinkle.template.truncation import TRUNCATION_STRATEGIES, truncate
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+__all__ = ["Template"]
+
+Row = dict[str, Any]
+Columns = dict[str, list[Any]]
+
+_logger = logging.getLogger(__name__)
+
+
+class Template:
+    """Works with the chat template that a model's tokenizer brings along.
+
+    ``max_length=None`` never truncates. ``default_system`` is put before conversations that start with the user.
+    ``enable_thinking`` is handed to the chat template. ``use_chat_template=False``: a trajectory is one user message,
+    whose whole text is learnt.
+    """
+
+    image_placeholder = "<image>"
+    video_placeholder = "<video>"
+    audio_placeholder = "<audio>"
+
+    # Names of methods, in order; a subclass may replace steps or add its own.
+    pre_pipeline_names: Sequence[str] = ("_add_default_system", "_extract_reasoning", "_build_standard_messages")
+    post_pipeline_names: Sequence[str] = ("_check_max_length", "_add_attention_fields", "_roll_labels")
+
+    def __init__(
+        self,
+        model_id: str,
+        use_chat_template: bool = True,
+        max_length: int | None = 8192,
+        truncation_strategy: str = "raise",
+        default_system: str | None = None,
+        enable_thinking: bool = True,
+    ) -> None:
+        if truncation_strategy not in TRUNCATION_STRATEGIES:
+            raise UnknownNameError("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 0):
+            raise InvalidInputError("max_length", max_length, "a number of tokens, or None (or 0) for no limit")
+        self.model_id = model_id
+        self.use_chat_template = use_chat_template
+        self.max_length = max_length
+        self.truncation_strategy = truncation_strategy
+        self.default_system = default_system
+        self.enable_thinking = enable_thinking
+        self._chat_templates: dict[bool, ChatTemplate] = {}
+        self._folder = Path(HubOperation.download_model(model_id, ignore_model=True))
+        self.is_mm = any((self._folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor"))
+        self.tokenizer: PreTrainedTokenizerBase = self._load_tokenizer()
+        if not self.tokenizer.is_fast:
+            raise UnsupportedError(f"{model_id}: its tokenizer cannot say which characters a token stands for")
+
+    def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+
+    @cached_property
+    def processor(self) -> "ProcessorMixin | PreTrainedTokenizerBase":
+        """What also reads images and the like, for models that do; else the tokenizer."""
+        if not self.is_mm:
+            return self.tokenizer
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(self._folder, local_files_only=True)
+
+    @cached_property
+    def config(self) -> "PretrainedConfig":
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._folder, local_files_only=True)
+
+    # --- encoding ---------------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        trajectory: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        *,
+        tokenize: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Row:
+        """The trajectory with ``input_ids``, ``labels``, ``attention_mask``, ``position_ids`` and ``length`` added.
+
+        With a generation prompt nothing is learnt: all labels are −100. ``tokenize=False`` adds the text as ``prompt``
+        instead. ``chat_template_kwargs`` are further variables for the chat template.
+        """
+        self._require_one_for_one("encode")
+        features = self._encode_rows([trajectory], add_generation_prompt, tokenize, chat_template_kwargs or {})[0]
+        if not features:
+            raise InvalidInputError(
+                "messages", "more tokens than that", f"{self.max_length} tokens (truncation_strategy 'delete')"
+            )
+        return features[0]
+
+    @overload
+    def batch_encode(
+        self,
+        trajectories: Mapping[str, Sequence[Any]],
+        add_generation_prompt: bool = ...,
+        *,
+        tokenize: bool = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+    ) -> Columns: ...
+
+    @overload
+    def batch_encode(
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = ...,
+        *,
+        tokenize: bool = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+    ) -> list[Row]: ...
+
+    def batch_encode(
+        self,
+        trajectories: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        *,
+        tokenize: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Columns | list[Row]:
+        """Encode many at once: rows to rows, columns to columns, as :meth:`encode` does it.
+
+        'delete' leaves rows out and 'split' makes more of them. Where a row holds trajectories under names of its own
+        (``positive``, ``negative``), each of these is encoded in its place.
+        """
+        rows: list[Row] = columns_to_rows(trajectories)  # type: ignore[arg-type]  # a Mapping row is read only
+        nested = _nested_names(rows)
+        variables = chat_template_kwargs or {}
+        if nested:
+            encoded = self._encode_nested(rows, nested, add_generation_prompt, tokenize, variables)
+        else:
+            per_row = self._encode_rows(rows, add_generation_prompt, tokenize, variables)
+            encoded = [feature for features in per_row for feature in features]
+        if not isinstance(trajectories, Mapping):
+            return encoded
+        # a batch of which nothing is left still has its columns
+        return rows_to_columns(encoded) if encoded else {name: [] for name in (*trajectories, *_FEATURE_KEYS)}
+
+    def _encode_nested(
+        self,
+        rows: list[Row],
+        names: Sequence[str],
+        add_generation_prompt: bool,
+        tokenize: bool,
+        variables: Mapping[str, Any],
+    ) -> list[Row]:
+        self._require_one_for_one("a row of several trajectories")
+        columns = {
+            name: self._encode_rows([row[name] for row in rows], add_generation_prompt, tokenize, variables)
+            for name in names
+        }
+        return [
+            {**row, **{name: columns[name][index][0] for name in names}}
+            for index, row in enumerate(rows)
+            if all(columns[name][index] for name in names)  # 'delete' drops the row with any of its parts
+        ]
+
+    def _encode_rows(
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tokenize: bool,
+        variables: Mapping[str, Any],
+    ) -> list[list[Row]]:
+        """For each trajectory the features that it becomes."""
+        prepared = [self._invoke_pre_pipeline([dict(trajectory)]) for trajectory in trajectories]
+        flat = [trajectory for group in prepared for trajectory in group]
+        if self.use_chat_template:
+            rendered = self._render(flat, add_generation_prompt, variables)
+        else:
+            rendered = [Rendered(_only_text(trajectory), []) for trajectory in flat]
+        if tokenize:
+            encoded = iter(self._tokenize(flat, rendered, add_generation_prompt))
+            return [self._invoke_post_pipeline([next(encoded) for _ in group]) for group in prepared]
+        texts = iter(rendered)
+        return [[{**trajectory, "prompt": next(texts).text} for trajectory in group] for group in prepared]
+
+    def _render(
+        self, trajectories: Sequence[Row], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> list[Rendered]:
+        variables = {"enable_thinking": self.enable_thinking, **variables}
+        rendered = []
+        for trajectory in trajectories:
+            tools = tools_of(trajectory)
+            chat = self._chat_template(tools is not None)
+            messages = [renderable(message, chat.reasoning_fields) for message in trajectory["messages"]]
+            if add_generation_prompt:
+                rendered.append(Rendered(chat.render(messages, tools, variables, add_generation_prompt=True), []))
+                continue
+            turns = chat.render_turns(messages, tools, variables)
+            wanted = key_rounds(trajectory)
+            if wanted is not None:
+                turns = Rendered(turns.text, [span for span in turns.spans if span.message in wanted])
+            rendered.append(turns)
+        return rendered
+
+    def _chat_template(self, with_tools: bool) -> ChatRenderer:
+        """The tokenizer's template; some have a second one for conversations with tools."""
+        source = self._template_source(with_tools)
+        known = self._chat_templates.get(with_tools)
+        if known is None or known.source is not source:  # the tokenizer's may be replaced at any time
+            special = self.tokenizer.special_tokens_map
+            known = ChatTemplate(source, tuple((name, str(token)) for name, token in special.items()))
+            self._chat_templates[with_tools] = known
+        return known
+
+    def _template_source(self, with_tools: bool) -> str:
+        templates = self.tokenizer.chat_template
+        if not templates:
+            raise UnsupportedError(f"{self.model_id}: its tokenizer has no chat template; use_chat_template=False")
+        if isinstance(templates, str):
+            return templates
+        name = "tool_use" if with_tools and "tool_use" in templates else "default"
+        if name not in templates:
+            raise UnsupportedError(f"{self.model_id}: no default among its chat templates {sorted(templates)}")
+        return str(templates[name])
+
+    def _tokenize(
+        self, trajectories: Sequence[Row], rendered: Sequence[Rendered], add_generation_prompt: bool
+    ) -> list[Row]:
+        """One call of the tokenizer for all texts. Labels are not shifted yet."""
+        if not rendered:
+            return []
+        batch = self.tokenizer(
+            [text.text for text in rendered],
+            # a chat template writes the special tokens itself
+            add_special_tokens=not self.use_chat_template,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        features = []
+        for trajectory, turns, encoding in zip(trajectories, rendered, batch.encodings, strict=True):
+            ids: IntArray = np.array(encoding.ids, dtype=np.int64)
+            if add_generation_prompt:
+                labels = np.full(len(ids), IGNORE, dtype=np.int64)
+            else:
+                labels = label_spans(encoding, ids, turns) if self.use_chat_template else ids.copy()
+            features.append({**trajectory, "input_ids": ids, "labels": labels})
+        return features
+
+    # --- the pipelines ----------------------------------------------------------------------------------------------
+
+    def _invoke_pre_pipeline(self, trajectories: list[Row]) -> list[Row]:
+        trajectories = [{**trajectory, "messages": conversation(trajectory)} for trajectory in trajectories]
+        return self._run(self.pre_pipeline_names, trajectories)
+
+    def _invoke_post_pipeline(self, features: list[Row]) -> list[Row]:
+        """Truncate, add masks and positions, shift the labels: of features whose labels are not shifted."""
+        return self._run(self.post_pipeline_names, features)
+
+    def _run(self, names: Sequence[str], rows: list[Row]) -> list[Row]:
+        for name in names:
+            step: Callable[[Row], list[Row]] = getattr(self, name)
+            rows = [result for row in rows for result in step(row)]
+        return rows
+
+    def _add_default_system(self, trajectory: Row) -> list[Row]:
+        if not self.use_chat_template or self.default_system is None:
+            return [trajectory]
+        return [with_system(trajectory, self.default_system)]
+
+    def _extract_reasoning(self, trajectory: Row) -> list[Row]:
+        split = self.use_chat_template and bool(self._chat_template(bool(trajectory.get("tools"))).reasoning_fields)
+        return [{**trajectory, "messages": [split_reasoning(message, split) for message in trajectory["messages"]]}]
+
+    def _build_standard_messages(self, trajectory: Row) -> list[Row]:
+        refuse_media(trajectory)
+        return [{**trajectory, "messages": [plain_text(message) for message in trajectory["messages"]]}]
+
+    def _check_max_length(self, feature: Row) -> list[Row]:
+        if not self.max_length:
+            return [feature]
+        return truncate(feature, self.max_length, self.truncation_strategy)
+
+    def _add_attention_fields(self, feature: Row) -> list[Row]:
+        length = len(feature["input_ids"])
+        feature = {**feature, "attention_mask": np.ones(length, dtype=np.int64)}
+        return [{**self.set_mm_position_ids(feature), "length": length}]
+
+    def _roll_labels(self, feature: Row) -> list[Row]:
+        return [{**feature, "labels": shift_labels(feature["labels"])}]
+
+    def set_mm_position_ids(self, feature: Row) -> Row:
+        """Positions of a sequence. Models that place images in two dimensions have a template that does it here."""
+        return {**feature, "position_ids": np.arange(len(feature["input_ids"]), dtype=np.int64)}
+
+    def _require_one_for_one(self, what: str) -> None:
+        if self.truncation_strategy == "split":
+            raise InvalidInputError("truncation_strategy", "split", f"any other for {what}: one cannot become several")
+
+    # --- around encoding --------------------------------------------------------------------------------------------
+
+    def format_trajectory(self, trajectory: Mapping[str, Any], add_default_system: bool = False) -> Row:
+        """The trajectory as it is just before rendering; the default system turn only if asked for."""
+        names = [name for name in self.pre_pipeline_names if add_default_system or name != "_add_default_system"]
+        prepared = {**trajectory, "messages": conversation(trajectory)}
+        return self._run(names, [prepared])[0]
+
+    def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Row:
+        """The feature with tokens appended that a model has just generated; they are learnt, all of them.
+
+        ``messages`` get the assistant's turn, with tool calls taken out of its text.
+        """
+        self._require_one_for_one("concat_input_feature")
+        ids = np.asarray(feature["input_ids"], dtype=np.int64)
+        new: IntArray = np.asarray(new_tokens, dtype=np.int64)
+        labels = np.asarray(feature.get("labels", np.full(len(ids), IGNORE)), dtype=np.int64)
+        grown = dict(feature)
+        grown["input_ids"] = np.concatenate([ids, new])
+        grown["labels"] = np.concatenate([unshift_labels(labels), new])
+        for key, value in (("mm_token_type_ids", 0), ("completion_mask", 1)):
+            if feature.get(key) is not None:
+                old = np.asarray(feature[key], dtype=np.int64)
+                grown[key] = np.concatenate([old, np.full(len(new), value, dtype=np.int64)])
+        if feature.get("messages"):
+            grown["messages"] = [*feature["messages"], self._assistant_message(new_tokens)]
+        features = self._invoke_post_pipeline([grown])
+        if not features:
+            raise InvalidInputError(
+                "new_tokens", f"{len(grown['input_ids'])} tokens in all", f"at most max_length {self.max_length}"
+            )
+        return features[0]
+
+    def _assistant_message(self, tokens: Sequence[int]) -> Row:
+        text = self.decode(tokens, skip_special_tokens=True)
+        for written in (text, self.decode(tokens)):  # the tags around a call are special tokens in some vocabularies
+            calls = self.parse_tool_call(written)
+            if calls:
+                content = self.clean_tool_call(written)
+                for token in self.tokenizer.all_special_tokens:
+                    content = content.replace(token, "")
+                return {"role": "assistant", "content": content.rstrip(), "tool_calls": calls}
+        return {"role": "assistant", "content": text}
+
+    def check(self, trajectory: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The trajectory itself if something is left of it when it is encoded, else None; says why in the log."""
+        try:
+            features = self._encode_rows([trajectory], False, True, {})[0]
+        except UserError as error:
+            _logger.warning("not usable: %s", error)
+            return None
+        return trajectory if any(len(feature["input_ids"]) for feature in features) else None
+
+    def batch_check(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
+        return [self.check(trajectory) for trajectory in trajectories]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def batch_decode(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in token_ids]
+
+    def parse_tool_call(self, text: str) -> list[ToolCall]:
+        """The calls in an assistant's text, in the first format that is recognised."""
+        parser = ToolCallRegistry.detect_first(text)
+        return parser.parse(text) if parser else []
+
+    def clean_tool_call(self, text: str) -> str:
+        """The text without its tool calls."""
+        parser = ToolCallRegistry.detect_first(text)
+        return parser.clean(text) if parser else text.rstrip()
+
+    def get_vllm_input_ids(self, input_ids: Sequence[int]) -> Sequence[int]:
+        """The prompt as vLLM wants it; it expands images itself, text stays as it is."""
+        return input_ids
+
+    def pre_forward_hook(self, model: object, args: tuple[Any, ...], kwargs: Row) -> tuple[tuple[Any, ...], Row]:
+        """Called before a model's forward; text needs nothing."""
+        return args, kwargs
+
+    map_col_to_row = staticmethod(columns_to_rows)
+    map_row_to_col = staticmethod(rows_to_columns)
+
+
+_FEATURE_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "length")
+
+
+def _nested_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns that hold trajectories, if these rows are not trajectories themselves."""
+    if not rows or rows[0].get("messages") is not None:
+        return []
+    return [name for name, value in rows[0].items() if isinstance(value, Mapping) and value.get("messages")]
+
+
+def _only_text(trajectory: Mapping[str, Any]) -> str:
+    messages = trajectory["messages"]
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        roles = [message["role"] for message in messages]
+        raise InvalidInputError("messages", roles, "exactly one user message, with use_chat_template=False")
+    return str(messages[0]["content"])

@@ -1,0 +1,174 @@
+"""Who runs when not all can, and what the passes are made of."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from sampling import (
+    SPECS,
+    assert_nothing_left,
+    assert_same_samples,
+    blocks,
+    prompt,
+    request,
+    run,
+    toy_sampler,
+    toy_tokenizer,
+    toy_trainer,
+)
+from tiny_models import tiny_model
+
+from twinkle.model import Trainer
+from twinkle.sampler import Finished, SampleResult, TorchSampler
+from twinkle.sampler.model_pass import Computed, Piece
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return toy_trainer()
+
+
+def watch(sampler: TorchSampler) -> list[list[Piece]]:
+    """What goes through the model from now on, pass by pass."""
+    passes, run_pass = [], sampler._pass.run
+
+    def watching(pieces: list[Piece]) -> list[Computed]:
+        passes.append(list(pieces))
+        return run_pass(pieces)
+
+    sampler._pass.run = watching
+    return passes
+
+
+def finish(sampler: TorchSampler) -> dict[str, SampleResult]:
+    """In the order in which they end."""
+    outcomes = {}
+    while sampler.busy:
+        outcomes |= {event.request_id: event.outcome for event in sampler.step() if isinstance(event, Finished)}
+    return outcomes
+
+
+def test_many_samples_of_one_request_leave_room_for_others(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places are taken when the others come, and no sample is near its end."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    sampler = toy_sampler(trainer, max_sequences=8)
+    large = request("large", "a", prompt(20), 24, max_tokens=60, seed=0)
+    small = [request(f"{n}", version, prompt(12, n), max_tokens=10, seed=n) for n, version in enumerate((None, *SPECS))]
+    expected = run(toy_sampler(trainer), [large, *small])
+    sampler.submit(large)
+    for _ in range(10):
+        sampler.step()
+    assert len(sampler._schedule._running) == 8
+    for each in small:
+        sampler.submit(each)
+    sampler.step()
+    running = [sequence.job.request.request_id for sequence in sampler._schedule._running]
+    assert running == ["large"] * 4 + ["0", "1", "2", "3"]
+    results = finish(sampler)
+    assert list(results)[-1] == "large"
+    for name, result in expected.items():
+        assert_same_samples(results[name], result)
+
+
+def test_places_are_shared_among_requests(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    sampler = toy_sampler(trainer, max_sequences=9)
+    shares = []
+    for name in "xyz":
+        sampler.submit(request(name, "a", prompt(6), 20, max_tokens=100, seed=0))
+        for _ in range(4):
+            sampler.step()
+        running = [sequence.job.request.request_id for sequence in sampler._schedule._running]
+        shares.append([running.count(each) for each in "xyz"])
+    assert shares == [[9, 0, 0], [5, 4, 0], [3, 3, 3]]
+    for name in "xyz":
+        sampler.cancel(name)
+    assert_nothing_left(sampler)
+
+
+def test_samples_come_first_come_first_served_within_a_share(trainer: Trainer) -> None:
+    """Nobody takes a place from a request that has just one, and those who wait are let in in order."""
+    sampler = toy_sampler(trainer, max_sequences=2)
+    for n in range(6):
+        sampler.submit(request(f"{n}", "a", prompt(6), max_tokens=30, seed=n))
+    assert list(finish(sampler)) == [f"{n}" for n in range(6)]
+
+
+def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose samples fill the cache does not push out one that came later, again and again."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
+    sampler = TorchSampler(trainer, toy_tokenizer(), kv_budget_bytes=blocks(toy_sampler(trainer), 8), max_sequences=8)
+    sampler.publish("a", "a")
+    large = request("large", "a", prompt(4), 16, max_tokens=60, seed=0)
+    small = request("small", "a", prompt(4, 1), max_tokens=60, seed=1)
+    expected = run(toy_sampler(trainer), [large, small])
+    sampler.submit(large)
+    while len(sampler._schedule._running) < 5:
+        sampler.step()
+    sampler.submit(small)
+    results = finish(sampler)
+    assert list(results) == ["small", "large"]
+    for name, result in expected.items():
+        assert_same_samples(results[name], result)
+
+
+def test_without_a_cache_everyone_gets_a_turn() -> None:
+    trainer = toy_trainer({}, tiny_model("qwen3_5"))
+    sampler = toy_sampler(trainer)
+    sampler._schedule._chunk_tokens = 40  # a few sequences a pass
+    sampler.submit(request("large", None, prompt(20), 12, max_tokens=20, seed=0))
+    sampler.submit(request("small", None, prompt(5), max_tokens=20, seed=0))
+    assert list(finish(sampler)) == ["small", "large"]
+
+
+def test_passes_of_single_tokens_are_pure(trainer: Trainer) -> None:
+    """One row and one draw a piece, or pieces of prompts: never both, though both are under way all the time."""
+    sampler = toy_sampler(trainer)
+    passes = watch(sampler)
+    asked = [request(f"{n}", "abc"[n % 3], prompt(30 + 7 * n, n), 1 + n % 3, max_tokens=40, seed=n) for n in range(8)]
+    for each in asked:
+        sampler.submit(replace(each, prompt_logprobs=True, topk_sample_logprobs=2))
+    sampler.submit(request("one token", "a", prompt(1), 4, max_tokens=40, seed=0))
+    kinds = []
+    while sampler.busy:
+        sampler.step()
+    for pieces in passes:
+        decodes = [len(each.tokens) == 1 and len(each.draws) == 1 and each.scoring is None for each in pieces]
+        assert all(decodes) or not any(decodes)
+        kinds.append(decodes[0])
+        if not decodes[0]:
+            assert len(pieces) == 1 or sum(len(each.tokens) for each in pieces) <= 64
+    mixed = kinds[: len(kinds) - kinds[::-1].index(False)]  # up to the last piece of a prompt
+    assert True in mixed
+    assert all(left != right for left, right in pairwise(mixed[1:]))  # they take turns
+
+
+def test_a_crowd_is_like_everyone_alone(trainer: Trainer) -> None:
+    """64 requests of four versions, with all kinds of options, in one batch."""
+    rng = np.random.default_rng(0)
+    asked = []
+    for n in range(64):
+        one = request(f"{n}", (None, *SPECS)[n % 4], prompt(int(rng.integers(1, 60)), n % 5), 1 + n % 3, seed=n)
+        temperature, top_p = (0.0, 0.7, 1.0, 1.4)[n // 4 % 4], (1.0, 0.9)[n % 2]
+        params = replace(one.params, max_tokens=int(rng.integers(1, 25)), temperature=temperature, top_p=top_p)
+        options = [
+            {},
+            {"prompt_logprobs": True},
+            {"topk_prompt_logprobs": 3, "topk_sample_logprobs": 2},
+            {"prompt_alt_tokens": 2, "prompt_logprobs_last_n": 4, "stream": True},
+        ]
+        asked.append(replace(one, params=params, **options[n // 16]))
+    together = run(toy_sampler(trainer), asked)
+    sampler = toy_sampler(trainer)
+    for each in asked:
+        alone = run(sampler, [each])[each.request_id]
+        crowd = together[each.request_id]
+        assert_same_samples(crowd, alone)
+        if each.prompt_logprobs:
+            np.testing.assert_allclose(crowd.prompt_logprobs, alone.prompt_logprobs, atol=1e-5, rtol=1e-5)
+        if each.prompt_alt_tokens:
+            np.testing.assert_array_equal(crowd.prompt_alt_tokens.tokens, alone.prompt_alt_tokens.tokens)
+        if each.topk_prompt_logprobs:
+            left, right = crowd.topk_prompt_logprobs, alone.topk_prompt_logprobs
+            np.testing.assert_array_equal(left.token_ids, right.token_ids)

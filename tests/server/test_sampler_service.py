@@ -1,0 +1,376 @@
+"""The sampler service over the mock's sampler and over a scripted one."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from twinkle.errors import CheckpointError, GoneError, InvalidInputError, QuotaError, TwinkleError, TwinkleServerError
+from twinkle.model.types import LoraSpec
+from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
+from twinkle.server.compute import Compute
+from twinkle.server.files import DataDir
+from twinkle.server.mock import MockSampler, MockTrainer
+from twinkle.server.sampler_service import SamplerService
+from twinkle.server.types import SamplingSessionRecord
+
+
+class ScriptedSampler:
+    """Finishes what it is told to, and remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, SampleRequest] = {}
+        self.submitted: list[str] = []
+        self.cancelled: list[str] = []
+        self.finish: set[str] = set()
+        self.error: Exception | None = None
+        self.loaded: list[str] = []
+        self.versions: list[str] = []
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        self.versions.append(version_id)
+
+    def load_version(self, version_id: str, directory: str) -> None:
+        self.loaded.append(version_id)
+        self.versions.append(version_id)
+
+    def retire(self, version_id: str) -> None:
+        assert version_id not in {request.version_id for request in self.requests.values()}, "it is in use"
+        self.versions.remove(version_id)
+
+    def version_ids(self) -> list[str]:
+        return list(self.versions)
+
+    def submit(self, request: SampleRequest) -> None:
+        self.requests[request.request_id] = request
+        self.submitted.append(request.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self.requests.pop(request_id, None)
+
+    busy = False  # it is woken by what is submitted
+
+    def step(self) -> list[Finished | Progress]:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        done = [request_id for request_id in self.requests if request_id in self.finish]
+        return [Finished(request_id, result(self.requests.pop(request_id))) for request_id in done]
+
+
+def result(request: SampleRequest) -> SampleResult:
+    sequence = SampledSequence(np.array([1, 2]), np.array([-1, -2], np.float32), "length")
+    return SampleResult([sequence] * request.num_samples)
+
+
+def session(tenant: str = "t", version: str | None = None, directory: str | None = None) -> SamplingSessionRecord:
+    return SamplingSessionRecord("s:sample:0", "s", 0, tenant, "m", "m", None, version, directory, 0.0)
+
+
+def request(number: int | str = 0, version: str | None = None, **fields) -> SampleRequest:
+    params = {"max_tokens": 40, "seed": 1, "stop_at_eos": False, **fields.pop("params", {})}
+    return SampleRequest(f"s:sample:0:{number}", version, np.array([5, 6, 7]), SamplingParams(**params), **fields)
+
+
+def running(sampler, check: Callable[[SamplerService], Awaitable[None]], root: Path = Path("/none"), **options) -> None:
+    async def main() -> None:
+        compute = Compute()
+        service = SamplerService(sampler, compute, DataDir(root), **options)
+        await service.start()
+        try:
+            await asyncio.wait_for(check(service), 30)
+        finally:
+            await service.stop()
+            compute.close()
+
+    asyncio.run(main())
+
+
+async def turns(service: SamplerService, count: int = 3) -> None:
+    """Let the service work."""
+    for _ in range(count):
+        service.sweep(0.0)
+        for _ in range(100):
+            await asyncio.sleep(0.0005)
+            if not service._turn_due:
+                break
+
+
+def mock_sampler() -> MockSampler:
+    trainer = MockTrainer()
+    trainer.create_adapter("a", LoraSpec(8, seed=1))
+    return MockSampler(trainer)
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_hands_over_tokens_as_they_come() -> None:
+    async def check(service: SamplerService) -> None:
+        wanted = request(num_samples=2, stream=True, topk_sample_logprobs=3)
+        events = [event async for event in service.generate(session(), wanted)]
+        *progress, last = events
+        assert len(progress) == 6  # two sequences of 40 tokens, 16 at a time
+        for index, sequence in enumerate(last.sequences):
+            own = [event for event in progress if event.index == index]
+            np.testing.assert_array_equal(np.concatenate([event.tokens for event in own]), sequence.tokens)
+            np.testing.assert_array_equal(np.concatenate([event.logprobs for event in own]), sequence.logprobs)
+            top = np.concatenate([event.topk_logprobs.logprobs for event in own])
+            np.testing.assert_array_equal(top, sequence.topk_logprobs.logprobs)
+            assert [event.stop_reason for event in own] == [None, None, "length"]
+        (whole,) = [event async for event in service.generate(session(), request(1, num_samples=2))]
+        np.testing.assert_array_equal(whole.sequences[1].tokens, last.sequences[1].tokens)
+        assert service.tokens_sampled == 160
+
+    running(mock_sampler(), check)
+
+
+def test_leaving_early_cancels_in_the_engine() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        async def listen() -> None:
+            async with aclosing(service.generate(session(), request())) as events:
+                async for _ in events:
+                    raise AssertionError("nothing comes")
+
+        listener = asyncio.create_task(listen())
+        await turns(service)
+        assert sampler.submitted == ["s:sample:0:0"]
+        listener.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await listener
+        await turns(service)
+        assert sampler.cancelled == ["s:sample:0:0"]
+        assert service.status()["waiting_samples"] == 0
+        sampler.finish.add("s:sample:0:0")  # and the id may be used again
+        assert len([event async for event in service.generate(session(), request())]) == 1
+
+    running(sampler, check)
+
+
+def test_leaving_after_some_events() -> None:
+    sampler = mock_sampler()
+
+    async def check(service: SamplerService) -> None:
+        async with aclosing(service.generate(session(), request(stream=True, params={"max_tokens": 4000}))) as events:
+            async for event in events:
+                assert isinstance(event, Progress)
+                break
+        await turns(service)
+        assert not sampler.busy
+        assert service.tokens_sampled == 0
+
+    running(sampler, check)
+
+
+def test_failures_of_generate_are_raised() -> None:
+    sampler = mock_sampler()
+
+    async def check(service: SamplerService) -> None:
+        async def ask(wanted: SampleRequest) -> object:
+            return [event async for event in service.generate(session(), wanted)]
+
+        with pytest.raises(InvalidInputError, match="max_tokens"):
+            await ask(request(params={"max_tokens": 10**6}))
+        sampler.step = lambda: 1 // 0
+        with pytest.raises(TwinkleServerError, match="internal error"):
+            await ask(request())
+
+    running(sampler, check)
+
+
+def test_generate_counts_with_the_samples_of_its_tenant() -> None:
+    async def check(service: SamplerService) -> None:
+        service.sample(session(), request(0))
+        with pytest.raises(QuotaError):
+            service.sample(session(), request(1))
+        with pytest.raises(QuotaError):
+            await anext(service.generate(session(), request(1)))
+        service.sample(session("other"), request(2))
+        service.cancel("s:sample:0:0")
+        service.sample(session(), request(3))
+
+    running(ScriptedSampler(), check, max_waiting=1)
+
+
+def test_stopping_lets_listeners_go() -> None:
+    async def main() -> None:
+        compute = Compute()
+        service = SamplerService(ScriptedSampler(), compute, DataDir(Path("/none")))
+        await service.start()
+        listener = asyncio.create_task(anext(service.generate(session(), request())))
+        await turns(service)
+        await service.stop()
+        with pytest.raises(TwinkleError, match="shutting down"):
+            await listener
+        compute.close()
+
+    asyncio.run(main())
+
+
+# --- futures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_belongs_to_one_request() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        for _ in range(3):
+            service.sample(session(), request(5), digest=b"one")
+        with pytest.raises(InvalidInputError, match="seq_id: got 5"):
+            service.sample(session(), request(5), digest=b"two")
+        sampler.finish.add("s:sample:0:5")
+        await turns(service)
+        assert await service.wait("s:sample:0:5", 5) is not None
+        with pytest.raises(InvalidInputError, match="seq_id: got 5"):
+            service.sample(session(), request(5), digest=b"two")
+        assert sampler.submitted == ["s:sample:0:5"]
+
+    running(sampler, check)
+
+
+def test_cancelling() -> None:
+    """In the engine, in the queue before it, and when there is nothing (any more)."""
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        for number in range(3):
+            service.sample(session(), request(number))
+        await turns(service)
+        assert sampler.submitted == ["s:sample:0:0", "s:sample:0:1"]
+        for number in (1, 2, 7):
+            service.cancel(f"s:sample:0:{number}")
+        await turns(service)
+        assert sampler.cancelled == ["s:sample:0:1"]  # the engine never saw number 2
+        for number in (1, 2):
+            outcome = await service.wait(f"s:sample:0:{number}", 5)
+            assert json.loads(outcome.body) == {"error": "cancelled by its client", "category": "user"}
+        with pytest.raises(GoneError):
+            await service.wait("s:sample:0:7", 5)
+        sampler.finish.add("s:sample:0:0")
+        await turns(service)
+        done = await service.wait("s:sample:0:0", 5)
+        service.cancel("s:sample:0:0")
+        assert await service.wait("s:sample:0:0", 5) == done
+        assert not done.failed
+
+    running(sampler, check, engine_samples=2)
+
+
+def test_acknowledged_results_are_freed() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        sampler.finish |= {"s:sample:0:0", "s:sample:0:1"}
+        for number in range(3):
+            service.sample(session(), request(number))
+        await turns(service)
+        service.acknowledge("s:sample:0", ["s:sample:0:0", "s:sample:0:2", "s:sample:0:9", "nonsense"])
+        service.acknowledge("s:sample:1", ["s:sample:0:1"])  # not of that session
+        with pytest.raises(GoneError):
+            await service.wait("s:sample:0:0", 5)
+        assert await service.wait("s:sample:0:1", 5) is not None
+        assert await service.wait("s:sample:0:2", 0) is None  # it is not done: nothing to free
+        assert service._futures.unfetched_bytes("t") == 0
+
+    running(sampler, check)
+
+
+def test_one_tenants_crowd_does_not_keep_others_out() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        for number in range(10):
+            service.sample(session("crowd"), request(number))
+        service.sample(session("lonely"), request(100))
+        await turns(service)
+        assert sampler.submitted == ["s:sample:0:0", "s:sample:0:100"]
+        sampler.finish |= {"s:sample:0:0", "s:sample:0:100"}
+        await turns(service)
+        assert sampler.submitted[2:] == ["s:sample:0:1", "s:sample:0:2"]
+
+    running(sampler, check, engine_samples=2)
+
+
+def test_a_bug_in_the_engine_fails_what_runs_and_nothing_else() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        service.sample(session(), request(0))
+        await turns(service)
+        sampler.error = ArithmeticError("bug")
+        await turns(service)
+        outcome = await service.wait("s:sample:0:0", 5)
+        assert json.loads(outcome.body)["category"] == "server"
+        assert "bug" not in outcome.body.decode()
+        sampler.finish.add("s:sample:0:1")
+        service.sample(session(), request(1))
+        await turns(service)
+        assert not (await service.wait("s:sample:0:1", 5)).failed
+
+    running(sampler, check)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_pinned_while_in_use_and_come_back_from_disk(tmp_path: Path) -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        for number, version in enumerate("abc"):
+            (tmp_path / version).mkdir()
+            service.sample(session(version=version, directory=version), request(number, version))
+        await turns(service)
+        assert sampler.loaded == ["a", "b", "c"]
+        assert set(sampler.versions) == {"a", "b", "c"}  # more than there may be, and all in use
+        sampler.finish |= {"s:sample:0:0", "s:sample:0:2"}
+        await turns(service)
+        assert set(sampler.versions) == {"b", "c"}  # a was used least recently of those that are idle
+        service.give_up_version("b")
+        service.give_up_version("c")
+        await turns(service)
+        assert sampler.versions == ["b"]  # its request is not done
+        service.cancel("s:sample:0:1")
+        await turns(service)
+        assert sampler.versions == []
+        sampler.finish.add("s:sample:0:3")
+        service.sample(session(version="a", directory="a"), request(3, "a"))
+        await turns(service)
+        assert sampler.loaded == ["a", "b", "c", "a"]
+        assert not (await service.wait("s:sample:0:3", 5)).failed
+
+    running(sampler, check, tmp_path, max_versions=2)
+
+
+def test_idle_versions_are_dropped_also_when_nobody_samples() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        sampler.publish("v", "adapter")
+        await turns(service)
+        await asyncio.sleep(0.02)
+        await turns(service)
+        assert sampler.versions == []
+
+    running(sampler, check, idle_version_seconds=0.01)
+
+
+def test_weights_that_are_gone(tmp_path: Path) -> None:
+    async def check(service: SamplerService) -> None:
+        service.sample(session(version="v", directory="v"), request(0, "v"))
+        await turns(service)
+        outcome = json.loads((await service.wait("s:sample:0:0", 5)).body)
+        assert outcome["category"] == "user"
+        assert "gone" in outcome["error"]
+        assert str(tmp_path) not in outcome["error"]
+        with pytest.raises(CheckpointError):
+            await anext(service.generate(session(version="v", directory="v"), request(1, "v")))
+
+    running(ScriptedSampler(), check, tmp_path)
