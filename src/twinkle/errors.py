@@ -5,8 +5,9 @@ else that can go wrong for a reason outside the code has a type of its own; our 
 Each type is also a standard-library type, so callers who have never heard of Twinkle catch what they expect.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # What the package `twinkle` exports. Errors of the server are not for its users and are imported from here by name.
 __all__ = [
@@ -29,7 +30,11 @@ __all__ = [
 
 
 class TwinkleError(Exception):
-    """Base of all errors below."""
+    """Base of all errors below. They can be pickled: worker processes of datasets and loaders send them home."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python would call __init__ with the finished message; a pool that cannot read an answer waits for it for ever.
+        return _restored, (type(self), self.args, dict(vars(self)))
 
 
 class UserError(TwinkleError, ValueError):
@@ -173,11 +178,28 @@ class GoneError(TwinkleServerError, LookupError):
     """It was there, and will not come back."""
 
 
+class ShuttingDownError(TwinkleServerError):
+    """What was asked for ends with this server. The next one may do it."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down: send the request again")
+
+
 class QuotaError(TwinkleServerError, RuntimeError):
     """A tenant's limit is reached for now."""
 
     def __init__(self, what: str, used: int, limit: int) -> None:
         super().__init__(f"{what}: {used} of {limit} in use; wait until some are done, or ask for a higher limit")
+
+
+def _restored(kind: type[TwinkleError], args: tuple[object, ...], attributes: Mapping[str, object]) -> TwinkleError:
+    native: Any = kind
+    while native.__module__ != "builtins":  # of several standard types among the bases, the one that makes the object
+        native = native.__base__
+    error: TwinkleError = native.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
 
 
 def _short(value: object, limit: int = 120) -> str:

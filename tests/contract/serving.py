@@ -2,10 +2,12 @@
 
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import tinker
 from running import Server
@@ -75,3 +77,17 @@ def trainer_data(rows: list[np.ndarray], weights: float = 1.0) -> list[Datum]:
 
 def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
     return [np.array(entry["logprobs"].data, np.float32) for entry in output.loss_fn_outputs]
+
+
+def waiting_samples(server: SdkServer) -> int:
+    """Of the only model."""
+    status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()
+    (model,) = status["models"].values()
+    return int(model["waiting_samples"])
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

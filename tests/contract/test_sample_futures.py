@@ -6,14 +6,12 @@ The mock samples here, as slowly as a test needs it: what is tested is around it
 import asyncio
 import multiprocessing
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import tinker
-from serving import MODEL, SdkServer
+from serving import MODEL, SdkServer, eventually, waiting_samples
 from tinker import types
 
 PROMPT = types.ModelInput.from_ints([10, 20, 30, 40])
@@ -41,18 +39,6 @@ def params(seed: int) -> types.SamplingParams:
 
 def tokens(future: object) -> list[int]:
     return list(future.result(timeout=120).sequences[0].tokens)
-
-
-def waiting_samples(server: SdkServer) -> int:
-    status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()
-    return int(status["models"][MODEL]["waiting_samples"])
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_many_at_once(sampler: tinker.SamplingClient) -> None:

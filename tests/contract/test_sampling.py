@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from serving import ALIAS, MODEL, SAMPLER, logprobs_of, sequences, tinker_data
+from serving import (
+    ALIAS,
+    MODEL,
+    SAMPLER,
+    SdkServer,
+    eventually,
+    logprobs_of,
+    sequences,
+    tinker_data,
+    waiting_samples,
+)
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=3e-2, eps=1e-8)
@@ -253,3 +263,13 @@ def test_many_at_once_and_pickled_clients(training: tinker.TrainingClient) -> No
     copied = pickle.loads(pickle.dumps(sampler))
     assert draw(copied, 2, seed=7) == texts[7]
     assert all(math.isfinite(lp) for lp in futures[0].result().sequences[0].logprobs)
+
+
+def test_giving_up_stops_the_work(server: SdkServer, training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client()
+    slow = [sampler.sample(PROMPT, 16, params(max_tokens=1500)) for _ in range(16)]
+    eventually(lambda: waiting_samples(server) >= 16)
+    for future in slow:
+        future.cancel()
+    eventually(lambda: waiting_samples(server) == 0)
+    assert len(draw(sampler)[0]) == 8

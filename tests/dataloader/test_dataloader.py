@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from twinkle.dataloader import DataLoader, DeviceMeshSampler, RetrySampler
+from twinkle.dataloader import DataLoader, DeviceMeshIterableFetcher, DeviceMeshSampler, RetrySampler
 from twinkle.dataset import Dataset, DatasetMeta, IterableDataset, LazyDataset
 from twinkle.errors import DataError, InvalidInputError, StreamError, UnknownNameError
 from twinkle.processor import InputProcessor
@@ -308,3 +308,26 @@ def test_device_mesh_sampler():
     assert list(DeviceMeshSampler(batches)) == batches
     assert list(DeviceMeshSampler(batches, Mesh(2, 1))) == [[2, 3], [6, 7]]
     assert list(DeviceMeshSampler(batches, min_batch_size=2, skip_samples=5)) == [[5, 6, 7]]
+
+
+# --- streams, one batch a call ----------------------------------------------------------------------------------------
+
+
+def fetcher(rows, batch_size=4, mesh=None, **options):
+    return DeviceMeshIterableFetcher(rows, True, list, False, batch_size, mesh, **options)
+
+
+def test_fetched_batches_are_cut_to_a_process():
+    fetching = [fetcher(range(1, 11), mesh=Mesh(2, rank)) for rank in range(2)]
+    assert [[each.fetch() for each in fetching] for _ in range(3)] == [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9], [10]]]
+    with pytest.raises(StopIteration):
+        fetching[0].fetch()
+
+
+def test_fetching_leaves_out_empty_rows_and_too_short_batches():
+    fetching = fetcher([1, None, 2, {}, 3, 4, 5], min_batch_size=2)
+    assert fetching.fetch() == [1, 2, 3, 4]
+    with pytest.raises(StopIteration):
+        fetching.fetch()
+    with pytest.raises(DataError, match="No valid data after 3"):
+        fetcher([None] * 9, max_retries=2).fetch()

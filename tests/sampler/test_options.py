@@ -12,6 +12,7 @@ from tiny_models import VOCAB, add_trained_adapter, tiny_model, tiny_trainer
 from transformers import PreTrainedModel
 
 from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TorchSampler
+from twinkle.sampler.drawing import pick
 from twinkle.sampler.noise import alternative_uniforms, uniform, words
 
 LENGTH = 70  # more than a chunk
@@ -264,3 +265,19 @@ def test_differences_of_tempered_logprobs(world: tuple) -> None:
     for temperature in (0.5, 2.0):
         ours, raw = logprobs[str(temperature)], logprobs["1.0"]
         assert_numbers_close(ours - ours[0], (raw - raw[0]) / temperature, 1e-4)
+
+
+def test_many_alternatives_take_no_more_memory_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are of a position: as much as the logits of the rows that the head computes at once."""
+    sampler = toy_sampler(toy_trainer({}))
+    head, drawn = sampler._trainer.engine.head, []
+
+    def watched(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        drawn.append(uniform.shape)
+        return pick(weights, uniform)
+
+    monkeypatch.setattr("twinkle.sampler.scoring.pick", watched)
+    monkeypatch.setattr(head, "chunk_rows", 4096)
+    run(sampler, [score(None, prompt_alt_tokens=1024)])
+    assert sum(rows for rows, _ in drawn) == LENGTH - 1
+    assert max(rows * draws for rows, draws in drawn) * 256 <= 4096 * VOCAB

@@ -229,3 +229,17 @@ def test_positions_that_are_encoded_in_two_ways(family: str) -> None:
         hits.append(result.cached_prompt_tokens)
         assert_same_samples(result, one(toy_sampler(trainer), asked))
     assert hits == [0 if family == "phi3-longrope" else 16, 0, 16, 32, 32]
+
+
+def test_a_copy_of_a_block_is_not_cleaned(trainer: Trainer) -> None:
+    """Its last owner took it and gave it back before anything was written, say because of an error in between."""
+    cache = toy_sampler(trainer)._cache
+    cache.clean()
+    prefix = cache.take()
+    cache.clean()
+    cache.keys[0][prefix] = 1.0
+    unwritten = cache.take()
+    cache.release([unwritten])
+    assert cache.take_copy(prefix) == unwritten
+    cache.clean()
+    assert (cache.keys[0][unwritten] == 1).all()

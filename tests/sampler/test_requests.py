@@ -52,11 +52,13 @@ def test_it_is_a_sampler(sampler: TorchSampler) -> None:
         ("temperature", {"temperature": math.nan}),
         ("temperature", {"temperature": math.inf}),
         ("temperature", {"temperature": "hot"}),
+        ("temperature", {"temperature": 10**400}),
         ("top_p", {"top_p": 0.0}),
         ("top_p", {"top_p": 1.1}),
         ("top_p", {"top_p": math.nan}),
         ("top_k", {"top_k": -2}),
         ("top_k", {"top_k": 1.5}),
+        ("top_k", {"top_k": 10**400}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": 124}),
         ("max_tokens", {"max_tokens": True}),
@@ -70,6 +72,7 @@ def test_it_is_a_sampler(sampler: TorchSampler) -> None:
         ("stop_strings", {"stop_strings": ("",)}),
         ("stop_strings", {"stop_strings": "text"}),
         ("stop_strings", {"stop_strings": (3,)}),
+        ("stop_strings", {"stop_strings": ("\ud800",)}),
     ],
 )
 def test_bad_parameters_are_named(sampler: TorchSampler, field: str, params: dict[str, object]) -> None:
@@ -111,6 +114,7 @@ def test_bad_parameters_are_named(sampler: TorchSampler, field: str, params: dic
         ("target_prompt_logprobs", {"target_prompt_logprobs": [[1], [1, 2], [1], [1]]}),
         ("version_id", {"version_id": "unknown"}),
         ("request_id", {"request_id": 7}),
+        ("scope", {"scope": "\udfff"}),
     ],
 )
 def test_bad_requests_are_named(sampler: TorchSampler, field: str, changes: dict[str, object]) -> None:

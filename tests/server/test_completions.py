@@ -77,10 +77,23 @@ def test_what_nobody_comes_for_is_forgotten() -> None:
         streams = Completions(kept_seconds=100)
         streams.add(f"{SESSION}:1", 1, 0.0)
         streams.add(f"{SESSION}:2", 1, 90.0)
-        streams.sweep(150.0)
+        streams.sweep(150.0, lambda _: False)
         assert ids(await streams.after(SESSION, 0, 0, 0, 150.0)) == ["2"]
-        streams.sweep(300.0)
+        streams.sweep(300.0, lambda _: False)
         assert not streams.has_stream(SESSION, 0)
+
+    asyncio.run(main())
+
+
+def test_what_was_fetched_without_being_told_is_forgotten() -> None:
+    async def main() -> None:
+        streams = Completions(kept_seconds=100)
+        for number in range(4):
+            streams.add(f"{SESSION}:{number}", 1, 0.0)
+        assert streams.numbers(SESSION, 0) == [0, 1, 2, 3]
+        streams.sweep(1.0, {f"{SESSION}:0", f"{SESSION}:1", f"{SESSION}:3"}.__contains__)
+        assert streams.numbers(SESSION, 0) == [2, 3]  # the rest when its turn comes
+        assert streams.numbers(SESSION, 1) == []
 
     asyncio.run(main())
 

@@ -64,5 +64,15 @@ def test_what_was_fetched_goes_sooner_than_what_was_not() -> None:
         assert "unfetched" not in futures
         assert "pending" in futures
         assert futures.unfetched_bytes("tenant") == 0
+        for name in ("again", "acknowledged"):
+            futures.promise(name, "tenant")
+            futures.settle(name, DONE, now=200)
+        await futures.wait("again", 0, now=200)
+        assert (futures.delivered("again"), futures.delivered("acknowledged")) == (True, False)
+        futures.acknowledge("acknowledged")
+        futures.forget("again")
+        futures.sweep(now=1000)
+        assert not futures.delivered("again")
+        assert futures.unfetched_bytes("tenant") == 0
 
     asyncio.run(main())

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from fastapi import Request
 from running import MODEL, Server, Tenant, key_for, mock_config
 
 from twinkle.errors import CapacityError
+from twinkle.server.openai import events
 from twinkle.server.routes import openai as openai_routes
 
 CHAT = [{"role": "user", "content": "hello there"}]
@@ -323,6 +325,13 @@ def test_another_tenants_run(client: openai.OpenAI, other_tenant: Tenant) -> Non
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"presence_penalty": -1}, "presence_penalty"),
@@ -341,6 +350,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": [""]}, "stop"),
+    ({"stop": ["x" * 1025]}, "stop"),
     ({"seed": 2**70}, "seed"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
@@ -352,11 +362,13 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour"),
+    ({"messages": [called('{"a": ' + "[" * 100_000)]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [called('{"a": "\\ud800"}')]}, "messages[0].tool_calls[0].function.arguments"),
     ({"model": ""}, "model"),
 ]
 
 
-@pytest.mark.parametrize(("changed", "param"), CHAT_REFUSALS, ids=[str(changed) for changed, _ in CHAT_REFUSALS])
+@pytest.mark.parametrize(("changed", "param"), CHAT_REFUSALS, ids=[str(changed)[:60] for changed, _ in CHAT_REFUSALS])
 def test_chat_refuses_by_name(client: openai.OpenAI, changed: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": MODEL, "messages": CHAT, "max_tokens": 3} | changed)
@@ -440,6 +452,7 @@ def test_too_many_requests(own_server: Callable[..., Server]) -> None:
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model=MODEL, prompt=[[5], [6], [7]], max_tokens=3)
     assert caught.value.code == "rate_limit_exceeded"
+    assert caught.value.response.headers["retry-after"] == "1"
     assert client.completions.create(model=MODEL, prompt=[5], max_tokens=3).choices
 
 
@@ -488,3 +501,50 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
             client.with_options(timeout=0.3).completions.create(**endless, stream=stream_wanted)
         until(lambda: numbers(server) == (0, 0))
     assert "Traceback" not in server.log()
+
+
+def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket takes no more: what was asked for ends, and the connection with it."""
+    monkeypatch.setattr(events, "_UNREAD_SECONDS", 0.05)
+    ended = []
+
+    async def bodies() -> AsyncGenerator[dict[str, object], None]:
+        try:
+            while True:
+                yield {}
+        finally:
+            ended.append(True)
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        await asyncio.wait_for(events.EventStream(bodies())({"type": "http"}, receive, send), 10)
+
+    asyncio.run(main())
+    assert ended == [True]
+
+
+def test_an_open_stream_does_not_hold_up_the_end_of_the_server(own_server: Callable[..., Server]) -> None:
+    server = own_server(None, sample=0.05)
+    client = client_of(server, key_for("stays"))
+    endless = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4000, "n": 64, "seed": 1}
+    with ThreadPoolExecutor() as pool:
+        stream = client.completions.create(**endless, stream=True)
+        next(iter(stream))
+        reading = pool.submit(list, stream)
+        whole = pool.submit(client.completions.create, **endless)
+        until(lambda: numbers(server)[0] == 2)
+        assert server.stop() == 0
+        with pytest.raises(openai.APIError, match="shutting down"):
+            reading.result()
+        with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+            whole.result()
+    assert refused.value.status_code == 503
+    assert "Traceback" not in server.log()
+    assert "timeout graceful shutdown exceeded" not in server.log()

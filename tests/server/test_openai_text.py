@@ -58,6 +58,22 @@ def test_detokenizer_agrees_with_decoding_at_once(codec: HubTextCodec) -> None:
         assert text == codec.decode(tokens)
 
 
+def test_detokenizer_decodes_few_tokens_at_a_time(codec: HubTextCodec) -> None:
+    """However long a text goes on that never reads as characters."""
+    longest = 0
+
+    class Watched:
+        def decode(self, tokens: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            return codec.decode(tokens)
+
+    detokenizer = Detokenizer(Watched())
+    text = "\ufffd" * 200
+    assert "".join(detokenizer.push(token) for token in codec.encode(text)) + detokenizer.close() == text
+    assert longest <= 32
+
+
 def test_detokenizer_with_a_tokenizer_that_looks_back() -> None:
     """SentencePiece drops the space of the first word that it is given."""
 

@@ -487,6 +487,23 @@ def test_sigterm_drains(own_server: Callable[..., Server]) -> None:
     assert results(tenant, running) == undisturbed(tenant, "fb os fb")[2:]
 
 
+def test_half_written_directories_of_a_crash_are_removed(own_server: Callable[..., Server]) -> None:
+    server = own_server()
+    tenant = Tenant(server.url, "tml-half")
+    model = tenant.model()
+    tenant.json(tenant.save(model, 1, "ck"))
+    tenant.json(tenant.publish(model, 2))
+    written = [*server.data_dir.glob("checkpoints/*/*/*/1"), *server.data_dir.glob("samplers/*")]
+    assert len(written) == 2
+    server.kill()
+    halves = [path.with_name(f".{path.name}.0123456789abcdef.tmp") for path in written]
+    for half in halves:
+        half.mkdir()
+        (half / "adapter.npz").write_bytes(b"half")
+    server.start()
+    assert [path.exists() for path in (*written, *halves)] == [True, True, False, False]
+
+
 def launched(server: Server) -> subprocess.CompletedProcess[str]:
     """A second process with the configuration of ``server``."""
     command = server.command("launch", "-c", str(server.directory / "config.yaml"))

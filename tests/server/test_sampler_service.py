@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twinkle.errors import CheckpointError, GoneError, InvalidInputError, QuotaError, TwinkleError, TwinkleServerError
+from twinkle.errors import (
+    CheckpointError,
+    GoneError,
+    InvalidInputError,
+    QuotaError,
+    ShuttingDownError,
+    TwinkleError,
+    TwinkleServerError,
+)
 from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
 from twinkle.server.compute import Compute
@@ -313,6 +321,99 @@ def test_a_bug_in_the_engine_fails_what_runs_and_nothing_else() -> None:
         service.sample(session(), request(1))
         await turns(service)
         assert not (await service.wait("s:sample:0:1", 5)).failed
+
+    running(sampler, check)
+
+
+def test_an_engine_that_fails_in_any_way_does_not_end_the_loop() -> None:
+    class Broken(ScriptedSampler):
+        broken = False
+        turns = 0
+
+        def cancel(self, request_id: str) -> None:
+            super().cancel(request_id)
+            raise ArithmeticError("cancel")
+
+        @property
+        def busy(self) -> bool:
+            if self.broken:
+                raise ArithmeticError("busy")
+            return bool(self.requests)
+
+        def step(self) -> list[Finished | Progress]:
+            self.turns += 1
+            return super().step()
+
+    sampler = Broken()
+
+    async def check(service: SamplerService) -> None:
+        async def works(number: int) -> None:
+            sampler.finish.add(f"s:sample:0:{number}")
+            service.sample(session(), request(number))
+            assert not (await service.wait(f"s:sample:0:{number}", 5)).failed
+
+        service.sample(session(), request(0))
+        await turns(service)
+        service.cancel("s:sample:0:0")
+        await works(1)
+        service.sample(session(), request(2))
+        await turns(service)
+        sampler.broken = True
+        assert json.loads((await service.wait("s:sample:0:2", 5)).body)["category"] == "server"
+        sampler.broken = False
+        await works(3)
+        sampler.requests["ghost"] = request("ghost")  # nobody's, and it makes every turn fail
+        for _ in range(3):
+            sampler.error = ArithmeticError("ghost")
+            await turns(service, 1)
+        sampler.error = ArithmeticError("ghost")
+        before = sampler.turns
+        await asyncio.sleep(0.05)
+        assert sampler.turns - before < 3  # it is not tried again and again
+        del sampler.requests["ghost"]
+        await turns(service)
+        await works(4)
+
+    running(sampler, check)
+
+
+def test_shutting_down_lets_readers_go_at_once() -> None:
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        listener = asyncio.create_task(anext(service.generate(session(), request())))
+        await turns(service)
+        service.release_waiters()
+        with pytest.raises(ShuttingDownError):
+            await listener
+        await turns(service)
+        assert sampler.cancelled == ["s:sample:0:0"]
+        with pytest.raises(ShuttingDownError):
+            await anext(service.generate(session(), request()))
+
+    running(sampler, check)
+
+
+def test_the_lowest_number_that_a_client_may_wait_for() -> None:
+    """Also one that is done, until the client knows: the next server could not tell it."""
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        for number in (3, 4, 10**9 + 1):
+            service.sample(session(), request(number))
+        assert service.lowest_number("s:sample:0", 9) == 3
+        assert service.lowest_number("s:sample:0", 10**9 + 5) == 10**9 + 1
+        assert service.lowest_number("s:sample:1", 9) == 9
+        sampler.finish.add("s:sample:0:3")
+        await turns(service)
+        assert await service.wait("s:sample:0:4", 0) is None
+        assert service.lowest_number("s:sample:0", 9) == 3
+        (told,) = await service.completions.after("s:sample:0", 0, 0, 5, 0.0)
+        await service.completions.after("s:sample:0", 0, told.place, 0, 0.0)
+        assert service.lowest_number("s:sample:0", 9) == 4
+        service.cancel("s:sample:0:4")
+        service.cancel(f"s:sample:0:{10**9 + 1}")
+        assert service._numbers == {}
 
     running(sampler, check)
 

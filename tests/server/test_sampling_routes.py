@@ -1,5 +1,6 @@
 """Samples over HTTP: streams of completions, cancelling, copies of clients, and what becomes of weights."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +30,11 @@ def poll(tenant: Tenant, sampler: str, cursor: int = 0, client: int = 0, **more:
     return content
 
 
-def poll_until(tenant: Tenant, sampler: str, count: int, client: int = 0) -> tuple[dict[str, Any], int]:
-    """By request id, what is done once ``count`` are; and the place in the stream."""
+def poll_until(
+    tenant: Tenant, sampler: str, count: int, client: int = 0, cursor: int = 0
+) -> tuple[dict[str, Any], int]:
+    """By request id, what is done after ``cursor`` once ``count`` are; and the place in the stream."""
     done: dict[str, Any] = {}
-    cursor = 0
     while len(done) < count:
         answer = poll(tenant, sampler, cursor, client)
         assert answer["cursor"] > cursor
@@ -93,17 +95,32 @@ def test_what_was_lost_with_a_server_is_reported_as_done(own_server: Callable[..
     lost = [tenant.submit("asample", sample_body(sampler, n, sampling_params=LONG)) for n in (1, 2, 1500, COPY)]
     server.kill()
     server.start()
-    answer = poll(tenant, sampler, cursor)
-    assert answer["cursor"] > cursor
-    reported = {one["request_id"]: one["state"] for one in answer["completions"]}
+    reported, cursor = poll_until(tenant, sampler, 2048, cursor=cursor)
     assert set(lost[:3]) <= set(reported)
-    assert set(reported.values()) == {"failed"}
+    assert {one["state"] for one in reported.values()} == {"failed"}
     assert next(one["request_id"] for one in poll(tenant, sampler, 0, client=1)["completions"]) == lost[3]
     assert {tenant.poll(request).status_code for request in lost} == {410}
     again = tenant.sample(sampler, 3)
-    following = poll(tenant, sampler, answer["cursor"])
+    following = poll(tenant, sampler, cursor)
     assert again in {one["request_id"] for one in following["completions"]}
     assert tenant.post("join_sampling_session", body).json()["client_counter"] == 2
+
+
+def test_numbers_far_apart_or_in_any_order_are_reported_within_reason(own_server: Callable[..., Server]) -> None:
+    """The highest number may overtake the first, and what lies between two numbers is the client's choice."""
+    server = own_server(sample=0.02)
+    tenant = Tenant(server.url, key_for("t"))
+    far, early = sampler_of(tenant), sampler_of(tenant)
+    for number in (0, COPY - 1):
+        tenant.submit("asample", sample_body(far, number, sampling_params=LONG))
+    lost = [tenant.submit("asample", sample_body(early, n, sampling_params=LONG)) for n in (3, 0, 1024, 1023)]
+    server.kill()
+    server.start()
+    reported, cursor = poll_until(tenant, early, 2048)
+    assert set(lost) <= set(reported)
+    reported, cursor = poll_until(tenant, far, 16 * 1024)
+    assert f"{far}:{COPY - 1}" in reported
+    assert poll(tenant, far, cursor, timeout=0.0)["completions"] == []
 
 
 def test_a_number_with_another_body(tenant: Tenant) -> None:
@@ -238,6 +255,40 @@ def test_a_sampler_of_a_run_that_ended(tenant: Tenant) -> None:
     assert tenant.result(tenant.sample(unnamed, 1)) == expected  # for a while it comes back from disk
     for source in (path, f"tinker://{model}/weights/parked"):
         assert tenant.result(tenant.sample(sampler_of(tenant, model_path=source))) == expected
+
+
+def test_a_sampling_session_has_the_weights_of_one_publish(tenant: Tenant) -> None:
+    """Its number cannot be used again: not by the same run later, not by another run, not at the same time."""
+    session = tenant.session()
+    one, two = tenant.model(session, 0, seed=1), tenant.model(session, 1, seed=2)
+    first = tenant.json(tenant.publish(one, 1, number=0))["sampling_session_id"]
+    expected = tenant.result(tenant.sample(first))
+    tenant.forward_backward(one, 2)
+    tenant.optim_step(one, 3)
+    sampler_of(tenant, session, 5)
+    for refused in (tenant.publish(one, 4, number=0), tenant.publish(two, 1, number=0), tenant.publish(two, 2, 5)):
+        assert "sampling_session_seq_id" in tenant.error(refused)
+    assert tenant.result(tenant.sample(first, 1)) == expected
+    for number in range(10, 20):
+        results = [tenant.publish(one, number - 5, number), tenant.publish(two, number - 7, number)]
+        answers = [json.loads(tenant.result(result)) for result in results]
+        assert sorted("error" in answer for answer in answers) == [False, True]
+
+
+def test_a_publish_that_failed_leaves_nothing_behind(own_server: Callable[..., Server]) -> None:
+    """Its number may be used again, and stands for the weights of the publish that went well."""
+    server = own_server()
+    tenant = Tenant(server.url, key_for("t"))
+    model = tenant.model()
+    samplers = server.data_dir / "samplers"
+    samplers.write_text("no directory can be made here")
+    assert json.loads(tenant.result(tenant.publish(model, 1)))["category"] == "server"
+    samplers.unlink()
+    tenant.forward_backward(model, 2)
+    tenant.optim_step(model, 3)
+    again = tenant.json(tenant.publish(model, 4))["sampling_session_id"]
+    other = tenant.json(tenant.publish(model, 5, number=1))["sampling_session_id"]
+    assert tenant.result(tenant.sample(again)) == tenant.result(tenant.sample(other))
 
 
 def test_status_has_both_rates(tenant: Tenant) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from pydantic import ValidationError
 from tinker import types as sdk
 from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest as SdkRetrieveFutures
@@ -274,3 +275,30 @@ class TestFutures:
         with pytest.raises(UserError) as caught:
             parse(RetrieveFuturesRequest, json.dumps(body).encode())
         assert complaint in str(caught.value)
+
+
+class TestManyMistakes:
+    """A description of each would take seconds and gigabytes: the first one is enough."""
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            {"prompt": {"chunks": [{"tokens": [-1] * 1000}]}},
+            {"prompt": {"chunks": [5] * 1000}},
+            {"target_prompt_logprobs": {"data": ["x"] * 1000, "dtype": "int64", "shape": [1, 1000]}},
+        ],
+        ids=["tokens", "chunks", "targets"],
+    )
+    def test_one_is_found(self, content):
+        with pytest.raises(ValidationError) as caught:
+            AsampleRequest.model_validate_json(_sample(**content))
+        assert caught.value.error_count() == 1
+
+    def test_chunks_have_a_limit(self):
+        with pytest.raises(UserError, match=r"prompt\.chunks: .*at most 4096"):
+            parse(AsampleRequest, _sample(prompt={"chunks": [{}] * 5000}))
+
+    def test_stop_strings_have_a_limit(self):
+        parse(AsampleRequest, _sample({"stop": ["x" * 1024]}))
+        with pytest.raises(UserError, match=r"sampling_params\.stop: .*1 to 1024 characters"):
+            parse(AsampleRequest, _sample({"stop": ["x" * 1025]}))

@@ -12,7 +12,7 @@ import pytest
 from vllm_model import SPECS, logprobs, peft_reference, prompt, request, run
 
 from twinkle.model import Trainer
-from twinkle.sampler import Sampler, SampleRequest
+from twinkle.sampler import Finished, Progress, Sampler, SampleRequest
 
 pytestmark = pytest.mark.vllm
 
@@ -90,7 +90,7 @@ def test_all_that_can_be_asked_of_a_prompt(sampler: Sampler, torch_sampler: Samp
     named[4:9, 1] = 33
     wanted = []
     for version in VERSIONS:
-        plain = request(f"s-{version}", version, tokens, 2, max_tokens=6, seed=3)
+        plain = request(f"s-{version}", version, tokens, 2, max_tokens=6, seed=3, temperature=1.5)
         options = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "prompt_alt_tokens": 3}
         wanted += [replace(plain, **options, target_prompt_logprobs=named)]
         wanted += [replace(plain, request_id=f"l-{version}", prompt_logprobs=True, prompt_logprobs_last_n=5)]
@@ -115,3 +115,21 @@ def test_prompts_are_found_in_the_cache(sampler: Sampler) -> None:
     other = run(sampler, [request("r", "b", tokens, max_tokens=2)])["r"]
     assert first.cached_prompt_tokens == other.cached_prompt_tokens == 0
     assert again.cached_prompt_tokens >= 128
+
+
+def test_scopes_share_nothing(sampler: Sampler) -> None:
+    """Neither what is generated nor what is scored tells by its time what others have asked."""
+    asked = replace(request("r", None, prompt(200, 12), max_tokens=2), prompt_logprobs=True, prompt_logprobs_last_n=1)
+    scored = []
+    step = sampler._scorer.step
+
+    def watching() -> list[Finished | Progress]:
+        events = step()
+        scored.extend(event.outcome.cached_prompt_tokens for event in events if isinstance(event, Finished))
+        return events
+
+    sampler._scorer.step = watching
+    hits = [run(sampler, [replace(asked, scope=scope)])["r"].cached_prompt_tokens for scope in ("x", "y", "x")]
+    sampler._scorer.step = step
+    assert hits[0] == hits[1] == 0 < hits[2]
+    assert scored[0] == scored[1] == 0 < scored[2]

@@ -163,6 +163,27 @@ def test_what_cannot_be_published(sampler: "VllmSampler", trainer: Trainer, tmp_
         sampler._files.write(2**60, lambda path: None, frozenset())
 
 
+def test_a_version_that_could_not_be_written_can_be_tried_again(
+    sampler: "VllmSampler", trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    before = files(sampler)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler._files, "write", full)
+        with pytest.raises(OSError, match="no space"):
+            sampler.publish("again", "a")
+        patch.undo()
+        patch.setattr(sampler._scorer, "step", full)
+        with pytest.raises(OSError, match="no space"):
+            sampler.publish("again", "a")
+    assert files(sampler) == before
+    sampler.publish("again", "a")
+    np.testing.assert_array_equal(greedy(sampler, "again"), greedy(sampler, "a"))
+    sampler.retire("again")
+
+
 def test_where_versions_lie(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from twinkle.sampler.vllm.versions import VersionFiles

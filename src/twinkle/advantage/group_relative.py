@@ -68,7 +68,10 @@ class RLOOAdvantage(Advantage):
 def _checked(rewards: Tensor | Sequence[float] | Sequence[Sequence[float]], group: int, scale: str) -> Tensor:
     if scale not in SCALES:
         raise UnknownNameError("scale of advantages", scale, SCALES)
-    rewards_B = torch.as_tensor(rewards, dtype=torch.float32)
+    try:
+        rewards_B = torch.as_tensor(rewards, dtype=torch.float32)
+    except (TypeError, ValueError):  # what torch raises for None, text and rows of different lengths
+        raise InvalidInputError("rewards", rewards, "numbers, (completions,) or (completions, functions)") from None
     if rewards_B.dim() == 2:
         rewards_B = rewards_B.sum(-1)
     if rewards_B.dim() != 1:

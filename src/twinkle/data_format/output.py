@@ -18,7 +18,7 @@ class ModelOutput(TypedDict, total=False):
 
 
 class LossOutput(TypedDict, total=False):
-    """A loss and the number of tokens its sum is over (1 for a loss that is a mean already)."""
+    """A loss and the number of tokens its sum is over (0 for a loss that is a mean already)."""
 
     loss: Any
     num_tokens: Any

@@ -1,6 +1,6 @@
 """Batches of rows, the same after a restart as without one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 from twinkle.construction import construct
@@ -54,10 +54,14 @@ class DataLoader:
     ) -> None:
         self._mesh = WHOLE if device_mesh is None else device_mesh
         processes = self._mesh.data_world_size
-        if batch_size < 1 or batch_size % processes:
+        if not isinstance(batch_size, int) or batch_size < 1 or batch_size % processes:
             raise InvalidInputError("batch_size", batch_size, f"a multiple of {processes}, the processes that share it")
         self.dataset = dataset() if callable(dataset) else dataset
         self._stream = is_stream(self.dataset)
+        if not self._stream and not isinstance(self.dataset, Sized):
+            raise InvalidInputError(
+                "dataset", self.dataset, "rows by number and a length, or a stream (IterableDataset)"
+            )
         if self._stream and shuffle:
             raise InvalidInputError("shuffle", True, "False: a stream is read in its order")
         self.batch_size = batch_size

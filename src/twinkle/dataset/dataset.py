@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
-from twinkle.construction import construct
+from twinkle.construction import construct, construct_instance
 from twinkle.dataset.encoding import EncodeColumns
 from twinkle.dataset.loading import Rows, load_rows
 from twinkle.dataset.meta import DatasetMeta
@@ -61,6 +61,8 @@ class Dataset:
 
     def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
         """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
+        if not isinstance(dataset_meta, DatasetMeta):
+            raise InvalidInputError("dataset_meta", dataset_meta, "a DatasetMeta")
         options = check_load_options(load_options)
         self._sources.add(dataset_meta, load_rows(dataset_meta, self.streaming, options))
 
@@ -72,7 +74,7 @@ class Dataset:
         """The template that encodes: an instance, a class, a name in ``twinkle.template`` or a plugin id."""
         from twinkle.template import Template
 
-        self.template = cast("Template", construct(template_func, Template, "twinkle.template", init_args))
+        self.template = construct_instance(template_func, Template, "twinkle.template", init_args)
 
     def map(
         self,
@@ -195,8 +197,11 @@ class _PlainColumns:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, batch: Mapping[str, list[Any]], **fn_kwargs: Any) -> Any:
-        return self._function({name: batch[name] for name in batch}, **fn_kwargs)
+    def __call__(self, batch: Mapping[str, list[Any]], **fn_kwargs: Any) -> Mapping[str, Any]:
+        made = self._function({name: batch[name] for name in batch}, **fn_kwargs)
+        if not isinstance(made, Mapping):  # the library would take None for "nothing changes"
+            raise InvalidInputError("preprocess_func", f"a {type(made).__name__} from it", "a dict of columns")
+        return made
 
 
 class _Checked:

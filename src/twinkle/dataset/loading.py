@@ -37,6 +37,10 @@ def load_rows(meta: DatasetMeta, streaming: bool, options: dict[str, Any]) -> Ro
     if meta.data is not None:
         rows = _from_memory(meta, streaming, options)
     elif path is not None:
+        if path.is_dir() and meta.split != "train":  # the files of all splits in it would be read
+            raise InvalidInputError(
+                "split", meta.split, "'train': all files of a directory are one; name the file you want"
+            )
         rows = _from_files(path, streaming, options)
     else:
         rows = HubOperation.load_dataset(meta.dataset_id, meta.subset_name, meta.split, streaming, **options)

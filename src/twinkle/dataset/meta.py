@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class DatasetMeta:
             raise InvalidInputError("data_slice", self.data_slice, "row numbers (data_slice must be an iterable)")
         if self.data_slice is not None and not isinstance(self.data_slice, Sequence):
             object.__setattr__(self, "data_slice", tuple(self.data_slice))  # a generator could be read only once
+        if not isinstance(self.data_slice, range) and not all(isinstance(n, Integral) for n in self.data_slice or ()):
+            raise InvalidInputError("data_slice", self.data_slice, "row numbers, integers")
 
     def get_id(self) -> str:
         """A name for these rows: the same for the same source, whatever the slice."""
@@ -54,6 +57,8 @@ class DatasetMeta:
         if not self.dataset_id or "://" in self.dataset_id:
             return None
         path = Path(self.dataset_id).expanduser()
+        if not path.exists() and self.dataset_id.startswith(("/", "./", "../", "~")):
+            raise InvalidInputError("dataset_id", self.dataset_id, "an existing file or directory, or a hub's id")
         return path if path.exists() else None
 
 

@@ -64,6 +64,8 @@ def _rows(field: str, values: TokenValues, mask_BT: Tensor) -> Tensor | list[Row
         return values
     if isinstance(values, Tensor) and values.dim() == 2 and values.shape[1] == 1:
         values = values[:, 0]
+    if not isinstance(values, Tensor | Sequence):
+        raise InvalidInputError(field, values, _allowed(mask_BT))
     if isinstance(values, Tensor) and values.dim() not in (1, 2):
         raise InvalidInputError(field, f"shape {tuple(values.shape)}", _allowed(mask_BT))
     if len(values) != len(mask_BT):

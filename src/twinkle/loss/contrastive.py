@@ -16,7 +16,7 @@ from torch import Tensor
 from twinkle.errors import InvalidInputError
 from twinkle.loss.alignment import compute_dtype
 from twinkle.loss.interface import Inputs, Loss, LossOutput, Outputs
-from twinkle.loss.token_logps import required, zero_of
+from twinkle.loss.token_logps import zero_of
 
 __all__ = ["InfonceLoss"]
 
@@ -66,7 +66,9 @@ def embeddings_of(outputs: Outputs) -> Tensor:
     """outputs["embeddings"] (N, D), else outputs["logits"], of which a third dimension is texts' tokens: the first."""
     embeddings = outputs.get("embeddings")
     if embeddings is None:
-        embeddings = required(outputs, "logits")
+        embeddings = outputs.get("logits")
+    if embeddings is None:
+        raise InvalidInputError("outputs", sorted(outputs), "must hold 'embeddings': run with task='embedding'")
     embeddings = embeddings[:, 0] if embeddings.dim() == 3 else embeddings
     return embeddings.to(compute_dtype(embeddings))
 

@@ -56,9 +56,14 @@ class TakesCallArguments(Protocol):
     def call_arguments(self) -> tuple[str, ...]: ...
 
 
-def check_call_arguments(given: Iterable[str], takers: Iterable[TakesCallArguments]) -> None:
-    """Refuses a keyword that none of ``takers`` knows: it would be lost without a word."""
-    known = {name for taker in takers for name in taker.call_arguments}
+def check_call_arguments(
+    given: Iterable[str], takers: Iterable[TakesCallArguments], reserved: Iterable[str] = ()
+) -> None:
+    """Refuses a keyword that none of ``takers`` knows: it would be lost without a word.
+
+    ``reserved`` are keywords that the takers get from somebody else.
+    """
+    known = {name for taker in takers for name in taker.call_arguments} - set(reserved)
     for name in given:
         if name not in known:
             raise UnknownNameError("argument of the loss and the metrics", name, known or ("none",))

@@ -14,6 +14,8 @@ from twinkle.loss.interface import Inputs, Outputs
 
 
 def label_mask(inputs: Inputs, ignore_index: int) -> Tensor:
+    if "labels" not in inputs:
+        raise InvalidInputError("inputs", sorted(inputs), "must hold 'labels' for this loss")
     return inputs["labels"] != ignore_index
 
 

@@ -17,6 +17,9 @@ Outputs = Mapping[str, Any]
 
 Part = TypeVar("Part")
 
+# What the model itself gives; nobody can give it to forward_backward.
+MODEL_ARGUMENTS = ("grad_norm", "gradient_accumulation_steps", "loss_reduction", "lr", "step")
+
 
 class Metric(ABC):
     """Base of the metrics. With a device mesh and a process group, results are those of all its processes together."""

@@ -45,7 +45,7 @@ class Adapter:
         """The weights as they are now, in host memory."""
         row_P = torch.empty(adapter.layout.size, dtype=adapter.stack.dtype)
         if adapter.slot is not None:
-            row_P.copy_(adapter.stack.row(adapter.slot))
+            row_P.copy_(adapter.compute_copy)
         else:
             adapter.write_compute_copy(row_P)
         return cls._frozen(adapter, row_P)
@@ -53,8 +53,7 @@ class Adapter:
     @classmethod
     def frozen_in_slot(cls, adapter: "Adapter", slot: int) -> "Adapter":
         """The same without leaving the device: the adapter is resident, and the slot is another of its stack."""
-        assert adapter.slot is not None, "there is nothing to copy on the device"
-        adapter.stack.row(slot).copy_(adapter.stack.row(adapter.slot))
+        adapter.stack.row(slot).copy_(adapter.compute_copy)
         frozen = cls._frozen(adapter, torch.empty(0))
         frozen.slot = slot
         return frozen
@@ -69,6 +68,12 @@ class Adapter:
         return self.stack.layout
 
     @property
+    def compute_copy(self) -> Tensor:
+        """(P,), in its stack."""
+        assert self.slot is not None, "only a resident adapter has a compute copy"
+        return self.stack.row(self.slot)
+
+    @property
     def state_bytes(self) -> int:
         """Device memory it takes while resident, beside its compute copy."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.size
@@ -77,7 +82,7 @@ class Adapter:
     def finite(self) -> bool:
         """Whether a frozen adapter's weights are all numbers."""
         assert self.frozen, "weights that are trained may change"
-        row_P = self.weights_P if self.slot is None else self.stack.row(self.slot)
+        row_P = self.weights_P if self.slot is None else self.compute_copy
         return bool(row_P.isfinite().all())
 
     def add_gradient(self, gradient_P: Tensor) -> None:
@@ -86,8 +91,7 @@ class Adapter:
 
     def refresh_compute_copy(self) -> None:
         """Bring the compute copy up to date with the master weights."""
-        assert self.slot is not None, "only a resident adapter has a compute copy"
-        self.write_compute_copy(self.stack.row(self.slot))
+        self.write_compute_copy(self.compute_copy)
 
     def write_compute_copy(self, row_P: Tensor) -> None:
         """In the compute type, B with the scaling."""
@@ -104,7 +108,7 @@ class Adapter:
         """Take a place on the device."""
         self.slot = slot
         if self.frozen:
-            self.stack.row(slot).copy_(self.weights_P, non_blocking=True)
+            self.compute_copy.copy_(self.weights_P, non_blocking=True)
             self.weights_P = torch.empty(0)
         else:
             self._move_state(self.stack.device)
@@ -115,7 +119,7 @@ class Adapter:
         assert self.slot is not None, "it has no place"
         host = torch.device("cpu")
         if self.frozen:
-            self.weights_P = _on_host(self.stack.row(self.slot))
+            self.weights_P = _on_host(self.compute_copy)
         else:
             self._move_state(host)
         self.stack.give_back(self.slot)

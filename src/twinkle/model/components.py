@@ -4,15 +4,16 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from twinkle.construction import construct
+from twinkle.construction import check_options, construct, construct_instance
 from twinkle.errors import InvalidInputError
 from twinkle.loss import Loss, check_call_arguments, loss_by_name
 from twinkle.loss.interface import Inputs, LossOutput, Outputs
 from twinkle.metric import Metric
-from twinkle.model.parameter_groups import check_options
+from twinkle.metric.interface import MODEL_ARGUMENTS
 from twinkle.module.scheduler import scheduler_by_name
 from twinkle.plugin import Plugin
 
@@ -34,15 +35,26 @@ def build_loss(loss_cls: object, options: Mapping[str, Any]) -> Loss:
     return built if isinstance(built, Loss) else FunctionLoss(built)
 
 
+def loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """What a loss, which may be a user's own, says: the loss and its tokens."""
+    result = loss(inputs, outputs, **kwargs)
+    allowed = "{'loss': a tensor of one number, 'num_tokens': a number, 0 for a mean}"
+    if not isinstance(result, Mapping) or not {"loss", "num_tokens"} <= result.keys():
+        raise InvalidInputError("loss", result, allowed)
+    value = result["loss"]
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise InvalidInputError("loss", value, allowed)
+    return value, float(result["num_tokens"])
+
+
 def build_metric(metric_cls: object, options: Mapping[str, Any]) -> Metric:
-    built = construct(metric_cls, Metric, "twinkle.metric", options)  # type: ignore[type-abstract]
-    return _instance(built, Metric, "metric_cls")
+    return construct_instance(metric_cls, Metric, "twinkle.metric", options)  # type: ignore[type-abstract]
 
 
 def build_template(template_cls: object, options: Mapping[str, Any]) -> Any:
     from twinkle.template import Template
 
-    return _instance(construct(template_cls, Template, "twinkle.template", options), Template, "template_cls")
+    return construct_instance(template_cls, Template, "twinkle.template", options)
 
 
 def build_processor(processor_cls: object, options: Mapping[str, Any]) -> Any:
@@ -66,17 +78,12 @@ def build_scheduler(scheduler_cls: object, optimizer: Optimizer, options: Mappin
         )
     if not (inspect.isclass(scheduler_cls) and issubclass(scheduler_cls, LRScheduler)):
         raise InvalidInputError("scheduler_cls", scheduler_cls, "the name or class of a learning-rate scheduler")
-    check_options(scheduler_cls, options)
+    check_options(scheduler_cls, options, given=1)
     return scheduler_cls(optimizer, **options)
 
 
 def check_forward_arguments(given: Iterable[str], loss: Loss, metrics: Iterable[Metric]) -> None:
-    """Refuses a keyword of forward that neither loss nor metrics know."""
-    if not isinstance(loss, FunctionLoss):
-        check_call_arguments(given, [loss, *metrics])
-
-
-def _instance(built: object, base: type, field: str) -> Any:
-    if not isinstance(built, base):
-        raise InvalidInputError(field, built, f"the name, class or instance of a {base.__name__}")
-    return built
+    """Refuses a keyword of forward that neither loss nor metrics know, or that metrics get from the model."""
+    if isinstance(loss, FunctionLoss):
+        given = [name for name in given if name in MODEL_ARGUMENTS]
+    check_call_arguments(given, [loss, *metrics], reserved=MODEL_ARGUMENTS)

@@ -9,6 +9,7 @@ What the verbs remember of an adapter is its :class:`~twinkle.model.optimizer_gr
 what is the same whoever computes; a model adds the computing.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,7 +146,9 @@ class TwinkleModel(ABC):
         """A name in :mod:`twinkle.loss`, class, instance, plugin id, or function of inputs and outputs."""
         loss = build_loss(loss_cls, options)
         self._check_loss(loss)
-        self._group(adapter_name).loss_instance = loss
+        group = self._group(adapter_name)
+        group.loss_instance = loss
+        group.chosen.add("set_loss")
 
     @abstractmethod
     def set_optimizer(
@@ -170,11 +173,15 @@ class TwinkleModel(ABC):
         """What trajectories are encoded with. A class or name is made for this model's tokenizer."""
         if isinstance(template_cls, str | type):
             options["model_id"] = self.tokenizer_id
-        self._group(adapter_name).template = build_template(template_cls, options)
+        group = self._group(adapter_name)
+        group.template = build_template(template_cls, options)
+        group.chosen.add("set_template")
 
     def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """What makes a batch of features."""
-        self._group(adapter_name).processor = build_processor(processor_cls, options)
+        group = self._group(adapter_name)
+        group.processor = build_processor(processor_cls, options)
+        group.chosen.add("set_processor")
 
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
@@ -187,6 +194,7 @@ class TwinkleModel(ABC):
             group.train_status.metrics.append(build_metric(metric_cls, options))
         if is_training is not True:
             group.eval_status.metrics.append(build_metric(metric_cls, options))
+        group.chosen.add("add_metric")
 
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, Any]:
         """What all metrics saw since they were last asked, the last forward pass included."""
@@ -278,6 +286,8 @@ class TwinkleModel(ABC):
         if group.processor is None:
             group.processor = build_processor("InputProcessor", {})
         batch = split_batch(group.processor(features))
+        if training and not batch.has_targets:
+            warnings.warn("every label of this batch is −100: nothing is learned from it", stacklevel=4)
         accumulate_metrics(group, status)
         group.training = training
         return status, batch

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twinkle.errors import UnsupportedError
 from twinkle.loss import CrossEntropyLoss, Loss
+from twinkle.model.components import loss_value
 from twinkle.model.sequences import SequenceBatch
 from twinkle.model.types import FloatArray, ObjectiveValue, TokenValues
 
@@ -48,13 +49,11 @@ class LibraryObjective:
         with torch.enable_grad():
             outputs = outputs_of(batch, values, entropy=entropy)
             leaves = [outputs[name].requires_grad_() for name in (("logps", "entropies") if entropy else ("logps",))]
-            result = self._loss(batch.loss_inputs, outputs, **self._kwargs)
-            loss = result["loss"]
+            loss, self.num_tokens = loss_value(self._loss, batch.loss_inputs, outputs, self._kwargs)
             grads: Sequence[Tensor | None] = [None] * len(leaves)
             if loss.requires_grad:
                 grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         slopes = [batch.unpadded(torch.zeros_like(leaves[0]) if grad is None else grad) for grad in grads]
-        self.num_tokens = float(result["num_tokens"])
         return ObjectiveValue(float(loss.detach()), slopes[0], slopes[1] if entropy else ())
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from twinkle.construction import check_options
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
-from twinkle.model.parameter_groups import check_options
+from twinkle.model.parameter_groups import check_settings
 from twinkle.model.types import AdamParams
 
 # Adam adds weight decay to the gradient, AdamW does not; the Trainer does both.
@@ -35,7 +36,8 @@ def build_lora_optimizer(
     on = [name for name in _REFUSED if options.get(name)]
     if on:
         raise UnsupportedError(f"{', '.join(on)}: not supported for the adapters of a multi-LoRA model")
-    check_options(chosen, options)
+    check_options(chosen, options, given=1)
+    check_settings("", {"lr": lr, "weight_decay": weight_decay})
     factory: Callable[..., Optimizer] = chosen
     return factory([nn.Parameter(torch.zeros(1))], lr=lr, weight_decay=weight_decay, **options)
 

@@ -5,7 +5,7 @@ number of adapters may be between the two. ``forward_backward`` computes once.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from twinkle.errors import CapacityError, InvalidInputError, UnknownNameError, U
 from twinkle.loss import Loss
 from twinkle.metric import LossMetric, TrainMetric
 from twinkle.model.checkpoint_source import copy_tokenizer, find_checkpoint
+from twinkle.model.components import loss_value
 from twinkle.model.interface import TwinkleModel
 from twinkle.model.library_objective import refuse_unless_logps
 from twinkle.model.lora_optimizer import adam_params, build_lora_optimizer
 from twinkle.model.lora_requests import LoraRequests
-from twinkle.model.optimizer_group import OptimizerGroup
+from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.parameter_groups import apply_optim_params
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.single_process import Mesh, check_precision, check_single_process
@@ -29,6 +30,7 @@ from twinkle.model.trainer import Trainer
 from twinkle.model.training_state import (
     check_resumable,
     checkpoint_path,
+    is_due,
     load_state,
     progress,
     read_progress,
@@ -83,12 +85,13 @@ class MultiLoraTransformersModel(TwinkleModel):
             raise InvalidInputError("model_id", None, "the id of a model or a local directory")
         if model_cls is not None or config is not None:
             raise UnsupportedError("model_cls, config: a multi-LoRA model is loaded as its own configuration says")
+        shared = {} if lora_config is None else _fields("lora_config", lora_config)
         super().__init__(model_id, tokenizer_id or model_id)
         self.device_mesh = device_mesh
-        self.max_loras = max_loras
-        self.max_r = max_r if lora_config is None else lora_config.r
-        self.max_length = max_length
-        self.target_modules = target_modules if lora_config is None else lora_config.target_modules
+        self.max_loras = _limit("max_loras", max_loras)
+        self.max_r = _limit("max_r", shared.get("r", max_r))
+        self.max_length = _limit("max_length", max_length)
+        self.target_modules = shared.get("target_modules") or target_modules
         self.trainer = Trainer.from_pretrained(
             model_id,
             device=device,
@@ -111,7 +114,7 @@ class MultiLoraTransformersModel(TwinkleModel):
             raise InvalidInputError("config_or_dir", config_or_dir, "a LoraConfig; load() then reads a directory")
         if len(self.optimizer_group) >= self.max_loras and adapter_name not in self.optimizer_group:
             raise CapacityError(f"max_loras: {self.max_loras} adapters exist; remove one, or construct with more")
-        config = dict(config_or_dir if isinstance(config_or_dir, Mapping) else config_or_dir.to_dict())
+        config = _fields("config_or_dir", config_or_dir)
         if config.get("target_modules") is None:
             config["target_modules"] = self.target_modules
         rank = config.get("r", 8)
@@ -174,9 +177,9 @@ class MultiLoraTransformersModel(TwinkleModel):
         batch, outputs = status.computed("calculate_loss")
         arguments = self._loss_arguments(group, kwargs)
         with torch.no_grad():
-            result = group.loss_instance(batch.loss_inputs, outputs, **arguments)
-        value = float(result["loss"])
-        status.has_loss(value, value, float(result["num_tokens"]))
+            loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
+        value = float(loss)
+        status.has_loss(value, value, tokens)
         return value
 
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
@@ -218,6 +221,7 @@ class MultiLoraTransformersModel(TwinkleModel):
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> float | None:
+        check_clipping(max_grad_norm, norm_type)
         group = self._group(adapter_name)
         group.set_accumulation(gradient_accumulation_steps)
         if not group.at_boundary:
@@ -286,7 +290,7 @@ class MultiLoraTransformersModel(TwinkleModel):
         consumed_train_samples: int = 0,
     ) -> str | None:
         group = self._group(adapter_name)
-        if group.cur_step % interval != 0:
+        if not is_due(group, interval):
             return None
         directory = checkpoint_path(group, name, output_dir)
 
@@ -363,6 +367,22 @@ class MultiLoraTransformersModel(TwinkleModel):
         divisor = group.take_divisor()
         if divisor is not None:
             self.trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
+
+
+def _limit(field: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidInputError(field, value, "an integer ≥ 1")
+    return value
+
+
+def _fields(field: str, config: Any) -> dict[str, Any]:
+    """Those of PEFT's LoraConfig, which is not imported, or of a mapping like it."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not is_dataclass(config) or isinstance(config, type):
+        raise InvalidInputError(field, config, "a LoraConfig, or its fields as a mapping")
+    fields: dict[str, Any] = config.to_dict()  # type: ignore[attr-defined]
+    return fields
 
 
 def _check_asked(return_logits: bool, task: str) -> None:

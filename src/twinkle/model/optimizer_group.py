@@ -74,6 +74,7 @@ class OptimizerGroup:
     training: bool = True  # which of the two the last forward pass belongs to
     normalized: bool = False  # whether the gradient has been divided by num_tokens
     last_grad_norm: float = 0.0
+    chosen: set[str] = field(default_factory=set)  # what was set by a verb, rather than by default
     last_lr: tuple[float, ...] = ()  # of the last update
 
     def __post_init__(self) -> None:
@@ -129,19 +130,27 @@ class OptimizerGroup:
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
+def check_clipping(max_grad_norm: float, norm_type: float) -> None:
+    """torch would take a negative norm and turn the gradient around."""
+    for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise InvalidInputError(name, value, "a number > 0, or infinity")
+
+
 def accumulate_metrics(group: OptimizerGroup, status: TrainStatus) -> None:
     """Give the metrics the last forward pass, once. It waits for the next one: only then are loss and norm known."""
-    if status.sequences is None or status.outputs is None or "loss" not in status.outputs:
+    sequences, outputs, forward_kwargs = status.sequences, status.outputs, status.forward_kwargs
+    if sequences is None or outputs is None or "loss" not in outputs:
         return
+    status.clear()  # also for a metric that refuses it: the next pass must not meet it again
     for metric in status.metrics:
         metric.accumulate(
-            status.sequences.loss_inputs,
-            status.outputs,
+            sequences.loss_inputs,
+            outputs,
             lr=list(group.last_lr) or group.lr,
             step=max(group.cur_step - 1, 0),
             gradient_accumulation_steps=group.gradient_accumulation_steps,
             grad_norm=group.last_grad_norm,
-            loss_reduction="sum" if status.outputs["num_tokens"] > 0 else "mean",
-            **status.forward_kwargs,
+            loss_reduction="sum" if outputs["num_tokens"] > 0 else "mean",
+            **forward_kwargs,
         )
-    status.clear()

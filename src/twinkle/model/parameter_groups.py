@@ -1,6 +1,7 @@
 """Which parameters an optimizer gets, and any torch optimizer over them."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from twinkle.construction import check_options
 from twinkle.errors import InvalidInputError, UnknownNameError, UserError
 from twinkle.plugin import Plugin
 
@@ -39,10 +41,12 @@ def build_optimizer(
             raise InvalidInputError("optimizer_cls", optimizer_cls, "a class or name, with options or params")
         return optimizer_cls
     chosen = _optimizer_class(optimizer_cls)
-    check_options(chosen, options)
+    check_settings("", {"lr": lr, "weight_decay": weight_decay})
+    options = {"lr": lr, "weight_decay": weight_decay, **options}
+    check_options(chosen, options, given=1)
     groups = decay_groups(parameters, lr, weight_decay) if params is None else params
     factory: Callable[..., Optimizer] = chosen
-    return factory(groups, lr=lr, weight_decay=weight_decay, **options)
+    return factory(groups, **options)
 
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
@@ -54,12 +58,15 @@ def decay_groups(parameters: Mapping[str, nn.Parameter], lr: float, weight_decay
     return [{"params": members, "lr": lr, "weight_decay": decay} for members, decay in groups if members]
 
 
-def check_options(made: type, options: Mapping[str, Any]) -> None:
-    """Of an optimizer or a scheduler, whose first argument is not an option."""
-    known = list(inspect.signature(made).parameters)[1:]
-    for name in options:
-        if name not in known:
-            raise UnknownNameError(f"option of {made.__name__}", name, known)
+def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:
+    """lr, weight_decay, eps and betas, which an optimizer that exists already would take as they come."""
+    for name in settings.keys() & {"lr", "weight_decay", "eps"}:
+        value = settings[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise InvalidInputError(f"{prefix}{name}", value, "a number ≥ 0")
+    betas = settings.get("betas", (0.9, 0.999))
+    if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise InvalidInputError(f"{prefix}betas", betas, "two numbers from 0 to below 1")
 
 
 def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) -> None:
@@ -72,6 +79,7 @@ def apply_optim_params(optimizer: Optimizer, optim_params: Mapping[str, Any]) ->
             raise UnknownNameError("optim_params entry", name, allowed)
     if "lr" not in optim_params:
         raise InvalidInputError("optim_params", dict(optim_params), "a mapping with 'lr'")
+    check_settings("optim_params.", optim_params)
     for group in optimizer.param_groups:
         settings = dict(optim_params)
         if group["weight_decay"] == 0:  # of norms and biases

@@ -1,7 +1,7 @@
 """PEFT adapters on a plain model: adding, switching, saving, loading."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from twinkle.construction import check_options
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, MissingDependencyError
-from twinkle.model.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.checkpoint import CONFIG, WEIGHTS, read_json
 from twinkle.model.checkpoint_source import find_checkpoint
+
+# What PEFT multiplies the product of an adapter's weights by; r also shows in their shapes.
+_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora")
 
 
 class PeftAdapters:
@@ -28,28 +32,37 @@ class PeftAdapters:
         self._trainable: dict[str, bool] = {}
 
     def add(self, name: str, config_or_dir: Any, is_trainable: bool) -> None:
-        peft = _peft()
+        """All or nothing: after an error the model is as it was."""
+        if "." in name:  # PEFT keeps adapters as modules
+            raise InvalidInputError("adapter_name", name, "a name without dots")
         if self.wrapper is not None and name in self.wrapper.peft_config:
             raise AdapterExistsError(name)
-        if isinstance(config_or_dir, str | Path):
-            directory = str(find_checkpoint(str(config_or_dir), None, None))
-            self._freeze()
-            if self.wrapper is None:
-                load = peft.PeftModel.from_pretrained
-                self.wrapper = load(self._model, directory, adapter_name=name, is_trainable=is_trainable)
+        base = list(self._model.parameters()) if self.wrapper is None else []
+        is_directory = isinstance(config_or_dir, str | Path)
+        source = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
+        try:
+            if is_directory:
+                self._load_new(name, str(source), is_trainable)
             else:
-                self.wrapper.load_adapter(directory, name, is_trainable=is_trainable)
-        else:
-            config = peft.LoraConfig(**config_or_dir) if isinstance(config_or_dir, Mapping) else config_or_dir
-            if not isinstance(config, peft.PeftConfig) or config.is_prompt_learning:
-                raise InvalidInputError("config_or_dir", config_or_dir, "a LoraConfig, or a directory with an adapter")
-            self._freeze()
-            if self.wrapper is None:
-                self.wrapper = peft.get_peft_model(self._model, config, adapter_name=name)
-            else:
-                self.wrapper.add_adapter(name, config)
+                self._add_new(name, source)
+        except ValueError as error:  # PEFT's words for target modules that are not there, and the like
+            raise InvalidInputError("config_or_dir", config_or_dir, f"what PEFT accepts ({error})") from error
+        self._freeze(base)
         self._trainable[name] = is_trainable
         self._set(name)
+
+    def _add_new(self, name: str, config: Any) -> None:
+        if self.wrapper is None:
+            self.wrapper = _peft().get_peft_model(self._model, config, adapter_name=name)
+        else:
+            self.wrapper.add_adapter(name, config)
+
+    def _load_new(self, name: str, directory: str, is_trainable: bool) -> None:
+        if self.wrapper is None:
+            load = _peft().PeftModel.from_pretrained
+            self.wrapper = load(self._model, directory, adapter_name=name, is_trainable=is_trainable)
+        else:
+            self.wrapper.load_adapter(directory, name, is_trainable=is_trainable)
 
     def is_trainable(self, name: str) -> bool:
         return self._trainable[name]
@@ -90,12 +103,22 @@ class PeftAdapters:
             tensors = load_file(directory / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"could not read {directory / WEIGHTS}: {error}") from error
+        self._check_same_function(name, directory)
         expected = {key: tuple(tensor.shape) for key, tensor in self.state_dict(name).items()}
         found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         if found != expected:
             wrong = sorted(set(found.items()) ^ set(expected.items()))[:3]
             raise CheckpointError(f"{directory / WEIGHTS} does not fit adapter {name!r}; different: {wrong}")
         _peft().set_peft_model_state_dict(self.wrapper, tensors, adapter_name=name)
+
+    def _check_same_function(self, name: str, directory: Path) -> None:
+        """The same weights mean something else with another scale."""
+        saved, own = read_json(directory / CONFIG), self.config(name)
+        for field in _SCALE:
+            if field in saved and saved[field] != own[field]:
+                raise CheckpointError(
+                    f"{directory} does not fit adapter {name!r}; {field}: got {saved[field]!r}, allowed: {own[field]!r}"
+                )
 
     @staticmethod
     def is_adapter(directory: Path) -> bool:
@@ -104,14 +127,23 @@ class PeftAdapters:
     def _set(self, name: str) -> None:
         self.wrapper.set_adapter(name, inference_mode=not self._trainable[name])
 
-    def _freeze(self) -> None:
+    def _freeze(self, base: Sequence[nn.Parameter]) -> None:
         """Under bf16 autocast every product rounds its weights to bf16: frozen ones may as well be kept so."""
-        if self.wrapper is not None:
-            return
-        self._model.requires_grad_(False)
-        if self._half_base:
-            for parameter in self._model.parameters():
+        for parameter in base:
+            parameter.requires_grad_(False)
+            if self._half_base:
                 parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _lora_config(config: Any) -> Any:
+    """A PEFT config, or one made of its fields."""
+    peft = _peft()
+    if isinstance(config, Mapping):
+        check_options(peft.LoraConfig, config)
+        return peft.LoraConfig(**config)
+    if not isinstance(config, peft.PeftConfig) or config.is_prompt_learning:
+        raise InvalidInputError("config_or_dir", config, "a LoraConfig, or a directory with an adapter")
+    return config
 
 
 def _peft() -> Any:

@@ -62,6 +62,11 @@ class SequenceBatch:
             return [np.zeros(length, np.int64) for length in self.lengths]
         return [np.where(labels == IGNORE_INDEX, 0, labels) for labels in self.labels]
 
+    @property
+    def has_targets(self) -> bool:
+        """False where labels are there, and all of them −100."""
+        return any("labels" not in row or bool((row["labels"] != IGNORE_INDEX).any()) for row in self.rows)
+
     @cached_property
     def mask(self) -> Tensor:
         """(B, L): which of the padded rows are tokens."""
@@ -104,7 +109,16 @@ def encode(features: Sequence[Mapping[str, Any]], template: Callable[[], Any]) -
         return [_with_positions(feature) for feature in features]
     if any(encoded):
         raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
-    return list(template().batch_encode(list(features)))
+    rows = list(template().batch_encode(list(features)))
+    if len(rows) != len(features):
+        raise InvalidInputError(
+            "inputs",
+            f"{len(features)} trajectories, of which the template makes {len(rows)}",
+            "one feature each: 'delete' and 'split' are for datasets, not for a batch that is being trained on",
+        )
+    if not all("input_ids" in row for row in rows):
+        raise InvalidInputError("inputs", sorted(rows[0]), "one sequence each: put 'positive' and 'negative' in turn")
+    return rows
 
 
 def _with_positions(feature: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,13 +128,25 @@ def _with_positions(feature: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**feature, "position_ids": np.arange(np.asarray(feature["input_ids"]).shape[-1])}
 
 
+def check_vocabulary(batch: SequenceBatch, vocab_size: int) -> None:
+    """A token that does not exist is found here: on a GPU it would end the process."""
+    for name, columns in (("input_ids", batch.tokens), ("labels", batch.targets)):
+        for column in columns:
+            wrong = column[(column < 0) | (column >= vocab_size)]
+            if len(wrong):
+                allowed = f"0 to {vocab_size - 1}" + (f", or {IGNORE_INDEX}" if name == "labels" else "")
+                raise InvalidInputError(f"inputs.{name}", wrong[0].item(), allowed)
+
+
 def split_batch(batch: Mapping[str, Any]) -> SequenceBatch:
     """The batch of a processor, padded (B, L) or packed (1, ΣT), as sequences without padding."""
     for name, value in batch.items():
         if value is not None and name not in _PADDING and name not in _BOUNDS:
             raise UnsupportedError(f"inputs hold {name!r}: only text is supported here yet ({', '.join(_PADDING)})")
     columns = {name: _host(batch[name]) for name in _PADDING if batch.get(name) is not None}
-    ids_BL = columns["input_ids"]
+    ids_BL = columns.get("input_ids")
+    if ids_BL is None or ids_BL.is_floating_point():
+        raise InvalidInputError("inputs.input_ids", "none" if ids_BL is None else ids_BL.dtype, "token ids, integers")
     pooled = None
     if "labels" in columns and columns["labels"].shape != ids_BL.shape:
         pooled = columns.pop("labels").reshape(-1)

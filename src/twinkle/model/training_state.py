@@ -4,7 +4,8 @@
     scheduler.pt         the learning-rate scheduler's, if there is one
     window.pt            the gradient of a window that is not complete, if there is one
     rng_state.pt         random states of Python, NumPy and torch
-    trainer_state.json   {checkpoint_version, cur_step, gradient_accumulation_steps, consumed_train_samples, num_tokens}
+    trainer_state.json   {checkpoint_version, cur_step, gradient_accumulation_steps, consumed_train_samples, num_tokens,
+                         optimizer_class, lr_scheduler_class}
 
 The .pt files hold tensors and plain values alone: they are read with ``weights_only``, which runs no code.
 """
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from twinkle.errors import CheckpointError, UserError
+from twinkle.errors import CheckpointError, InvalidInputError, UserError
 from twinkle.model.checkpoint import STATE, read_json
 from twinkle.model.optimizer_group import OptimizerGroup
 
@@ -33,6 +35,13 @@ def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | N
     return Path(output_dir or "output") / (name or f"checkpoint-step-{group.cur_step}")
 
 
+def is_due(group: OptimizerGroup, interval: int) -> bool:
+    """Whether ``save`` writes now: after every ``interval`` backward passes."""
+    if not isinstance(interval, int) or interval < 1:
+        raise InvalidInputError("interval", interval, "an integer ≥ 1")
+    return group.cur_step % interval == 0
+
+
 def progress(group: OptimizerGroup, consumed_train_samples: int) -> dict[str, object]:
     """The contents of trainer_state.json."""
     return {
@@ -41,10 +50,14 @@ def progress(group: OptimizerGroup, consumed_train_samples: int) -> dict[str, ob
         "gradient_accumulation_steps": group.gradient_accumulation_steps,
         "consumed_train_samples": consumed_train_samples,
         "num_tokens": group.train_status.num_tokens,
+        "optimizer_class": None if group.optimizer is None else type(group.optimizer).__name__,
+        "lr_scheduler_class": None if group.lr_scheduler is None else type(group.lr_scheduler).__name__,
     }
 
 
 def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint_dir: there is no directory {directory}")
     state = read_json(directory / STATE) if (directory / STATE).exists() else {}
     if missing_ok and "checkpoint_version" not in state:  # weights alone: training starts here
         return {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": 1}
@@ -70,6 +83,9 @@ def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
             raise UserError(f"resume_from_checkpoint: {directory} holds {file}; call {verb} first")
         if not (directory / file).exists() and place is not None:
             raise CheckpointError(f"{directory} holds no {file}, which {verb} now expects")
+        saved = state.get(f"{verb.removeprefix('set_')}_class")
+        if saved is not None and saved != type(place).__name__:
+            raise CheckpointError(f"{directory / file} is of a {saved}; {verb} made a {type(place).__name__}")
     return state
 
 
@@ -88,7 +104,7 @@ def load_state(directory: Path, group: OptimizerGroup) -> tuple[dict[str, Any], 
     """Puts the group where it was; returns the progress and the gradients of an open window."""
     state = read_progress(directory)
     if group.optimizer is not None:
-        group.optimizer.load_state_dict(_load(directory / OPTIMIZER))
+        _load_optimizer(group.optimizer, directory / OPTIMIZER)
     if group.lr_scheduler is not None:
         group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
     window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
@@ -112,6 +128,13 @@ def _plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
     assert group.lr_scheduler is not None
     state: dict[str, Any] = group.lr_scheduler.state_dict()
     return {name: value for name, value in state.items() if not callable(value)}
+
+
+def _load_optimizer(optimizer: Optimizer, path: Path) -> None:
+    try:
+        optimizer.load_state_dict(_load(path))
+    except (ValueError, KeyError) as error:  # torch's words for other parameter groups
+        raise CheckpointError(f"{path} does not fit the optimizer that is set: {error}") from error
 
 
 def _load(path: Path) -> Any:

@@ -29,15 +29,18 @@ from twinkle.metric import Accuracy, LossMetric, TrainMetric
 from twinkle.model.causal_forward import Asked, CausalForward
 from twinkle.model.checkpoint import STATE, write_whole
 from twinkle.model.checkpoint_source import copy_tokenizer, find_checkpoint
+from twinkle.model.components import loss_value
 from twinkle.model.interface import TwinkleModel
-from twinkle.model.optimizer_group import OptimizerGroup
+from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.peft_adapters import PeftAdapters
+from twinkle.model.sequences import check_vocabulary
 from twinkle.model.single_process import Mesh, check_precision, check_single_process
 from twinkle.model.train_configs import describe
 from twinkle.model.training_state import (
     check_resumable,
     checkpoint_path,
+    is_due,
     load_state,
     progress,
     read_progress,
@@ -95,7 +98,7 @@ class TransformersModel(TwinkleModel):
         self._forward_pass = CausalForward(plain)
         self._adapters = PeftAdapters(plain, half_base=self._half)
         self.active_group = ""
-        self._add_group("", None, 1)
+        self._add_group(OptimizerGroup(""))
 
     @property
     def model(self) -> nn.Module:
@@ -113,11 +116,16 @@ class TransformersModel(TwinkleModel):
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
         full = self.optimizer_group.get("")
-        if full is not None and full.optimizer is not None:
-            raise UserError("add_adapter_to_model: all parameters have an optimizer already; add adapters before it")
+        if full is not None and full.chosen:
+            raise UserError(
+                f"add_adapter_to_model: {', '.join(sorted(full.chosen))} came before it and was for all parameters, "
+                "which an adapter freezes; add adapters first"
+            )
+        group = OptimizerGroup(adapter_name, None, gradient_accumulation_steps)
         self._adapters.add(adapter_name, config_or_dir, is_trainable)
         self.optimizer_group.pop("", None)  # frozen now
-        self._add_group(adapter_name, self._adapters.config(adapter_name), gradient_accumulation_steps)
+        group.adapter_config = self._adapters.config(adapter_name)
+        self._add_group(group)
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -157,8 +165,7 @@ class TransformersModel(TwinkleModel):
         batch, outputs = status.computed("calculate_loss")
         arguments = self._loss_arguments(group, kwargs)
         with torch.set_grad_enabled(group.training):
-            result = group.loss_instance(batch.loss_inputs, outputs, **arguments)
-            loss, tokens = result["loss"], float(result["num_tokens"])
+            loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
             if "aux_loss" in outputs:  # of mixtures of experts; a mean, so it must survive the division by tokens
                 loss = loss + outputs["aux_loss"] * max(tokens, 1.0)
         value = float(loss.detach())
@@ -170,6 +177,9 @@ class TransformersModel(TwinkleModel):
         status = group.train_status
         if not group.training or not isinstance(status.loss_value, Tensor):
             raise UserError("backward: there is no loss to go back from; call forward and calculate_loss first")
+        if not status.loss_value.requires_grad:
+            who = group.adapter_name or "the model"
+            raise UserError(f"backward: the loss depends on nothing that is trained; {who!r} is frozen")
         group.set_accumulation(gradient_accumulation_steps)
         status.loss_value.backward()
         group.after_backward()
@@ -200,6 +210,7 @@ class TransformersModel(TwinkleModel):
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> float | None:
+        check_clipping(max_grad_norm, norm_type)
         group = self._group(adapter_name)
         group.set_accumulation(gradient_accumulation_steps)
         if not group.at_boundary:
@@ -253,6 +264,7 @@ class TransformersModel(TwinkleModel):
         parameters = trained_parameters(self.model, group.adapter_name)
         group.optimizer = build_optimizer(optimizer_cls, parameters, lr, weight_decay, params, options)
         group.lr_scheduler = None
+        group.chosen.add("set_optimizer")
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +279,7 @@ class TransformersModel(TwinkleModel):
         consumed_train_samples: int = 0,
     ) -> str | None:
         group = self._group(adapter_name)
-        if group.cur_step % interval != 0:
+        if not is_due(group, interval):
             return None
 
         def write(staging: Path) -> None:
@@ -309,6 +321,8 @@ class TransformersModel(TwinkleModel):
         state = read_progress(directory, missing_ok=True) if resume_only_model else check_resumable(directory, group)
         if group.adapter_name:
             self._adapters.load(group.adapter_name, directory)
+            if group.optimizer is not None:
+                group.optimizer.state.clear()  # its moments are of other weights
         self._drop_gradient(group)
         if resume_only_model:
             return summary(state)
@@ -345,12 +359,11 @@ class TransformersModel(TwinkleModel):
             self._adapters.activate(name)
         return self.optimizer_group[name]
 
-    def _add_group(self, name: str, config: Mapping[str, object] | None, accumulation: int) -> None:
-        group = OptimizerGroup(name, config, accumulation)
+    def _add_group(self, group: OptimizerGroup) -> None:
         for status in (group.train_status, group.eval_status):
             status.metrics += [LossMetric(self.device_mesh), Accuracy(self.device_mesh), TrainMetric(self.device_mesh)]
-        self.optimizer_group[name] = group
-        self.active_group = name
+        self.optimizer_group[group.adapter_name] = group
+        self.active_group = group.adapter_name
 
     def _check_loss(self, loss: Loss) -> None:
         """Any loss will do."""
@@ -372,6 +385,7 @@ class TransformersModel(TwinkleModel):
             raise InvalidInputError("temperature", temperature, "a number > 0")
         loss = group.loss_instance
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
         batch = replace(batch, device=self.device)
         asked = Asked(
             float(temperature),

@@ -75,6 +75,9 @@ def _linear(step: int, *, warmup: int, total: int) -> float:
 
 
 def _check_steps(warmup: int, total: int) -> None:
+    for name, value in (("num_warmup_steps", warmup), ("num_training_steps", total)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidInputError(name, value, "an integer")
     if warmup < 0:
         raise InvalidInputError("num_warmup_steps", warmup, "0 or more")
     if total < warmup:

@@ -50,6 +50,8 @@ def padded(rows: Sequence[Batch], side: str) -> Batch:
 
 def concatenated(rows: Sequence[Batch]) -> Batch:
     """Rows [1, T] end to end, [1, sum of T]. Positions say where each begins, so there is no attention mask."""
+    if len(rows) > 1 and not all("position_ids" in row for row in rows):
+        raise InvalidInputError("inputs", "no position_ids", "positions: they alone say where each sequence begins")
     batch = _collate(rows, lambda name, tensors: torch.cat(tensors, dim=_sequence_axis(name, tensors[0])))
     batch.pop("attention_mask", None)
     return batch

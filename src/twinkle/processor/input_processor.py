@@ -19,6 +19,7 @@ from twinkle.processor.unpacking import last_token_embeddings, unpack_inputs, un
 __all__ = ["InputProcessor"]
 
 _SIDES = ("left", "right")
+_TOKEN_FIELDS = frozenset(SEQUENCE_FIELDS) - {"input_ids", "routed_experts"}  # the last tokens were never routed
 
 
 class InputProcessor:
@@ -57,9 +58,12 @@ class InputProcessor:
 
     def prepare_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Batch]:
         """Lists and arrays as tensors; sequences [T] as [1, T]."""
-        if not inputs:
-            raise InvalidInputError("inputs", list(inputs), "at least one encoded row")
-        return [{name: _tensor(name, value) for name, value in row.items() if value is not None} for row in inputs]
+        if not inputs or not all(isinstance(row, Mapping) for row in inputs):
+            raise InvalidInputError("inputs", inputs, "a list of at least one encoded row")
+        rows = [{name: _tensor(name, value) for name, value in row.items() if value is not None} for row in inputs]
+        for row in rows:
+            _check_lengths(row)
+        return rows
 
     def align_routed_experts(self, row: Batch) -> Batch:
         """Experts [T', L, K] as [1, T, L, K]: the last tokens were never routed."""
@@ -139,6 +143,18 @@ def _tensor(name: str, value: Any) -> Any:
         return value
     tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
     return tensor[None] if tensor.ndim == 1 else tensor
+
+
+def _check_lengths(row: Batch) -> None:
+    """Padding would hide a field that is shorter than its sequence. A text's one label is no field of tokens."""
+    sequence = row.get("input_ids", row.get("inputs_embeds"))
+    if not isinstance(sequence, Tensor):
+        raise InvalidInputError("inputs", sorted(row), "encoded rows: each has 'input_ids'")
+    length = sequence.shape[1]
+    for name in _TOKEN_FIELDS & row.keys():
+        found = row[name].shape[-1]
+        if found != length and not (name == "labels" and found == 1):
+            raise InvalidInputError(f"inputs.{name}", f"{found} entries", f"{length}, one for each token")
 
 
 def _media(value: Any) -> Tensor:

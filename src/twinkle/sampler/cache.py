@@ -101,6 +101,8 @@ class KeyValueCache:
     def take_copy(self, block: int) -> int:
         """A block with the contents of another."""
         copy = self._take()
+        if copy in self._unclean:  # somebody had it and never came to write
+            self._unclean.remove(copy)
         self._buffer[copy].copy_(self._buffer[block])
         return copy
 

@@ -173,10 +173,13 @@ def capture_decoding(engine: Engine, cache: KeyValueCache, max_rows: int, max_le
     """None, and a line in the log, where the model cannot be captured."""
     if engine.device.type != "cuda" or cache.keys[0].dtype != torch.bfloat16:
         return None
+    from triton.errors import TritonError  # comes with CUDA builds of torch
+
     rows = max(1, min(max_rows, engine.head.chunk_rows // MEMORY_OF_A_DRAW))
     try:
         return DecodeGraphs(engine, cache, rows, max_length)
-    except RuntimeError as error:  # what CUDA and torch raise for work that needs the host in between
+    # What CUDA and torch raise for work that needs the host in between, and Triton for heads too wide for a device.
+    except (RuntimeError, TritonError) as error:
         logger.warning("%s decodes without CUDA graphs: %s", engine.architecture.family, str(error).split("\n")[0])
         torch.cuda.synchronize()
         return None

@@ -109,11 +109,5 @@ def _stack(versions: Sequence[Adapter], name: str) -> _Stacked | None:
     members = tuple(place for place, version in enumerate(versions) if version.layout.has(name))
     if not members:
         return None
-    rows = [versions[member].stack.row(_slot(versions[member])) for member in members]
-    pairs = [versions[member].layout.views(row, name) for member, row in zip(members, rows, strict=True)]
+    pairs = [versions[member].layout.views(versions[member].compute_copy, name) for member in members]
     return _Stacked(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1), members)
-
-
-def _slot(version: Adapter) -> int:
-    assert version.slot is not None, "versions of a pass must be resident"
-    return version.slot

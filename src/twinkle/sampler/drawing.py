@@ -147,6 +147,11 @@ def pick(weights_MV: Tensor, uniform_MD: Tensor) -> Tensor:
     return (chunk_MD * _CHUNK + step_MD).clamp_(max=size - 1)
 
 
+def rows_at_once(chunk_rows: int, vocabulary: int, draws: int) -> int:
+    """So many rows with so many draws each take the memory of ``chunk_rows`` rows of logits."""
+    return max(1, chunk_rows * vocabulary // (MEMORY_OF_A_DRAW * max(vocabulary, draws * _CHUNK)))
+
+
 def _from_nucleus(weights_MV: Tensor, uniform_M1: Tensor, settings_M3: Tensor) -> Tensor:
     """(M, 1): among the ``top_k`` likeliest, then the fewest of those that hold ``top_p`` of their probability."""
     size, device = weights_MV.shape[1], weights_MV.device

@@ -4,6 +4,7 @@ A job begins with a single sequence, which computes the prompt. From the prompt'
 sample is drawn; the other samples then join with that token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -194,14 +195,11 @@ class Job:
         """Whether the newest token ends the sample."""
         if sequence.tokens[-1] in self.end_tokens:
             return True
-        strings = self.request.params.stop_strings
-        if not strings or self.tokenizer is None:
+        strings, tokenizer = self.request.params.stop_strings, self.tokenizer
+        if not strings or tokenizer is None:
             return False
-        # A token has at least one byte, so a string cannot reach further back than it has bytes.
-        reach = max(len(text.encode()) for text in strings) + _MARGIN
-        tail = sequence.tokens[max(self.prompt_length, len(sequence.tokens) - reach) :]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(string in text for string in strings)
+        first = max(self.prompt_length, len(sequence.tokens) - longest_match(strings))
+        return holds_one_of(strings, sequence.tokens[first:], tokenizer)
 
     def progress(self) -> list[Progress]:
         """What has been drawn since the last time."""
@@ -232,6 +230,16 @@ class Job:
         samples = [sequence.index] if self.prompt_done else range(self.request.num_samples)
         noise = uniforms(words(self.request.seed), words(*samples), words(len(sequence.logprobs)))
         return tuple(replace(self.draw, uniform=number) for number in noise.tolist())
+
+
+def longest_match(strings: Iterable[str]) -> int:
+    """Tokens: each has at least one byte, so a string cannot reach further back than it has bytes."""
+    return max(len(text.encode()) for text in strings) + _MARGIN
+
+
+def holds_one_of(strings: Iterable[str], tokens: list[int], tokenizer: Tokenizer) -> bool:
+    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return any(string in text for string in strings)
 
 
 def _not_finite() -> NonFiniteError:

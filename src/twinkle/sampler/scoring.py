@@ -16,7 +16,7 @@ from torch import Tensor
 from twinkle.model.head import ChunkedHead
 from twinkle.model.segments import BoundLora
 from twinkle.model.types import FloatArray, IntArray
-from twinkle.sampler.drawing import MEMORY_OF_A_DRAW, divisor, pick
+from twinkle.sampler.drawing import divisor, pick, rows_at_once
 from twinkle.sampler.types import DrawnTokens, TopLogprobs
 
 _Number = TypeVar("_Number", np.int64, np.float64)
@@ -65,7 +65,7 @@ def score_rows(
         uniform_SD = torch.from_numpy(_stacked([each.uniforms for each in wanted], 0.5)).to(hidden_SH.device)
         divisors = [divisor(each.temperature) for each in wanted for _ in each.targets]
         divisor_S1 = torch.tensor(divisors, device=hidden_SH.device)[:, None]
-        at_once = max(1, head.chunk_rows // MEMORY_OF_A_DRAW)
+        at_once = rows_at_once(head.chunk_rows, choices, uniform_SD.shape[1])
         chunks: list[_Columns] = []
         for rows, logits_CV in head.logits(hidden_SH, lora):
             logprobs_CV = logits_CV.log_softmax(1)

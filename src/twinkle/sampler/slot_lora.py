@@ -31,12 +31,14 @@ class SlotLora:
         self._tiles_N4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         self._tiles_N4[:, 0] = rows
         self._offsets: dict[str, np.ndarray] = {}  # by the digest of a layout
-        self._bound: tuple[tuple[int, int, int], ...] = ()
+        self._bound: tuple[tuple[int, str, int], ...] = ()
 
     def bind(self, runs: Sequence[tuple[Adapter | None, int]]) -> None:
         """Consecutive rows of these versions (None: of the base model), from row 0."""
+        # By address and layout: a version that was paged out comes back to the same slot of another block.
         key = tuple(
-            (0, 0, count) if version is None else (id(version), _slot(version), count) for version, count in runs
+            (0, "", count) if version is None else (version.compute_copy.data_ptr(), version.layout.digest, count)
+            for version, count in runs
         )
         if key == self._bound:
             return
@@ -77,7 +79,7 @@ class SlotLora:
 
     def _addresses(self, version: Adapter) -> np.ndarray:
         """(M, 2) addresses of A and B; 0 where the version has none."""
-        layout, row_P = version.layout, version.stack.row(_slot(version))
+        layout, row_P = version.layout, version.compute_copy
         if layout.digest not in self._offsets:
             self._offsets[layout.digest] = _offsets(layout, self._names)
         offsets_M2 = self._offsets[layout.digest]
@@ -104,8 +106,3 @@ class SlotLayer:
 
 def _offsets(layout: RowLayout, names: Sequence[str]) -> np.ndarray:
     return np.array([layout.offsets(name) if layout.has(name) else (-1, -1) for name in names])
-
-
-def _slot(version: Adapter) -> int:
-    assert version.slot is not None, "versions of a pass must be resident"
-    return version.slot

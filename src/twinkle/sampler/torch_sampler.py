@@ -131,9 +131,12 @@ class TorchSampler:
     def step(self) -> list[Finished | Progress]:
         deadline = perf_counter() + _TURN_SECONDS
         present = self._bring_versions()
-        while self._advance(lambda job: job.version is None or id(job.version) in present):
-            if perf_counter() >= deadline:
-                break
+        try:
+            while self._advance(lambda job: job.version is None or id(job.version) in present):
+                if perf_counter() >= deadline:
+                    break
+        finally:
+            self._pass.forget_versions()  # training may move them, and needs the memory of their copies
         for job in self._jobs.values():
             if job.request.stream:
                 self._events += job.progress()
@@ -152,29 +155,42 @@ class TorchSampler:
                 break
             chosen.append(version)
         self._trainer.pool.make_resident(chosen)
-        self._pass.forget_versions()
         return {id(version) for version in chosen}
 
     def _advance(self, eligible: Eligible) -> bool:
         """One token for all that draw, then a piece of the prompts; False where there was nothing to do."""
         self._schedule.admit(eligible)
         # Two passes: those of single tokens are all alike. What is drawn in the first may end sequences.
-        decoded = self._decode_ahead(eligible) or self._compute_all(self._schedule.decode_steps(eligible))
+        decoded = self._decode(eligible)
         prompted = self._compute_all(self._schedule.prompt_steps(eligible))
         return decoded or prompted
 
-    def _decode_ahead(self, eligible: Eligible) -> bool:
-        """Several tokens for all that draw, where decoding is captured and there is room; False: nothing was done."""
+    def _decode(self, eligible: Eligible) -> bool:
+        """A token for all that draw; several for those whose decoding is captured, where there is room."""
         graphs = self._graphs
         if graphs is None or not self._schedule.room_ahead(_AHEAD):
-            return False
+            return self._compute_all(self._schedule.decode_steps(eligible))
         steps = self._schedule.decode_steps(lambda job: eligible(job) and graphs.takes(job.version), _AHEAD)
         for start in range(0, len(steps), graphs.max_rows):
-            part = steps[start : start + graphs.max_rows]
-            drawn = self._pass.run_ahead([step.sequence.job.ahead(step.sequence) for step in part], _AHEAD)
-            for step, tokens in zip(part, drawn, strict=True):
-                self._absorb_ahead(step, tokens)
-        return bool(steps)
+            self._decode_ahead(steps[start : start + graphs.max_rows])
+        others = self._schedule.decode_steps(lambda job: eligible(job) and not graphs.takes(job.version))
+        return self._compute_all(others) or bool(steps)
+
+    def _decode_ahead(self, steps: list[Step]) -> None:
+        drawn = self._run_ahead(steps)
+        if drawn is None:
+            self._compute_all(steps)  # one token each, in batches as small as they must be
+            return
+        for step, tokens in zip(steps, drawn, strict=True):
+            self._absorb_ahead(step, tokens)
+
+    def _run_ahead(self, steps: list[Step]) -> list[list[Drawn]] | None:
+        """None when the device ran out of memory; nothing has changed then."""
+        try:
+            return self._pass.run_ahead([step.sequence.job.ahead(step.sequence) for step in steps], _AHEAD)
+        except torch.OutOfMemoryError:
+            self._free_memory()
+            return None
 
     def _absorb_ahead(self, step: Step, drawn: list[Drawn]) -> None:
         sequence, job = step.sequence, step.sequence.job
@@ -226,12 +242,18 @@ class TorchSampler:
             self._finish(steps[0].sequence.job, SampleFailure(error))
 
     def _run(self, steps: list[Step]) -> list[Computed] | None:
-        """None when the device ran out of memory."""
-        try:
-            return self._pass.run([step.sequence.job.piece(step.sequence, step.start, step.stop) for step in steps])
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return None
+        """None when the device ran out of memory, and again with all of it that can be freed."""
+        for _ in range(2):
+            try:
+                return self._pass.run([step.sequence.job.piece(step.sequence, step.start, step.stop) for step in steps])
+            except torch.OutOfMemoryError:
+                self._free_memory()
+        return None
+
+    def _free_memory(self) -> None:
+        """What only later passes would use."""
+        self._pass.forget_versions()
+        torch.cuda.empty_cache()
 
     def _absorb(self, step: Step, computed: Computed) -> None:
         sequence, job = step.sequence, step.sequence.job

@@ -1,6 +1,6 @@
 """Checks a request before it joins a batch: every mistake names its field and what is allowed there."""
 
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -54,8 +54,8 @@ class CheckedRequest:
 def check_request(request: SampleRequest, limits: Limits) -> CheckedRequest:
     if not isinstance(request.request_id, str):
         raise InvalidInputError("request_id", request.request_id, "a string")
-    if not isinstance(request.scope, str):
-        raise InvalidInputError("scope", request.scope, "a string")
+    if not _is_text(request.scope):
+        raise InvalidInputError("scope", request.scope, "a string of whole characters")
     prompt = _prompt(request.prompt, limits)
     params = request.params
     _check_params(params, limits)
@@ -139,20 +139,20 @@ def _reason(limits: Limits) -> str:
 
 
 def _check_params(params: SamplingParams, limits: Limits) -> None:
-    if not _is_number(params.temperature) or not 0 <= params.temperature < math.inf:
+    if not _is_number(params.temperature) or params.temperature < 0:
         raise InvalidInputError("temperature", params.temperature, "a finite number ≥ 0")
     if not _is_number(params.top_p) or not 0 < params.top_p <= 1:
         raise InvalidInputError("top_p", params.top_p, "a number in (0, 1]")
-    if not _is_int(params.top_k) or params.top_k < -1:
-        raise InvalidInputError("top_k", params.top_k, "an integer ≥ 1, or -1 (off)")
+    if not _is_int(params.top_k) or not -1 <= params.top_k < 2**31:
+        raise InvalidInputError("top_k", params.top_k, "an integer in [1, 2**31), or -1 (off)")
     if params.seed is not None and (not _is_int(params.seed) or not -(2**63) <= params.seed < 2**64):
         raise InvalidInputError("seed", params.seed, "a 64-bit integer or None")
     for token in _listed("stop_tokens", params.stop_tokens):
         if not _is_int(token) or not 0 <= token < limits.vocab_size:
             raise InvalidInputError("stop_tokens", token, f"token ids in [0, {limits.vocab_size})")
     for text in _listed("stop_strings", params.stop_strings):
-        if not isinstance(text, str) or not text:
-            raise InvalidInputError("stop_strings", text, "strings that are not empty")
+        if not _is_text(text) or not text:
+            raise InvalidInputError("stop_strings", text, "strings of whole characters that are not empty")
         if not limits.stop_strings:
             raise InvalidInputError("stop_strings", text, "none: this sampler has no tokenizer")
 
@@ -185,5 +185,11 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_number(value: object) -> TypeGuard[float]:
+    """Finite; an int that no float holds is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """JSON can carry half a character (a lone surrogate), which has no bytes."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -52,6 +52,7 @@ class Checkpoints:
         self._store = store
         self._compute = compute
         self._files = files
+        self._publishing: set[str] = set()  # sampling sessions that come into being
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
         try:
@@ -152,7 +153,12 @@ class Checkpoints:
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             user_metadata=user_metadata,
         )
-        replaced = await self._store.checkpoints.add(record, overwrite=True)
+        try:
+            replaced = await self._store.checkpoints.add(record, overwrite=True)
+        except StorageFullError:
+            if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
+                await asyncio.to_thread(self._files.remove, record.directory)
+            raise
         if replaced is None or replaced.directory == record.directory:
             return
         if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
@@ -164,37 +170,58 @@ class Checkpoints:
         if self._model.sampler is None:
             raise UnsupportedError(f"{self._model.name} is served for training only; give the save a name")
         session = sampling_session_id(run.session_id, publish.session_seq)
-        directory = self._files.sampler(session)
-        existing = await self._store.sampling_sessions.get(session)
-        if existing is not None and existing.version_id != session:
-            number = publish.session_seq
-            raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
-        if existing is None:
-            write = await self._compute.run(lambda: self._publish(session, op.adapter_id))
-            await asyncio.to_thread(_write_files, write, directory)
-            await self._store.sampling_sessions.create(
-                SamplingSessionRecord(
-                    sampling_session_id=session,
-                    session_id=run.session_id,
-                    number=publish.session_seq,
-                    tenant_id=run.tenant_id,
-                    base_model=run.base_model,
-                    model_name=run.model_name,
-                    model_path=None,
-                    version_id=session,
-                    directory=self._files.relative(directory),
-                    created_at=time.time(),
-                )
-            )
+        record = SamplingSessionRecord(
+            sampling_session_id=session,
+            session_id=run.session_id,
+            number=publish.session_seq,
+            tenant_id=run.tenant_id,
+            base_model=run.base_model,
+            model_name=run.model_name,
+            model_path=None,
+            version_id=session,
+            directory=self._files.relative(self._files.sampler(session, run.number, op.seq)),
+            created_at=time.time(),
+        )
+        taken = InvalidInputError(
+            "sampling_session_seq_id", publish.session_seq, "a number not used before in this session"
+        )
+        if session in self._publishing:
+            raise taken
+        self._publishing.add(session)
+        try:
+            made = await self._store.sampling_sessions.get(session) or await self._make_version(record, op.adapter_id)
+        finally:
+            self._publishing.remove(session)
+        if made.directory != record.directory:  # of another op: its weights are not those that were asked for
+            raise taken
         return responses.published(sampling_session_id=session)
+
+    async def _make_version(self, record: SamplingSessionRecord, adapter_id: str) -> SamplingSessionRecord:
+        """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
+        version_id, directory = record.sampling_session_id, record.directory
+        assert directory is not None, "a version has files"
+        write = await self._compute.run(lambda: self._publish(version_id, adapter_id))
+        made = None
+        try:
+            await asyncio.to_thread(_write_files, write, self._files.root / directory)
+            made = await self._store.sampling_sessions.create(record)
+            return made
+        finally:
+            if made is None or made.directory != directory:
+                await self._compute.run(lambda: self._retire(version_id))
+                await asyncio.to_thread(self._files.remove, directory)
 
     def _publish(self, version_id: str, adapter_id: str) -> Callable[[Path], None]:
         """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
         sampler = self._model.sampler
         assert sampler is not None, "checked before"
-        if version_id not in sampler.version_ids():
-            sampler.publish(version_id, adapter_id)
-        return self._model.trainer.prepare_save(adapter_id, optimizer=False)
+        write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
+        sampler.publish(version_id, adapter_id)
+        return write
+
+    def _retire(self, version_id: str) -> None:
+        assert self._model.sampler is not None, "checked before"
+        self._model.sampler.retire(version_id)
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
         path = CheckpointPath.parse(load.path)

@@ -7,15 +7,15 @@ on the same data: a client that outlived a server goes on where it was.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from twinkle.server.futures import Waiters
 from twinkle.server.ids import split_request_id
 
 SEQ_IDS_PER_CLIENT = 10**9
-_MOST_AT_ONCE = 4096
+_MOST_AT_ONCE = 512  # a millisecond or two to write down
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,13 @@ class Completions:
         if not stream.entries and not self._closed:
             await stream.waiters.sleep(timeout)
             _trim(stream, place)
-        return [stream.entries[index] for index in range(min(len(stream.entries), _MOST_AT_ONCE))]
+        return list(islice(stream.entries, _MOST_AT_ONCE))
+
+    def numbers(self, sampling_session_id: str, client: int) -> Sequence[int]:
+        """The sequence numbers of what the client was not told of for certain."""
+        stream = self._streams.get((sampling_session_id, client))
+        entries = () if stream is None else stream.entries
+        return [int(entry.request_id.rpartition(":")[2]) for entry in entries]
 
     def close(self) -> None:
         """Let everybody go who waits, now and from now on."""
@@ -74,12 +80,13 @@ class Completions:
         for stream in self._streams.values():
             stream.waiters.wake()
 
-    def sweep(self, now: float) -> None:
-        """Forget what nobody came for."""
+    def sweep(self, now: float, delivered: Callable[[str], bool]) -> None:
+        """Forget what nobody came for, and what its client has without being told: not all of them ask here."""
         oldest = now - self._kept_seconds
         for stream in self._streams.values():
-            while stream.entries and stream.entries[0].at < oldest:
-                stream.entries.popleft()
+            entries = stream.entries
+            while entries and (entries[0].at < oldest or delivered(entries[0].request_id)):
+                entries.popleft()
         self._streams = {
             key: stream for key, stream in self._streams.items() if stream.used_at >= oldest or stream.entries
         }

@@ -59,7 +59,7 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             access_log=False,
             timeout_keep_alive=75,
             backlog=4096,
-            timeout_graceful_shutdown=20,
+            timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
             lifespan="on",
         )
         server = _Server(settings, app, _announcement(config, notes, models, listener))
@@ -108,6 +108,7 @@ async def _running(
 ) -> AsyncIterator[None]:
     await store.sessions.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
+    await asyncio.to_thread(files.remove_unfinished)
     computes = {model.name: Compute() for model in models}
     services = {
         served.name: _services(model, served.model.merge, config, store, computes[model.name], files)

@@ -4,7 +4,7 @@ state.db, secret, lock                   the database and what guards it
 journal/                                 bodies and outcomes of ops
 snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
 checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
-samplers/<session>/                      unnamed sampler versions
+samplers/<session>-<run>-<seq>/          unnamed sampler versions, by op <seq> of the session's run <run>
 server.log                               what a server says that ``launch --no-wait`` started
 """
 
@@ -32,8 +32,9 @@ class DataDir:
         """Of its own for every op: a name may be used again, but what a sampler was made from never changes."""
         return self.root / "checkpoints" / directory_name(path.run_id) / path.kind / path.name / str(seq)
 
-    def sampler(self, sampling_session_id: str) -> Path:
-        return self.root / "samplers" / directory_name(sampling_session_id)
+    def sampler(self, sampling_session_id: str, run_number: int, seq: int) -> Path:
+        """Of its own for every op, as above: a client may give one number to two of them by mistake."""
+        return self.root / "samplers" / f"{directory_name(sampling_session_id)}-{run_number}-{seq}"
 
     def snapshot(self, run_id: str, seq: int) -> Path:
         """Of its own each time: the last one is not touched before the next one is on record."""
@@ -48,6 +49,12 @@ class DataDir:
 
     def remove_snapshots(self, run_id: str) -> None:
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
+
+    def remove_unfinished(self) -> None:
+        """What a crash left of directories that were being written. Nobody may be writing now."""
+        for place in ("checkpoints/*/*/*", "samplers"):
+            for leftover in self.root.glob(f"{place}/.*.tmp"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def relative(self, path: Path) -> str:
         return str(path.relative_to(self.root))

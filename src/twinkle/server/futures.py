@@ -5,7 +5,7 @@ forgotten after a while; what nobody fetched stays longer.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from twinkle.server.types import Outcome
@@ -56,6 +56,9 @@ class Futures:
     closed: bool = False
     _promises: dict[str, _Promise] = field(default_factory=dict)
     _delivered: list[str] = field(default_factory=list)
+    # Of all that have an outcome, the oldest first: sweeping looks at no others.
+    _unfetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _fetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _unfetched_bytes: Counter[str] = field(default_factory=Counter)  # by tenant
 
     def __contains__(self, request_id: str) -> bool:
@@ -70,6 +73,10 @@ class Futures:
         promise = self._promises.get(request_id)
         return None if promise is None else promise.digest
 
+    def delivered(self, request_id: str) -> bool:
+        """Whether the outcome was fetched and is still kept."""
+        return request_id in self._fetched
+
     def unfetched_bytes(self, tenant_id: str) -> int:
         """How much is kept for a tenant that it has not asked for yet."""
         return self._unfetched_bytes[tenant_id]
@@ -79,11 +86,14 @@ class Futures:
         if promise is not None and promise.outcome is None:
             promise.outcome = outcome
             promise.settled_at = now
+            self._unfetched[request_id] = None
             self._unfetched_bytes[promise.tenant_id] += len(outcome.body)
             promise.waiters.wake()
 
     def forget(self, request_id: str) -> None:
         promise = self._promises.pop(request_id, None)
+        self._unfetched.pop(request_id, None)
+        self._fetched.pop(request_id, None)
         if promise is not None and promise.outcome is not None and promise.delivered_at is None:
             self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
             promise.delivered_at = promise.settled_at  # whoever is just being woken must not count it again
@@ -103,6 +113,8 @@ class Futures:
             promise.delivered_at = now
             self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
             self._delivered.append(request_id)
+            del self._unfetched[request_id]
+            self._fetched[request_id] = None
         return promise.outcome
 
     def close(self) -> None:
@@ -118,8 +130,9 @@ class Futures:
 
     def sweep(self, now: float) -> None:
         """Forget what has been kept long enough."""
-        for request_id in [key for key, promise in self._promises.items() if self._is_old(promise, now)]:
-            self.forget(request_id)
+        for order in (self._unfetched, self._fetched):
+            while order and self._is_old(self._promises[next(iter(order))], now):
+                self.forget(next(iter(order)))
 
     def _is_old(self, promise: _Promise, now: float) -> bool:
         if promise.delivered_at is not None:

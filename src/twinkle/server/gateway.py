@@ -44,6 +44,8 @@ from twinkle.server.wire.sampling import Encode
 
 logger = logging.getLogger(__name__)
 
+_ACKNOWLEDGED_AT_ONCE = 512
+
 
 @dataclass(frozen=True)
 class Services:
@@ -310,7 +312,9 @@ class Gateway:
         sampling = self.sampler_of(session)
         if sampling.completions is None:
             raise UnsupportedError("retrieve_futures is switched off here, as client/config says: use retrieve_future")
-        sampling.acknowledge(session.sampling_session_id, acknowledged)
+        for start in range(0, len(acknowledged), _ACKNOWLEDGED_AT_ONCE):
+            sampling.acknowledge(session.sampling_session_id, acknowledged[start : start + _ACKNOWLEDGED_AT_ONCE])
+            await asyncio.sleep(0)  # others get their turn
         key = session.sampling_session_id, client
         return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
 

@@ -12,7 +12,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from twinkle.errors import GoneError, InvalidInputError, QuotaError, TwinkleError, TwinkleServerError
+from twinkle.errors import (
+    GoneError,
+    InvalidInputError,
+    QuotaError,
+    ShuttingDownError,
+    TwinkleError,
+    TwinkleServerError,
+)
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
 from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
 from twinkle.server.compute import Compute, Lane
@@ -84,6 +91,7 @@ class SamplerService:
         self._engine_samples = engine_samples
         self._jobs: dict[str, _Job] = {}  # all that are not done
         self._tenants: Counter[str] = Counter()  # how many of them each has
+        self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
         self._queue: FairQueue[_Job] = FairQueue()  # those that the engine was not given yet
         self._in_engine = 0  # samples of those that it was given
         self._cancelled: list[str] = []
@@ -92,6 +100,7 @@ class SamplerService:
         self._turn_due = False
         self._busy = False
         self._pump: asyncio.Task[None] | None = None
+        self._released = False
         self._stopping = False
         self.tokens_sampled = 0
         self.busy_seconds = 0.0
@@ -109,7 +118,7 @@ class SamplerService:
         if self._pump is not None:
             await self._pump
         for job in list(self._jobs.values()):
-            self._end(job, TwinkleServerError("the server is shutting down"))
+            self._end(job, ShuttingDownError())
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -138,6 +147,8 @@ class SamplerService:
         Whatever goes wrong is raised as a TwinkleError when the first event is asked for, or later ones. Whoever leaves
         before the end cancels the request.
         """
+        if self._released:
+            raise ShuttingDownError
         events: asyncio.Queue[Event] = asyncio.Queue()
         job = _Job(request, session, events)
         self._accept(job)
@@ -188,11 +199,13 @@ class SamplerService:
                 self.completions.add(request_id, None, now)
 
     def lowest_number(self, sampling_session_id: str, seq_id: int) -> int:
-        """The lowest number that the client which now uses ``seq_id`` has under way. Looks at all that waits."""
-        parts = [split_request_id(request_id) for request_id in self._jobs]
-        numbers = [part[1] for part in parts if part is not None and part[0] == sampling_session_id]
-        client = seq_id // SEQ_IDS_PER_CLIENT
-        return min([seq_id, *(number for number in numbers if number // SEQ_IDS_PER_CLIENT == client)])
+        """The lowest number that the client which now uses ``seq_id`` may be waiting for.
+
+        One that is done counts until the client was told: it would not hear of it from the next server.
+        """
+        client = sampling_session_id, seq_id // SEQ_IDS_PER_CLIENT
+        untold = () if self.completions is None else self.completions.numbers(*client)
+        return min([seq_id, *self._numbers.get(client, ()), *untold])
 
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
@@ -200,15 +213,21 @@ class SamplerService:
         self._futures.sweep(now)
         self._futures.take_delivered()
         if self.completions is not None:
-            self.completions.sweep(now)
+            self.completions.sweep(now, self._futures.delivered)
         self._rate.note(self.tokens_sampled, now)
         self._turn_due = True  # versions are published and grow old also when nobody samples
         self._wake.set()
 
     def release_waiters(self) -> None:
+        """Let everybody go who waits, now and from now on: long polls, and whoever reads events."""
         self._futures.close()
         if self.completions is not None:
             self.completions.close()
+        self._released = True
+        for job in list(self._jobs.values()):
+            if isinstance(job.into, asyncio.Queue):
+                self._withdraw(job)
+                job.into.put_nowait(ShuttingDownError())
 
     def status(self) -> dict[str, object]:
         return {
@@ -232,6 +251,9 @@ class SamplerService:
             raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
         self._jobs[job.request_id] = job
         self._tenants[tenant_id] += 1
+        client = _client_of(job)
+        if client is not None:
+            self._numbers.setdefault(client[:2], set()).add(client[2])
         self._queue.push(tenant_id, job.request_id, job)
         self._wake.set()
 
@@ -251,6 +273,12 @@ class SamplerService:
         self._tenants[tenant_id] -= 1
         if not self._tenants[tenant_id]:
             del self._tenants[tenant_id]
+        client = _client_of(job)
+        if client is not None:
+            numbers = self._numbers[client[:2]]
+            numbers.remove(client[2])
+            if not numbers:
+                del self._numbers[client[:2]]
 
     def _settle(self, request_id: str, outcome: Outcome) -> None:
         now = time.time()
@@ -314,12 +342,16 @@ class SamplerService:
                 if event.request_id in self._running:
                     events.append(self._result(event))
             self._versions.tidy(time.monotonic())
-        except Exception as error:  # noqa: BLE001 - the sampler loop is an edge; nobody may wait for ever
+            busy = self._sampler.busy
+        except Exception as error:  # the sampler loop is an edge; nobody may wait for ever
+            if not self._running:  # nobody else hears of it
+                logger.exception("the sampler failed")
             for job in list(self._running.values()):
                 self._stop(job.request_id)
                 events.append((job, _failed(job, error)))
+            busy = False  # it is asked again when there is something new to do
         self.busy_seconds += time.perf_counter() - started
-        return events, self._sampler.busy
+        return events, busy
 
     def _admit(self, job: _Job) -> Exception | None:
         """Give a request to the engine; returns why it was not taken, if so."""
@@ -336,8 +368,13 @@ class SamplerService:
         return None
 
     def _stop(self, request_id: str) -> None:
-        self._sampler.cancel(request_id)
-        self._versions.unpin(self._running.pop(request_id).session, time.monotonic())
+        """What the sampler cannot cancel it may go on with; nobody listens any more."""
+        job = self._running.pop(request_id)
+        self._versions.unpin(job.session, time.monotonic())
+        try:
+            self._sampler.cancel(request_id)
+        except Exception:  # as above
+            logger.exception("request %s could not be cancelled", request_id)
 
     def _result(self, event: Finished | Progress) -> tuple[_Job, Event | Outcome]:
         job = self._running[event.request_id]
@@ -354,6 +391,12 @@ class SamplerService:
             return job, job.into(event.outcome)
         except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
             return job, _failed(job, error)
+
+
+def _client_of(job: _Job) -> tuple[str, int, int] | None:
+    """(sampling session, client, sequence number); None for a request that has no number."""
+    parts = split_request_id(job.request_id)
+    return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
 
 
 def _failed(job: _Job, error: Exception) -> TwinkleError | Outcome:

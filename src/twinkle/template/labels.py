@@ -11,13 +11,24 @@ from numpy.typing import NDArray
 from twinkle.template.chat_template import Rendered
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
+    from tokenizers import Encoding, Tokenizer
 
-__all__ = ["IGNORE", "IntArray", "label_spans", "shift_labels", "unshift_labels"]
+__all__ = ["IGNORE", "IntArray", "encode_texts", "label_spans", "shift_labels", "unshift_labels"]
 
 IntArray = NDArray[np.int64]
 
 IGNORE = -100
+
+
+def encode_texts(tokenizer: "Tokenizer", texts: list[str], add_special_tokens: bool) -> "list[Encoding]":
+    """By the core of a tokenizer: what Transformers wraps around it costs a sixth of the time."""
+    # Whoever used the tokenizer before may have left these on. Switching them off while others encode is not allowed,
+    # so it is done only where it is necessary.
+    if tokenizer.truncation is not None:
+        tokenizer.no_truncation()
+    if tokenizer.padding is not None:
+        tokenizer.no_padding()
+    return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
 
 def label_spans(encoding: "Encoding", ids: IntArray, rendered: Rendered) -> IntArray:

@@ -19,7 +19,7 @@ from twinkle.data_format.columns import columns_to_rows, rows_to_columns
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.hub import HubOperation
 from twinkle.template.chat_template import ChatRenderer, ChatTemplate, Rendered
-from twinkle.template.labels import IGNORE, IntArray, label_spans, shift_labels, unshift_labels
+from twinkle.template.labels import IGNORE, IntArray, encode_texts, label_spans, shift_labels, unshift_labels
 from twinkle.template.messages import (
     conversation,
     key_rounds,
@@ -69,6 +69,8 @@ class Template:
         default_system: str | None = None,
         enable_thinking: bool = True,
     ) -> None:
+        if not isinstance(model_id, str) or not model_id:
+            raise InvalidInputError("model_id", model_id, "the id of a model or a local directory")
         if truncation_strategy not in TRUNCATION_STRATEGIES:
             raise UnknownNameError("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
         if max_length is not None and (not isinstance(max_length, int) or max_length < 0):
@@ -202,6 +204,9 @@ class Template:
         variables: Mapping[str, Any],
     ) -> list[list[Row]]:
         """For each trajectory the features that it becomes."""
+        for trajectory in trajectories:
+            if not isinstance(trajectory, Mapping):
+                raise InvalidInputError("trajectory", trajectory, "a dict with 'messages'")
         prepared = [self._invoke_pre_pipeline([dict(trajectory)]) for trajectory in trajectories]
         flat = [trajectory for group in prepared for trajectory in group]
         if self.use_chat_template:
@@ -260,15 +265,11 @@ class Template:
         """One call of the tokenizer for all texts. Labels are not shifted yet."""
         if not rendered:
             return []
-        batch = self.tokenizer(
-            [text.text for text in rendered],
-            # a chat template writes the special tokens itself
-            add_special_tokens=not self.use_chat_template,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
+        # a chat template writes the special tokens itself
+        special = not self.use_chat_template
+        encodings = encode_texts(self.tokenizer.backend_tokenizer, [text.text for text in rendered], special)
         features = []
-        for trajectory, turns, encoding in zip(trajectories, rendered, batch.encodings, strict=True):
+        for trajectory, turns, encoding in zip(trajectories, rendered, encodings, strict=True):
             ids: IntArray = np.array(encoding.ids, dtype=np.int64)
             if add_generation_prompt:
                 labels = np.full(len(ids), IGNORE, dtype=np.int64)
@@ -341,6 +342,8 @@ class Template:
         ``messages`` get the assistant's turn, with tool calls taken out of its text.
         """
         self._require_one_for_one("concat_input_feature")
+        if "input_ids" not in feature:
+            raise InvalidInputError("feature", sorted(feature), "an encoded one, with 'input_ids'")
         ids = np.asarray(feature["input_ids"], dtype=np.int64)
         new: IntArray = np.asarray(new_tokens, dtype=np.int64)
         labels = np.asarray(feature.get("labels", np.full(len(ids), IGNORE)), dtype=np.int64)

@@ -95,10 +95,10 @@ class Engine:
 
     # --- from the other thread ----------------------------------------------------------------------------------------
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None) -> int:
-        """Generate; returns the number under which tokens arrive."""
+    def begin(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None, scope: str) -> int:
+        """Generate; returns the number under which tokens arrive. Other scopes share nothing of the prompt."""
         number = next(self._numbers)
-        self._loop.call_soon_threadsafe(self._start, number, list(prompt), params, lora)
+        self._loop.call_soon_threadsafe(self._start, number, _prompt(prompt, scope), params, lora)
         return number
 
     def cancel(self, number: int) -> None:
@@ -118,7 +118,7 @@ class Engine:
     def generate(self, prompt: Sequence[int], params: SamplingParams, lora: LoRARequest | None) -> Piece:
         """Generate and wait for the end; ``params`` ask for everything at once."""
         number = next(self._numbers)
-        return self._call(lambda: self._all_of(number, list(prompt), params, lora))
+        return self._call(lambda: self._all_of(number, _prompt(prompt, ""), params, lora))
 
     def add_lora(self, lora: LoRARequest) -> None:
         self._call(lambda: self._llm.add_lora(lora))
@@ -165,7 +165,7 @@ class Engine:
         finally:
             llm.shutdown()
 
-    def _start(self, number: int, prompt: list[int], params: SamplingParams, lora: LoRARequest | None) -> None:
+    def _start(self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None) -> None:
         task = self._loop.create_task(self._follow(number, prompt, params, lora))
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._end(number))  # also of one that was cancelled before it began
@@ -179,21 +179,26 @@ class Engine:
         del self._tasks[number]
         self._arrived.put(Ended(number))
 
-    async def _follow(self, number: int, prompt: list[int], params: SamplingParams, lora: LoRARequest | None) -> None:
+    async def _follow(
+        self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None
+    ) -> None:
         try:
-            async for output in self._llm.generate(_prompt(prompt), params, str(number), lora_request=lora):
+            async for output in self._llm.generate(prompt, params, str(number), lora_request=lora):
                 self._arrived.put(_piece(number, output))
         except Exception as error:  # noqa: BLE001 - it fails its own request alone, whatever it is
             broken = _died() if self.dead else TwinkleServerError(f"vLLM failed: {error}")
             self._arrived.put(Broken(number, broken))
 
-    async def _all_of(self, number: int, prompt: list[int], params: SamplingParams, lora: LoRARequest | None) -> Piece:
-        outputs = [out async for out in self._llm.generate(_prompt(prompt), params, str(number), lora_request=lora)]
+    async def _all_of(
+        self, number: int, prompt: TokensPrompt, params: SamplingParams, lora: LoRARequest | None
+    ) -> Piece:
+        outputs = [out async for out in self._llm.generate(prompt, params, str(number), lora_request=lora)]
         return _piece(number, outputs[-1])
 
 
-def _prompt(tokens: list[int]) -> TokensPrompt:
-    return TokensPrompt(prompt_token_ids=tokens)
+def _prompt(tokens: Sequence[int], scope: str) -> TokensPrompt:
+    prompt = TokensPrompt(prompt_token_ids=list(tokens))
+    return TokensPrompt(**prompt, cache_salt=scope) if scope else prompt  # an empty salt is refused
 
 
 def _piece(number: int, output: Any) -> Piece:

@@ -7,7 +7,7 @@ from vllm import SamplingParams as EngineParams
 from vllm.sampling_params import RequestOutputKind
 
 from twinkle.errors import NonFiniteError, TwinkleServerError
-from twinkle.sampler.jobs import Tokenizer
+from twinkle.sampler.jobs import Tokenizer, holds_one_of, longest_match
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
 from twinkle.sampler.vllm import message
@@ -15,8 +15,6 @@ from twinkle.sampler.vllm.engine import Piece
 from twinkle.sampler.vllm.message import Told
 from twinkle.sampler.vllm.processor import DrawSettings
 from twinkle.sampler.vllm.versions import Version
-
-_MARGIN = 8  # tokens: decoding may spoil the first of those it is given (a cut character, a space left out)
 
 
 @dataclass(eq=False)
@@ -101,14 +99,10 @@ class Request:
         """Whether the newest token ends the sample. vLLM knows of the end tokens, and not of the strings."""
         if sample.told[-1].token in self.end_tokens:
             return True
-        strings = self.checked.params.stop_strings
-        if not strings or self.tokenizer is None:
+        strings, tokenizer = self.checked.params.stop_strings, self.tokenizer
+        if not strings or tokenizer is None:
             return False
-        # A token has at least one byte, so a string cannot reach further back than it has bytes.
-        reach = max(len(text.encode()) for text in strings) + _MARGIN
-        tail = [told.token for told in sample.told[-reach:]]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(string in text for string in strings)
+        return holds_one_of(strings, [told.token for told in sample.told[-longest_match(strings) :]], tokenizer)
 
     def _arrays(self, told: list[Told]) -> tuple["np.ndarray", "np.ndarray", TopLogprobs | None]:
         tokens = np.array([each.token for each in told], np.int64)

@@ -9,6 +9,7 @@ anybody samples from it, so vLLM never generates with less than the whole adapte
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from twinkle.environment import set_variable_defaults
@@ -126,8 +127,7 @@ class VllmSampler:
         version = self._versions.pop(version_id, None)
         if version is not None:
             self._scorer.retire(version_id)
-            version.retired = True
-            self._remove_unused(version)
+            self._discard(version)
 
     def version_ids(self) -> list[str]:
         return list(self._versions)
@@ -180,26 +180,25 @@ class VllmSampler:
 
     def _install(self, version_id: str, size: int, write: Callable[[Path], None]) -> None:
         """Give a version that the scorer has to vLLM, and compare the two."""
-        try:
+        with ExitStack() as undo:  # whatever goes wrong: what a full disk raises is no error of ours
+            undo.callback(self._scorer.retire, version_id)
             version = self._files.write(size, write, self._unapplied)
-            try:
-                if version.lora is not None:
-                    self._engine.add_lora(version.lora)
-                difference = self._check.compare(version.lora, version_id)
-                if not difference.is_small:
-                    modules = ", ".join(kinds(self._trainer.architecture))
-                    raise TwinkleServerError(
-                        f"vLLM does not compute this adapter as the trainer does ({difference}), although it applies "
-                        f"LoRA on each of {modules} alone; use sampler_type torch"
-                    )
-            except TwinkleError:
-                version.retired = True
-                self._remove_unused(version)
-                raise
-        except TwinkleError:
-            self._scorer.retire(version_id)
-            raise
+            undo.callback(self._discard, version)
+            if version.lora is not None:
+                self._engine.add_lora(version.lora)
+            difference = self._check.compare(version.lora, version_id)
+            if not difference.is_small:
+                modules = ", ".join(kinds(self._trainer.architecture))
+                raise TwinkleServerError(
+                    f"vLLM does not compute this adapter as the trainer does ({difference}), although it applies "
+                    f"LoRA on each of {modules} alone; use sampler_type torch"
+                )
+            undo.pop_all()
         self._versions[version_id] = version
+
+    def _discard(self, version: Version) -> None:
+        version.retired = True
+        self._remove_unused(version)
 
     def _remove_unused(self, version: Version) -> None:
         if version.retired and not version.users:
@@ -228,22 +227,26 @@ class VllmSampler:
                 return False
             finally:
                 self._scorer.retire(name)
-                version.retired = True
-                self._remove_unused(version)
+                self._discard(version)
             if difference.shows:
                 return difference.is_applied
         return False
 
     def _score_now(self, request: SampleRequest) -> SampleResult:
         self._scorer.submit(request)
-        while True:
-            for event in self._scorer.step():
-                if event.request_id != request.request_id:
-                    self._scored.append(event)
-                elif isinstance(event, Finished) and isinstance(event.outcome, SampleFailure):
-                    raise event.outcome.error
-                elif isinstance(event, Finished) and isinstance(event.outcome, SampleResult):
-                    return event.outcome
+        try:
+            outcome: SampleResult | SampleFailure | None = None
+            while outcome is None:
+                for event in self._scorer.step():
+                    if event.request_id != request.request_id:
+                        self._scored.append(event)
+                    elif isinstance(event, Finished):
+                        outcome = event.outcome
+        finally:
+            self._scorer.cancel(request.request_id)
+        if isinstance(outcome, SampleFailure):
+            raise outcome.error
+        return outcome
 
     # --- requests, inside ---------------------------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class VllmSampler:
         lora = None if version is None else version.lora
         prompt = request.checked.prompt.tolist()
         for sample in request.samples:
-            number = self._engine.begin(prompt, request.engine_params(sample), lora)
+            number = self._engine.begin(prompt, request.engine_params(sample), lora, request.checked.scope)
             request.numbers[number] = sample
             self._by_number[number] = request
             if version is not None:
@@ -319,10 +322,11 @@ def _scoring(checked: CheckedRequest, version_id: str | None) -> SampleRequest:
         checked.request_id,
         version_id,
         checked.prompt,
-        SamplingParams(max_tokens=1, seed=checked.seed),
+        SamplingParams(max_tokens=1, temperature=checked.params.temperature, seed=checked.seed),
         prompt_logprobs=checked.prompt_logprobs,
         prompt_logprobs_last_n=checked.prompt_logprobs_last_n,
         topk_prompt_logprobs=checked.topk_prompt_logprobs,
         target_prompt_logprobs=checked.target_prompt_logprobs,
         prompt_alt_tokens=checked.prompt_alt_tokens,
+        scope=checked.scope,
     )

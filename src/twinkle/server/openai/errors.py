@@ -7,6 +7,7 @@ from twinkle.errors import (
     GoneError,
     InvalidInputError,
     QuotaError,
+    ShuttingDownError,
     TwinkleError,
     UnauthorizedError,
     UserError,
@@ -63,7 +64,7 @@ def refusal_of(error: TwinkleError) -> Refusal | None:
             return Refusal(413, text)
         case QuotaError():
             return Refusal(429, text, "rate_limit_error", code="rate_limit_exceeded")
-        case GoneError() | CapacityError():  # the next try may go well
+        case GoneError() | CapacityError() | ShuttingDownError():  # the next try may go well
             return Refusal(503, text, "server_error")
         case RequestError():
             return Refusal(400, text, param=error.param, code=error.code)

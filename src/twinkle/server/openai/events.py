@@ -14,10 +14,14 @@ from twinkle.server.openai.bodies import Json
 
 T = TypeVar("T")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_UNREAD_SECONDS = 60.0  # a client that takes nothing for so long is gone; what it asked for is not kept for ever
 
 
 class EventStream(Response):
-    """Sends each body as an event, and at last ``[DONE]``. A client that leaves ends ``bodies`` at once."""
+    """Sends each body as an event, and at last ``[DONE]``. A client that leaves ends ``bodies`` at once.
+
+    So does one that stays and does not read.
+    """
 
     media_type = "text/event-stream"
 
@@ -28,7 +32,7 @@ class EventStream(Response):
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientDisconnect):  # nobody is left who could be told
+        with suppress(ClientDisconnect, TimeoutError):  # nobody is left who could be told
             await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
@@ -42,7 +46,8 @@ class EventStream(Response):
 
 
 async def _send_event(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    async with asyncio.timeout(_UNREAD_SECONDS):
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:

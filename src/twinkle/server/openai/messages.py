@@ -25,10 +25,11 @@ def _content(value: object) -> object:
 
 
 def _arguments(value: object) -> object:
-    """Templates want what the text means."""
+    """Templates want what the text means, and the tokenizer what can be written as UTF-8."""
     try:
         arguments = json.loads(value) if isinstance(value, str) else None
-    except ValueError:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError("allowed: the text of a JSON object")

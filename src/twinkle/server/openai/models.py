@@ -140,7 +140,8 @@ async def described(gateway: Gateway, name: str, tenant_id: str) -> dict[str, ob
         return _body(name, gateway.started_at, _OWNER)
     checkpoint = await _checkpoint(gateway, name, tenant_id) if "://" in name else None
     if checkpoint is not None:
-        return _body(name, checkpoint.created_at, checkpoint.tenant_id)
+        # Whose a public one is, is nobody's business.
+        return _body(name, checkpoint.created_at, tenant_id if checkpoint.tenant_id == tenant_id else _OWNER)
     run = await _run(gateway, name, tenant_id)
     if run is None:
         raise unknown_model(name)

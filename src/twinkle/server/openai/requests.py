@@ -8,7 +8,7 @@ from twinkle.sampler.types import SamplingParams
 from twinkle.server.openai.errors import RequestError
 from twinkle.server.openai.fields import Fields, neutral
 from twinkle.server.openai.messages import Message, Tool
-from twinkle.server.wire.fields import Metadata, Seed
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed
 
 MAX_SAMPLES = 128
 MAX_PROMPTS = 256
@@ -26,9 +26,13 @@ def _stops(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return ()
-    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"allowed: null, a text, or at most {_MAX_STOPS} texts that are not empty")
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(map(_is_stop, stops)):
+        raise ValueError(f"allowed: null, or at most {_MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(stops)
+
+
+def _is_stop(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH
 
 
 def _is_tokens(value: object) -> bool:
@@ -97,11 +101,11 @@ class GenerationFields(Fields):
 
 
 class ChatRequest(GenerationFields):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     # Accepted, and of no consequence here:
     prompt_cache_key: ClientText | None = None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from twinkle.server.text_codec import TextCodec
 
 _INCOMPLETE = "\ufffd"  # how the bytes of a character read until all of them are there
+_LONGEST = 16  # tokens: what is no character by then never becomes one, and decoding more each time takes longer
 
 
 class Detokenizer:
@@ -20,7 +21,7 @@ class Detokenizer:
     def push(self, token: int) -> str:
         self._fresh.append(token)
         text = self._codec.decode(self._before + self._fresh)
-        final = text.rstrip(_INCOMPLETE)
+        final = text if len(self._fresh) >= _LONGEST else text.rstrip(_INCOMPLETE)
         new = final[self._shown :]
         if final == text and not new:  # a token without text
             self._fresh.pop()

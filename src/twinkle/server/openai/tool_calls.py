@@ -67,7 +67,7 @@ class ToolCallFilter:
 def _call(text: str) -> ToolCall | None:
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return None

@@ -35,6 +35,8 @@ SMALL_BODY = 16_384
 _BEARER = "bearer "
 # The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
 JSON_BYTES = 2**20
+# With answers that a client may hope to be better soon. Both SDKs heed it.
+RETRY_SOON = {"Retry-After": "1"}
 RequestT = TypeVar("RequestT", bound=fields.Request)
 
 # The first that matches; anything else of ours is a 500.
@@ -96,8 +98,10 @@ async def parsed(request_type: type[RequestT], request: Request) -> RequestT:
     return fields.parse(request_type, await body_of(request, JSON_BYTES))
 
 
-def json_response(content: Mapping[str, object], status: int = 200) -> Response:
-    return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
+def json_response(
+    content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
 
 
 def is_loopback(request: Request) -> bool:
@@ -114,7 +118,7 @@ def install_error_handlers(app: FastAPI) -> None:
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
         for kind, status in _STATUS:
             if isinstance(error, kind):
-                return json_response({"detail": str(error)}, status)
+                return json_response({"detail": str(error)}, status, RETRY_SOON if status == 429 else None)
         return await unexpected(request, error)
 
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -20,7 +20,16 @@ from twinkle.server.openai.events import EventStream, unless_gone
 from twinkle.server.openai.fields import Fields, parse
 from twinkle.server.openai.generation import Generation
 from twinkle.server.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
-from twinkle.server.routes.http import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of, json_response, tenant_of
+from twinkle.server.routes.http import (
+    JSON_BYTES,
+    PREFIX,
+    RETRY_SOON,
+    SMALL_BODY,
+    body_of,
+    gateway_of,
+    json_response,
+    tenant_of,
+)
 from twinkle.server.text_codec import TextCodec
 
 logger = logging.getLogger(__name__)
@@ -42,7 +51,7 @@ def _answering(handler: Handler) -> Handler:
             raise
         except Exception as error:  # noqa: BLE001 - the route handler is an edge
             refusal = _refusal(error, request)
-            return json_response(refusal.body, refusal.status)
+            return json_response(refusal.body, refusal.status, RETRY_SOON if refusal.status in (429, 503) else None)
 
     return answer
 

@@ -3,12 +3,21 @@
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from twinkle.server.ids import CHECKPOINT_NAME
 from twinkle.server.wire.errors import MalformedRequestError
 
 MAX_STOPS = 256
+MAX_STOP_LENGTH = 1024  # characters: as much text is looked through after every token
 _MAX_TTL = 3653 * 86400  # ten years, in seconds
 _MAX_METADATA_ENTRIES = 256
 _MAX_METADATA_BYTES = 65_536  # as JSON
@@ -45,11 +54,13 @@ def _stops(value: object) -> object:
     if stops is None:
         return None
     if isinstance(stops, list) and len(stops) <= MAX_STOPS:
-        if all(isinstance(stop, str) and stop for stop in stops):
+        if all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
             return stops
         if all(type(stop) is int and 0 <= stop <= _MAX_TOKEN_ID for stop in stops):
             return stops
-    raise ValueError(f"allowed: null, a text, or at most {MAX_STOPS} texts or token ids")
+    raise ValueError(
+        f"allowed: null, a text, or at most {MAX_STOPS} texts or token ids; texts of 1 to {MAX_STOP_LENGTH} characters"
+    )
 
 
 Text = Annotated[str, AfterValidator(_storable), Field(max_length=4096)]
@@ -59,6 +70,8 @@ Number = Annotated[int, Field(ge=0, lt=2**63)]
 SequenceNumber = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
+# Of lists that may be long the first mistake is enough: a description of each would take seconds and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Metadata = Annotated[dict[str, str], AfterValidator(_small)]
 AnyMetadata = Annotated[dict[str, Any], AfterValidator(_small)]
 TimeToLive = Annotated[int, Field(gt=0, le=_MAX_TTL)]
@@ -107,5 +120,5 @@ def _explain(error: ValidationError) -> str:
 
 
 def short(value: object) -> str:
-    text = repr(value)
+    text = repr(value[:120] if isinstance(value, str | list) else value)  # all of a long one may take a second
     return text if len(text) <= 120 else text[:119] + "…"

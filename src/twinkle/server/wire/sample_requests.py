@@ -20,16 +20,19 @@ from twinkle.server.wire.fields import (
     Seed,
     Stops,
     Text,
-    TokenId,
+    TokenIds,
     short,
 )
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 from twinkle.server.wire.tensors import CsrLayout
 
 MAX_SAMPLES = 1024
+_MAX_CHUNKS = 4096
+_MAX_RETRIEVED = 2**16
 _MAX_TARGETS = 2**22  # cells of a request's target_prompt_logprobs as the sampler reads them: 32 MiB
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+Counts = Annotated[list[Count], Field(fail_fast=True)]
 
 
 class CreateSamplingSessionRequest(Request):
@@ -67,7 +70,7 @@ class RetrieveFuturesRequest(Request):
     target: FuturesTarget
     prev_cursor: Number = 0
     timeout: Annotated[float, Field(ge=0)] | None = None
-    retrieved_request_ids: Annotated[list[Id], Field(default_factory=list)]
+    retrieved_request_ids: Annotated[list[Id], Field(default_factory=list, max_length=_MAX_RETRIEVED, fail_fast=True)]
 
 
 class CancelFutureRequest(Request):
@@ -106,11 +109,11 @@ class Chunk(Request):
     """Text; other kinds are read only so far that they can be refused by name."""
 
     type: str = "encoded_text"
-    tokens: Annotated[list[TokenId], Field(default_factory=list)]
+    tokens: Annotated[TokenIds, Field(default_factory=list)]
 
 
 class ModelInput(Request):
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], Field(max_length=_MAX_CHUNKS, fail_fast=True)]
 
     def tokens(self) -> IntArray:
         """(T,): the text chunks one after another."""
@@ -126,11 +129,11 @@ class ModelInput(Request):
 class TargetTokens(Request):
     """A TensorData of token ids, a row for each token of the prompt after the first. −1, or not listed: no token."""
 
-    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    data: Annotated[list[Annotated[int, Field(ge=-1, lt=2**31)]], Field(fail_fast=True)]
     dtype: Literal["int64"]
     shape: Annotated[list[Count], Field(min_length=2, max_length=2)]
-    sparse_crow_indices: list[Count] | None = None
-    sparse_col_indices: list[Count] | None = None
+    sparse_crow_indices: Counts | None = None
+    sparse_col_indices: Counts | None = None
 
     def layout(self) -> CsrLayout | None:
         """None: dense."""

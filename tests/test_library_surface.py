@@ -1,0 +1,295 @@
+"""The public names of the library, its constructors and its methods: what scripts written for it rely on.
+
+The tables name what must be there. What is not there stands in ABSENT, with the reason, and is checked to be absent.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from twinkle.errors import UnsupportedError
+
+pytest.importorskip("torch")
+pytest.importorskip("datasets")
+pytest.importorskip("transformers")
+
+SRC = Path(__file__).parents[1] / "src"
+
+NAMES = {
+    "twinkle.infra": "initialize",
+    "twinkle.data_format": "InputFeature Message Tool ToolCall LossOutput ModelOutput SampledSequence SampleResponse "
+    "SamplingParams Trajectory pack_value user_data_get",
+    "twinkle.template": "Template DeepseekV4Template Qwen3_5Template ClineParser HermesQwenParser ReActParser "
+    "ToolCallParser ToolCallRegistry VCPParser",
+    "twinkle.template.tools": "ClineParser HermesQwenParser ReActParser ToolCallParser ToolCallRegistry VCPParser",
+    "twinkle.preprocessor": "DataFilter Preprocessor EmojiDPOProcessor AlpacaProcessor CompetitionMathGRPOProcessor "
+    "CompetitionMathProcessor CountdownProcessor GSM8KProcessor SelfCognitionProcessor CLEVRProcessor "
+    "OlympiadBenchProcessor",
+    "twinkle.dataset": "Dataset DatasetMeta IterableDataset IterablePackingDataset LazyDataset PackingDataset",
+    "twinkle.dataloader": "DataLoader DeviceMeshIterableFetcher DeviceMeshSampler RetrySampler",
+    "twinkle.processor": "InputProcessor",
+    "twinkle.model": "TwinkleModel TransformersModel MultiLoraTransformersModel",
+    "twinkle.loss": "Loss CrossEntropyLoss ChunkedCrossEntropyLoss LigerFusedLinearCrossEntropyLoss MSELoss GRPOLoss "
+    "GSPOLoss SAPOLoss CISPOLoss BNPOLoss DRGRPOLoss GKDLoss DPOLoss SimPOLoss CPOLoss ORPOLoss InfonceLoss "
+    "torch_loss_mapping",
+    "twinkle.metric": "Accuracy Metric CompletionRewardMetric DPOMetric EmbeddingMetric GRPOMetric GSPOMetric "
+    "CISPOMetric LossMetric TrainMetric",
+    "twinkle.advantage": "Advantage GRPOAdvantage RLOOAdvantage",
+    "twinkle.reward": "Reward FormatReward GSM8KAccuracyReward GSM8KFormatReward MathReward MultiModalAccuracyReward "
+    "OlympiadBenchAccuracyReward OlympiadBenchFormatReward OlympiadBenchQualityReward",
+    "twinkle.hub": "HFHub HubOperation MSHub MODEL_ID_ALIASES_ENV build_model_alias_map load_model_alias_map "
+    "resolve_model_id_alias",
+    "twinkle.module.scheduler": "CosineWarmupScheduler LinearWarmupScheduler",
+}
+
+_TEMPLATE = "model_id use_chat_template max_length truncation_strategy default_system enable_thinking"
+_GRPO = "epsilon epsilon_high beta entropy_coef ignore_index"
+_POLICY_METRIC = "device_mesh process_group ignore_index temperature epsilon epsilon_high top_k_kl"
+_MODEL = (
+    "model_cls model_id config device_mesh mixed_precision strategy ddp_config fsdp_config grad_scaler_config "
+    "memory_efficient_init"
+)
+_PUSH = "repo_id folder_path path_in_repo commit_message commit_description token private revision ignore_patterns"
+
+# Parameters in the order in which they may be given by position.
+SIGNATURES = {
+    "twinkle.data_format:SamplingParams": "max_tokens seed stop temperature top_k top_p repetition_penalty logprobs "
+    "prompt_logprobs num_samples",
+    "twinkle.data_format:SampledSequence": "stop_reason tokens logprobs decoded new_input_feature routed_experts",
+    "twinkle.data_format:SampleResponse": "sequences prompt_token_ids prompt_logprobs topk_prompt_logprobs",
+    "twinkle.data_format:user_data_get": "items key default",
+    "twinkle.template:Template": _TEMPLATE,
+    "twinkle.template:Qwen3_5Template": _TEMPLATE,
+    "twinkle.template:DeepseekV4Template": _TEMPLATE,
+    "twinkle.template:Template.encode": "trajectory add_generation_prompt",
+    "twinkle.template:Template.concat_input_feature": "feature new_tokens",
+    "twinkle.template:Template.format_trajectory": "trajectory add_default_system",
+    "twinkle.preprocessor:SelfCognitionProcessor": "model_name model_author",
+    "twinkle.preprocessor:GSM8KProcessor": "system add_assistant",
+    "twinkle.preprocessor:EmojiDPOProcessor": "system chosen_key rejected_key prompt_key",
+    "twinkle.preprocessor:CLEVRProcessor": "system",
+    "twinkle.preprocessor:OlympiadBenchProcessor": "system language",
+    "twinkle.dataset:DatasetMeta": "dataset_id subset_name split data_slice data",
+    "twinkle.dataset:Dataset": "dataset_meta",
+    "twinkle.dataset:Dataset.map": "preprocess_func dataset_meta init_args",
+    "twinkle.dataset:Dataset.filter": "filter_func dataset_meta init_args",
+    "twinkle.dataset:Dataset.encode": "add_generation_prompt",
+    "twinkle.dataset:Dataset.cast_column": "column decode",
+    "twinkle.dataset:Dataset.mix_dataset": "interleave",
+    "twinkle.dataset:Dataset.save_as": "output_path format batch_size mode",
+    "twinkle.dataset:PackingDataset": "dataset_meta packing_num_proc",
+    "twinkle.dataset:IterablePackingDataset": "dataset_meta packing_interval packing_num_proc cyclic",
+    "twinkle.dataloader:DataLoader": "dataset batch_size min_batch_size device_mesh max_retries",
+    "twinkle.dataloader:RetrySampler": "original_sampler dataset max_retries skip_samples seed",
+    "twinkle.dataloader:DeviceMeshSampler": "original_batch_sampler device_mesh min_batch_size skip_samples",
+    "twinkle.dataloader:DeviceMeshIterableFetcher": "dataset auto_collation collate_fn drop_last batch_size "
+    "device_mesh min_batch_size max_retries",
+    "twinkle.processor:InputProcessor": "device_mesh padding_free framework padding_side",
+    "twinkle.processor:InputProcessor.collate_fn": "inputs micro_batch_size variable_seq_lengths",
+    "twinkle.model:TransformersModel": _MODEL,
+    "twinkle.model:MultiLoraTransformersModel": _MODEL.replace("fsdp_config", "fsdp_config lora_config")
+    + " max_loras max_r max_length target_modules",
+    "twinkle.model:TwinkleModel.upload_to_hub": "checkpoint_dir hub_model_id hub_token async_upload",
+    "twinkle.model:TwinkleModel.forward": "inputs adapter_name temperature return_logits task",
+    "twinkle.model:TwinkleModel.forward_only": "inputs adapter_name temperature return_logits task disable_lora",
+    "twinkle.model:TwinkleModel.backward": "adapter_name gradient_accumulation_steps",
+    "twinkle.model:TwinkleModel.clip_grad_norm": "max_grad_norm norm_type adapter_name gradient_accumulation_steps",
+    "twinkle.model:TwinkleModel.step": "adapter_name gradient_accumulation_steps optim_params",
+    "twinkle.model:TwinkleModel.clip_grad_and_step": "max_grad_norm norm_type",
+    "twinkle.model:TwinkleModel.set_loss": "loss_cls adapter_name",
+    "twinkle.model:TwinkleModel.set_optimizer": "optimizer_cls lr weight_decay params adapter_name",
+    "twinkle.model:TwinkleModel.set_lr_scheduler": "scheduler_cls adapter_name",
+    "twinkle.model:TwinkleModel.set_template": "template_cls adapter_name",
+    "twinkle.model:TwinkleModel.set_processor": "processor_cls adapter_name",
+    "twinkle.model:TwinkleModel.add_metric": "metric_cls is_training adapter_name",
+    "twinkle.model:TwinkleModel.calculate_metric": "is_training adapter_name",
+    "twinkle.model:TransformersModel.add_adapter_to_model": "adapter_name config_or_dir is_trainable "
+    "gradient_accumulation_steps",
+    "twinkle.model:TwinkleModel.save": "name output_dir interval adapter_name save_optimizer consumed_train_samples",
+    "twinkle.model:TwinkleModel.load": "name output_dir adapter_name load_optimizer token",
+    "twinkle.model:TwinkleModel.resume_from_checkpoint": "checkpoint_dir resume_only_model adapter_name",
+    "twinkle.loss:CrossEntropyLoss": "ignore_index reduction dft",
+    "twinkle.loss:ChunkedCrossEntropyLoss": "chunk_size ignore_index reduction dft",
+    "twinkle.loss:LigerFusedLinearCrossEntropyLoss": "ignore_index reduction label_smoothing softcap",
+    "twinkle.loss:GRPOLoss": _GRPO,
+    "twinkle.loss:GSPOLoss": _GRPO,
+    "twinkle.loss:SAPOLoss": "epsilon beta tau_pos tau_neg",
+    "twinkle.loss:CISPOLoss": _GRPO,
+    "twinkle.loss:BNPOLoss": _GRPO,
+    "twinkle.loss:DRGRPOLoss": "epsilon beta max_completion_length",
+    "twinkle.loss:GKDLoss": "beta temperature ignore_index chunk_size",
+    "twinkle.loss:DPOLoss": "beta label_smoothing ignore_index loss_type reference_free sft_weight",
+    "twinkle.loss:SimPOLoss": "beta gamma",
+    "twinkle.loss:CPOLoss": "beta bc_coef",
+    "twinkle.loss:ORPOLoss": "lambda_orpo",
+    "twinkle.loss:InfonceLoss": "temperature use_batch hard_negatives mask_fake_negative fake_neg_margin include_qq "
+    "include_dd process_group",
+    "twinkle.metric:TrainMetric": "device_mesh process_group",
+    "twinkle.metric:CompletionRewardMetric": "device_mesh process_group",
+    "twinkle.metric:DPOMetric": "device_mesh process_group ignore_index beta",
+    "twinkle.metric:GRPOMetric": _POLICY_METRIC,
+    "twinkle.metric:GSPOMetric": _POLICY_METRIC,
+    "twinkle.metric:CISPOMetric": _POLICY_METRIC,
+    "twinkle.advantage:GRPOAdvantage.__call__": "rewards num_generations scale",
+    "twinkle.advantage:RLOOAdvantage.__call__": "rewards num_generations scale",
+    "twinkle.reward:MathReward": "ground_truth_key",
+    "twinkle.reward:Reward.__call__": "trajectories ground_truths",
+    "twinkle.module.scheduler:CosineWarmupScheduler": "optimizer num_warmup_steps num_training_steps num_cycles "
+    "last_epoch",
+    "twinkle.module.scheduler:LinearWarmupScheduler": "optimizer num_warmup_steps num_training_steps last_epoch",
+    "twinkle.hub:HubOperation.create_model_repo": "repo_id token private",
+    "twinkle.hub:HubOperation.push_to_hub": _PUSH,
+    "twinkle.hub:HubOperation.async_push_to_hub": _PUSH,
+    "twinkle.hub:HubOperation.wait_for": "repo_ids",
+    "twinkle.hub:HubOperation.load_dataset": "dataset_id subset_name split streaming revision",
+    "twinkle.hub:HubOperation.download_model": "model_id_or_path revision download_model ignore_patterns token "
+    "ignore_model",
+    "twinkle.hub:HubOperation.download_file": "repo_id repo_type allow_patterns token",
+}
+
+_VERBS = (
+    "forward forward_only calculate_loss backward forward_backward clip_grad_norm step zero_grad lr_step "
+    "clip_grad_and_step set_loss set_optimizer set_lr_scheduler save load get_state_dict resume_from_checkpoint "
+    "apply_patch add_metric calculate_metric add_adapter_to_model set_template set_processor get_train_configs "
+    "upload_to_hub set_grad_scaler"
+)
+
+ATTRIBUTES = {
+    "twinkle.template:Template": "image_placeholder video_placeholder audio_placeholder pre_pipeline_names "
+    "post_pipeline_names encode batch_encode concat_input_feature format_trajectory check batch_check decode "
+    "batch_decode parse_tool_call clean_tool_call set_mm_position_ids get_vllm_input_ids pre_forward_hook "
+    "map_col_to_row map_row_to_col processor config",
+    "twinkle.template:DeepseekV4Template": "parse clean",
+    "twinkle.template:ToolCallParser": "open_marker close_marker detect parse clean extract_tool_result",
+    "twinkle.template:ToolCallRegistry": "register parsers detect_first",
+    "twinkle.preprocessor:Preprocessor": "map_col_to_row map_row_to_col",
+    "twinkle.preprocessor:GSM8KProcessor": "extract_ground_truth preprocess",
+    "twinkle.dataset:DatasetMeta": "get_id",
+    "twinkle.dataset:Dataset": "set_template map filter encode check cast_column add_dataset mix_dataset save_as "
+    "flush_save datasets dataset __getitem__ __len__",
+    "twinkle.dataset:PackingDataset": "pack_dataset",
+    "twinkle.dataset:IterablePackingDataset": "pack_dataset",
+    "twinkle.dataloader:DataLoader": "set_processor get_state skip_consumed_samples resume_from_checkpoint __len__ "
+    "__iter__",
+    "twinkle.processor:InputProcessor": "prepare_inputs align_routed_experts collate_fn postprocess_tensor_sp "
+    "unpack_packed_sequences unpack_inputs",
+    "twinkle.model:TransformersModel": f"{_VERBS} get_peft_config_dict model",
+    "twinkle.model:MultiLoraTransformersModel": f"{_VERBS} get_peft_config_dict remove_adapter",
+    "twinkle.loss:Loss": "require_logits require_entropy require_logps",
+    "twinkle.metric:Metric": "accumulate calculate reset gather_results",
+    "twinkle.reward:GSM8KAccuracyReward": "extract_answer",
+    "twinkle.data_format:SamplingParams": "to_vllm to_transformers from_dict",
+    "twinkle.hub:HubOperation": "source_type remove_source_type try_login create_model_repo push_to_hub "
+    "async_push_to_hub wait_for load_dataset download_model download_file",
+}
+
+KEYS = {
+    "Message": "role type content tool_calls tool_call_id reasoning_content",
+    "ToolCall": "id type function",
+    "Tool": "type function",
+    "Trajectory": "messages tools user_data images videos audios prompt",
+    "InputFeature": "input_ids attention_mask position_ids labels completion_mask length routed_experts",
+    "ModelOutput": "logits loss logps num_tokens embeddings routed_experts entropies",
+    "LossOutput": "loss num_tokens",
+}
+
+LOSS_NAMES = (
+    "mse chunked_cross_entropy cross_entropy liger_fused_linear_cross_entropy gkd grpo gspo sapo cispo bnpo dr_grpo "
+    "dpo simpo cpo orpo infonce"
+)
+
+_ONE_PROCESS = "models run in one process for now"
+_WITH_MEDIA = "templates refuse images, video and audio"
+ABSENT = {
+    "twinkle:DeviceGroup": _ONE_PROCESS,
+    "twinkle:DeviceMesh": _ONE_PROCESS,
+    "twinkle:remote_class": _ONE_PROCESS,
+    "twinkle:remote_function": _ONE_PROCESS,
+    "twinkle.infra:collect_tensor_dict": _ONE_PROCESS,
+    "twinkle.infra:get_device_placement": _ONE_PROCESS,
+    "twinkle.infra:remote_class": _ONE_PROCESS,
+    "twinkle.infra:remote_function": _ONE_PROCESS,
+    "twinkle.checkpoint_engine:CheckpointEngineManager": "weights go to samplers as checkpoints, without an engine",
+    "twinkle.model:TransformersModel.prepare_checkpoint_engine": "there is no checkpoint engine",
+    "twinkle.model:TransformersModel.send_weights": "there is no checkpoint engine",
+    "twinkle.cli:CLI": "the server has its own command line; there is none for training scripts yet",
+    "twinkle.kernel:kernelize": "kernels are chosen by the trainer itself",
+    "twinkle.model.multi_lora:MultiLora": "the Trainer keeps adapters in a store of its own, not in PEFT slots",
+    "twinkle.model.multi_lora_target_parameters:TargetParameterLoraManager": "fused experts are not trained yet",
+    "twinkle.notifier:Notifier": "there are no notifiers yet",
+    "twinkle.patch:apply_patch": "models run as transformers defines them; apply_patch says so",
+    "twinkle.processor.base:PackedSeqParams": "a type of Megatron's, for which there is no backend",
+    "twinkle.processor:InputProcessor.split_cp": "rows are not cut along the sequence",
+    "twinkle.processor:InputProcessor.to_transformers_dict": "part of calling a processor, not a step of its own",
+    "twinkle.template:Template.preprocess_image": _WITH_MEDIA,
+    "twinkle.template:Template.preprocess_video": _WITH_MEDIA,
+    "twinkle.template:Template.preprocess_audio": _WITH_MEDIA,
+    "twinkle.utils:find_node_ip": "what users need of it stands in twinkle itself",
+}
+
+
+def find(path: str) -> object:
+    module, _, names = path.partition(":")
+    value: object = importlib.import_module(module)
+    for name in names.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_public(module):
+    names = set(NAMES[module].split())
+    assert {name for name in names if find(f"{module}:{name}") is None} == set()
+    assert names <= set(importlib.import_module(module).__all__)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_parameters_have_their_names_and_order(path):
+    expected = SIGNATURES[path].split()
+    found = list(inspect.signature(find(path)).parameters)
+    assert [name for name in found if name in expected] == expected
+    assert set(found[: found.index(expected[-1])]) <= {*expected, "self"}  # nothing in between
+
+
+@pytest.mark.parametrize("path", ATTRIBUTES)
+def test_classes_have_their_methods(path):
+    owner = find(path)
+    assert [name for name in ATTRIBUTES[path].split() if not hasattr(owner, name)] == []
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_dicts_have_their_keys(name):
+    kind = find(f"twinkle.data_format:{name}")
+    assert set(KEYS[name].split()) <= set(kind.__annotations__)
+    assert kind.__required_keys__ == frozenset()  # rows of any origin
+
+
+def test_losses_have_their_names():
+    assert set(find("twinkle.loss:torch_loss_mapping")) == set(LOSS_NAMES.split())
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_what_is_absent_is_absent(path):
+    with pytest.raises((AttributeError, ImportError)):
+        find(path)
+
+
+@pytest.mark.parametrize("name", ["MegatronModel", "MultiLoraMegatronModel"])
+def test_megatron_is_refused_by_name(name):
+    with pytest.raises(UnsupportedError, match=f"{name}: there is no Megatron backend yet"):
+        find(f"twinkle.model:{name}")
+
+
+def test_packages_are_light_until_they_are_used():
+    """Naming a package costs nothing; what its names need is imported with them."""
+    packages = [name for name in NAMES if name != "twinkle.module.scheduler"]
+    code = f"import {', '.join(packages)}, json, sys; print(json.dumps(sorted(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)).isdisjoint({"datasets", "peft", "torch", "transformers", "vllm"})
