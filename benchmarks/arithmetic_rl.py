@@ -173,17 +173,20 @@ def offline(directory: Path) -> dict[str, str]:
 def plot(report: dict[str, Any], file: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     matplotlib.rcParams["svg.hashsalt"] = "arithmetic_rl"  # the same curves give the same file
     figure = Figure(figsize=(6, 3.2), dpi=120, layout="constrained")
     axes = figure.subplots()
+    steps = range(1, report["arguments"]["steps"] + 1)
     for run, color in zip(report["runs"], ("#2a9d8f", "#e76f51", "#264653", "#8d6a9f"), strict=False):
-        axes.plot(percent(run), color=color, linewidth=2, label=f"seed {run['seed']}")
+        axes.plot(steps, percent(run), color=color, linewidth=2, label=f"seed {run['seed']}")
     if "control" in report:
-        axes.plot(percent(report["control"]), color="#999999", linestyle="--", label="learning rate 0")
+        axes.plot(steps, percent(report["control"]), color="#999999", linestyle="--", label="learning rate 0")
     axes.set(
         xlabel="step", ylabel="right answers (%)", ylim=(0, None), title="math_rl.train env=arithmetic, 135M model"
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Reinforcement learning from nothing but right or wrong: GRPO on two-digit addition.
 
 A small model answers the same sum several times. Answers that are right are made likelier, answers that are wrong less
-likely; nobody shows it how. Trainer and sampler share one copy of the model: a few minutes on two CPU cores.
+likely; nobody shows it how. Trainer and sampler share one copy of the model. About six minutes of CPU time.
 
     python cookbook/rl/grpo.py [--steps 40] [--seed 0]
 

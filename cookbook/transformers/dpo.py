@@ -1,4 +1,4 @@
-"""Direct preference optimization: a small model learns to like emoji, in about two minutes on two CPU cores.
+"""Direct preference optimization: a small model learns to like emoji, in about two minutes of CPU time.
 
 Each row has one prompt and two answers, which differ in an emoji at the end; the one with it is chosen. Nothing is
 sampled: DPO makes the chosen answer likelier than the rejected one, compared with what a reference model thinks of

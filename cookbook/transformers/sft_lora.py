@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with LoRA: a small model learns who it is, in about a minute on two CPU cores.
+"""Supervised fine-tuning with LoRA: a small model learns who it is, in about two minutes of CPU time.
 
 The base model stays frozen; PEFT adapters on all its linear layers are trained, with plain autograd and torch's AdamW.
 
