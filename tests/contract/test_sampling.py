@@ -3,6 +3,7 @@
 import itertools
 import math
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -269,6 +270,7 @@ def test_giving_up_stops_the_work(server: SdkServer, training: tinker.TrainingCl
     sampler = training.save_weights_and_get_sampling_client()
     slow = [sampler.sample(PROMPT, 16, params(max_tokens=1500)) for _ in range(16)]
     eventually(lambda: waiting_samples(server) >= 16)
+    time.sleep(1)  # the SDK cannot cancel what it has not heard the id of
     for future in slow:
         future.cancel()
     eventually(lambda: waiting_samples(server) == 0)
