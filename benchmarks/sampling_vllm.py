@@ -21,6 +21,7 @@ def main() -> None:
         max_num_seqs=max(64, len(task["prompts"])),
         max_model_len=512,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**30,  # enough for all; a share of the machine's memory may not be free
         disable_log_stats=True,
     )
     adapters = [LoRARequest(f"a{n}", n + 1, path) for n, path in enumerate(task["adapters"])]
