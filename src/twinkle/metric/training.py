@@ -105,8 +105,8 @@ class Accuracy(Metric):
 
 
 class TrainMetric(Metric):
-    """ "learning rate", "iters" (optimizer steps so far), "total time elapse" since the metric was made, and "speed"
-    since the last report. With parameter groups of different rates, each has its own key."""
+    """ "learning rate", "iters" (optimizer steps before this one), "total time elapse" since the metric was made, and
+    "speed" since the last report. With parameter groups of different rates, each has its own key."""
 
     call_arguments: ClassVar[tuple[str, ...]] = ("gradient_accumulation_steps", "lr", "step")
 

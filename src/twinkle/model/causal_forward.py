@@ -35,7 +35,10 @@ class Asked:
 
 
 class CausalForward:
-    """Runs a model whose layers may have adapters in place; ``model`` itself stays usable."""
+    """Runs a model whose layers may have adapters in place.
+
+    Where it runs packed, calls of the model by itself (``generate`` among them) are refused from then on.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
