@@ -265,7 +265,10 @@ def vllm_rate(
     )
     if done.returncode != 0:
         raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
-    rate: float = json.loads(done.stdout.splitlines()[-1])["tokens_per_second"]
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"tokens_per_second"')]
+    if not answers:  # vLLM's own processes write to stdout as well
+        raise SystemExit(f"vLLM gave no rate:\n{done.stdout[-3000:]}")
+    rate: float = json.loads(answers[-1])["tokens_per_second"]
     return rate
 
 

@@ -144,7 +144,6 @@ def test_interpolation(load, monkeypatch):
 
 
 def test_directories_for_requests_come_later(problems):
-    assert any("allowed_dirs" in line and "native protocol" in line for line in problems("allowed_dirs: [/models]"))
 
 
 def test_what_cannot_be_resolved_is_listed_with_the_rest(problems, monkeypatch):

@@ -70,10 +70,11 @@ class Gateway:
 
     # --- who ----------------------------------------------------------------------------------------------------------
 
-    async def tenant(self, key: str | None) -> str:
+    async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
         """The owner of an API key; without configured keys every key is a tenant of its own."""
-        if key is None or not key.startswith("tml-"):
-            raise UnauthorizedError("an API key that begins with tml-, as X-API-Key or Authorization: Bearer")
+        if not key or not key.startswith(prefix):
+            which = f"an API key that begins with {prefix}" if prefix else "an API key"
+            raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")
         if self.config.auth.mode == "open":
             return self.store.keys.open_tenant(key)
         tenant = await self.store.keys.tenant_of(key)

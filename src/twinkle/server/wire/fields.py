@@ -99,7 +99,7 @@ class Parameters(BaseModel):
         return value
 
 
-RequestT = TypeVar("RequestT", bound=Request)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse(request_type: type[RequestT], body: bytes) -> RequestT:

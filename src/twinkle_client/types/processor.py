@@ -1,0 +1,28 @@
+"""Datasets, dataloaders, templates, preprocessors and rewards that live on the server.
+
+Arguments that are ``pid:…`` mean the object of that id; DatasetMeta travels as JSON text.
+"""
+
+from typing import Any, Literal
+
+from twinkle_client.types.wire import OpenWire, Wire
+
+ProcessorType = Literal["dataset", "dataloader", "preprocessor", "processor", "reward", "template", "weight_loader"]
+
+
+class ProcessorCreateRequest(OpenWire):
+    processor_type: str
+    class_type: str
+
+
+class ProcessorCreateResponse(Wire):
+    processor_id: str
+
+
+class ProcessorCallRequest(OpenWire):
+    processor_id: str
+    function: str
+
+
+class ProcessorCallResponse(Wire):
+    result: Any = None
