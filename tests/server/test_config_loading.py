@@ -143,7 +143,9 @@ def test_interpolation(load, monkeypatch):
     assert config.http_options.port == 4321
 
 
-def test_directories_for_requests_come_later(problems):
+def test_directories_for_requests_are_absolute(load):
+    config, _ = load("allowed_dirs: [/models, ~/data]\n")
+    assert config.allowed_dirs == (Path("/models"), Path("~/data").expanduser())
 
 
 def test_what_cannot_be_resolved_is_listed_with_the_rest(problems, monkeypatch):
