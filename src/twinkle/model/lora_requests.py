@@ -1,6 +1,6 @@
 """From a batch of the library to a request of the Trainer, and back to what losses and metrics read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,44 +11,40 @@ from twinkle.metric import Accuracy
 from twinkle.model.library_objective import LibraryObjective, cross_entropy_weights, outputs_of
 from twinkle.model.optimizer_group import OptimizerGroup, TrainStatus
 from twinkle.model.sequences import SequenceBatch
-from twinkle.model.trainer import Trainer
-from twinkle.model.types import Datum, FloatArray, TokenValues, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import Datum, FloatArray, TokenValues, TrainItem, TrainResult
 
 _NONE = np.zeros(0, np.float32)
 _NO_IDS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Trained:
-    """One pass forward and back: its outputs, and the loss, a sum over ``num_tokens`` tokens or (0) a mean."""
+class TrainRequest:
+    """One pass forward and back. ``num_tokens`` is known once it has run: the loss is a sum over them or (0) a mean."""
 
-    outputs: dict[str, Any]
-    loss: float
-    num_tokens: float
+    item: TrainItem
+    num_tokens: Callable[[], float]
 
 
 class LoraRequests:
-    """Runs batches on a trainer. A failure is raised; nothing of it was kept."""
+    """Makes requests of batches, and outputs of results."""
 
-    def __init__(self, trainer: Trainer, max_length: int) -> None:
-        self._trainer = trainer
+    def __init__(self, max_length: int) -> None:
         self._max_length = max_length
 
-    def forward(
+    def forward_item(
         self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, temperature: float, *, base_model: bool
-    ) -> dict[str, Any]:
-        item = TrainItem(
+    ) -> TrainItem:
+        return TrainItem(
             group.adapter_name,
             self._data(batch),
             temperature=temperature,
             statistics=_needs_statistics(group, status),
             base_model=base_model,
         )
-        return _outputs(group, status, batch, _result(self._trainer.forward([item])[0]))
 
-    def train(
+    def train_request(
         self, group: OptimizerGroup, batch: SequenceBatch, temperature: float, kwargs: Mapping[str, Any]
-    ) -> Trained:
+    ) -> TrainRequest:
         loss = group.loss_instance
         weights = cross_entropy_weights(loss, batch)
         objective = LibraryObjective(loss, batch, kwargs)
@@ -59,12 +55,20 @@ class LoraRequests:
             temperature=temperature,
             statistics=_needs_statistics(group, group.train_status),
         )
-        result = _result(self._trainer.forward_backward([item])[0])
-        if weights is None:
-            num_tokens = objective.num_tokens
-        else:
-            num_tokens = max(float(sum(each.sum() for each in weights)), 1.0) if loss.reduction == "sum" else 0.0
-        return Trained(_outputs(group, group.train_status, batch, result), result.metrics["loss:sum"], num_tokens)
+
+        def num_tokens() -> float:
+            if weights is None:
+                return objective.num_tokens
+            return max(float(sum(each.sum() for each in weights)), 1.0) if loss.reduction == "sum" else 0.0
+
+        return TrainRequest(item, num_tokens)
+
+    def outputs(
+        self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, result: TrainResult
+    ) -> dict[str, Any]:
+        values = result.values or [TokenValues(logprobs, _NONE, _NO_IDS) for logprobs in result.logprobs]
+        entropy = group.loss_instance.require_entropy
+        return {**outputs_of(batch, values, entropy=entropy, predictions=_has_accuracy(status))}
 
     def _data(self, batch: SequenceBatch, weights: list[FloatArray] | None = None) -> list[Datum]:
         longest = max(batch.lengths)
@@ -75,21 +79,9 @@ class LoraRequests:
         return list(map(Datum, batch.tokens, batch.targets, each))
 
 
-def _outputs(group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, result: TrainResult) -> dict[str, Any]:
-    values = result.values or [TokenValues(logprobs, _NONE, _NO_IDS) for logprobs in result.logprobs]
-    entropy = group.loss_instance.require_entropy
-    return {**outputs_of(batch, values, entropy=entropy, predictions=_has_accuracy(status))}
-
-
 def _needs_statistics(group: OptimizerGroup, status: TrainStatus) -> bool:
     return group.loss_instance.require_entropy or _has_accuracy(status)
 
 
 def _has_accuracy(status: TrainStatus) -> bool:
     return any(isinstance(metric, Accuracy) for metric in status.metrics)
-
-
-def _result(outcome: TrainResult | TrainFailure) -> TrainResult:
-    if isinstance(outcome, TrainFailure):
-        raise outcome.error
-    return outcome

@@ -1,8 +1,4 @@
-"""Many LoRA adapters on one frozen model, through the verbs of the library: a thin layer over the Trainer.
-
-``forward`` keeps its inputs, not a graph: ``backward`` computes them again, together with the gradient, so that any
-number of adapters may be between the two. ``forward_backward`` computes once.
-"""
+"""Many LoRA adapters on one frozen model, in one process: the verbs of the library and a Trainer of its own."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
@@ -10,38 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from twinkle.errors import CapacityError, InvalidInputError, UnknownNameError, UnsupportedError, UserError
-from twinkle.loss import Loss
-from twinkle.metric import LossMetric, TrainMetric
-from twinkle.model.checkpoint_source import copy_tokenizer, find_checkpoint
-from twinkle.model.components import loss_value
-from twinkle.model.interface import TwinkleModel
-from twinkle.model.library_objective import refuse_unless_logps
-from twinkle.model.lora_optimizer import adam_params, build_lora_optimizer
-from twinkle.model.lora_requests import LoraRequests
-from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
-from twinkle.model.parameter_groups import apply_optim_params
+from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
+from twinkle.model.checkpoint_source import find_checkpoint
+from twinkle.model.lora_state import LoraState
+from twinkle.model.lora_verbs import LoraVerbs
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.single_process import Mesh, check_precision, check_single_process
-from twinkle.model.train_configs import describe
 from twinkle.model.trainer import Trainer
-from twinkle.model.training_state import (
-    check_resumable,
-    checkpoint_path,
-    is_due,
-    load_state,
-    progress,
-    read_progress,
-    save_state,
-    summary,
-)
-
-_WINDOW_GRADIENT = "gradient"
+from twinkle.model.training_state import checkpoint_path, is_due
 
 
-class MultiLoraTransformersModel(TwinkleModel):
+class MultiLoraTransformersModel(LoraVerbs):
     """``adapter_name`` is given to every verb; adapters never meet.
 
     max_loras, max_r and max_length are limits on adapters, on their rank and on the tokens of a sequence. An adapter
@@ -86,8 +62,6 @@ class MultiLoraTransformersModel(TwinkleModel):
         if model_cls is not None or config is not None:
             raise UnsupportedError("model_cls, config: a multi-LoRA model is loaded as its own configuration says")
         shared = {} if lora_config is None else _fields("lora_config", lora_config)
-        super().__init__(model_id, tokenizer_id or model_id)
-        self.device_mesh = device_mesh
         self.max_loras = _limit("max_loras", max_loras)
         self.max_r = _limit("max_r", shared.get("r", max_r))
         self.max_length = _limit("max_length", max_length)
@@ -100,14 +74,16 @@ class MultiLoraTransformersModel(TwinkleModel):
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
         )
-        self._requests = LoraRequests(self.trainer, max_length)
+        super().__init__(self.trainer, model_id, tokenizer_id or model_id, max_length)
+        self.device_mesh = device_mesh
+        self._state = LoraState(self.trainer, self.tokenizer_id, process_state=True)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def add_adapter_to_model(
-        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1, seed: int | None = None
     ) -> None:
-        """``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping."""
+        """``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: of the initial weights."""
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
         if isinstance(config_or_dir, str | Path):
@@ -120,162 +96,16 @@ class MultiLoraTransformersModel(TwinkleModel):
         rank = config.get("r", 8)
         if isinstance(rank, int) and rank > self.max_r:
             raise InvalidInputError("r", rank, f"at most {self.max_r}; construct the model with a larger max_r")
-        group = OptimizerGroup(adapter_name, config, gradient_accumulation_steps)
-        # From torch's generator: a program that seeds it gets the same adapter every time.
-        seed = int(torch.randint(2**62, ()))
+        group = self._new_group(adapter_name, config, gradient_accumulation_steps)
+        if seed is None:  # from torch's generator: a program that seeds it gets the same adapter every time
+            seed = int(torch.randint(2**62, ()))
         self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))
-        # Accuracy is not among the defaults: it needs the likeliest token of every row, and with it CUDA's slower head.
-        group.train_status.metrics += [LossMetric(self.device_mesh), TrainMetric(self.device_mesh)]
-        group.eval_status.metrics += [LossMetric(self.device_mesh), TrainMetric(self.device_mesh)]
         self.optimizer_group[adapter_name] = group
 
     def remove_adapter(self, adapter_name: str) -> None:
         self._group(adapter_name)
         self.trainer.remove_adapter(adapter_name)
         del self.optimizer_group[adapter_name]
-
-    # --- computing ----------------------------------------------------------------------------------------------------
-
-    def forward(
-        self,
-        *,
-        inputs: object,
-        adapter_name: str | None = None,
-        temperature: float = 1.0,
-        return_logits: bool = False,
-        task: str = "causal_lm",
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        _check_asked(return_logits, task)
-        group = self._group(adapter_name)
-        status, batch = self._begin_forward(group, inputs, kwargs, training=True)
-        outputs = self._requests.forward(group, status, batch, temperature, base_model=False)
-        status.begin(batch, outputs, kwargs, temperature)
-        return outputs
-
-    def forward_only(
-        self,
-        *,
-        inputs: object,
-        adapter_name: str | None = None,
-        temperature: float = 1.0,
-        return_logits: bool = False,
-        task: str = "causal_lm",
-        disable_lora: bool = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        _check_asked(return_logits, task)
-        group = self._group(adapter_name)
-        status, batch = self._begin_forward(group, inputs, kwargs, training=False)
-        outputs = self._requests.forward(group, status, batch, temperature, base_model=disable_lora)
-        status.begin(batch, outputs, kwargs, temperature)
-        return outputs
-
-    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
-        group = self._group(adapter_name)
-        status = group.status
-        batch, outputs = status.computed("calculate_loss")
-        arguments = self._loss_arguments(group, kwargs)
-        with torch.no_grad():
-            loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
-        value = float(loss)
-        status.has_loss(value, value, tokens)
-        return value
-
-    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        group = self._group(adapter_name)
-        status = group.train_status
-        batch, _ = status.computed("backward")
-        if not group.training or status.loss_value is None:
-            raise UserError("backward: there is no loss to go back from; call forward and calculate_loss first")
-        group.set_accumulation(gradient_accumulation_steps)
-        self._requests.train(group, batch, status.temperature, status.forward_kwargs)
-        group.after_backward()
-
-    def forward_backward(
-        self,
-        *,
-        inputs: object,
-        adapter_name: str | None = None,
-        temperature: float = 1.0,
-        return_logits: bool = False,
-        task: str = "causal_lm",
-        gradient_accumulation_steps: int | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        _check_asked(return_logits, task)
-        group = self._group(adapter_name)
-        group.set_accumulation(gradient_accumulation_steps)
-        status, batch = self._begin_forward(group, inputs, kwargs, training=True)
-        trained = self._requests.train(group, batch, temperature, kwargs)
-        status.begin(batch, trained.outputs, kwargs, temperature)
-        status.has_loss(trained.loss, trained.loss, trained.num_tokens)
-        group.after_backward()
-        return trained.outputs
-
-    def clip_grad_norm(
-        self,
-        max_grad_norm: float = 1.0,
-        norm_type: float = 2,
-        *,
-        adapter_name: str | None = None,
-        gradient_accumulation_steps: int | None = None,
-    ) -> float | None:
-        check_clipping(max_grad_norm, norm_type)
-        group = self._group(adapter_name)
-        group.set_accumulation(gradient_accumulation_steps)
-        if not group.at_boundary:
-            return None
-        self._normalize(group)
-        norm = self.trainer.gradient_norm(group.adapter_name, float(norm_type))
-        if norm > max_grad_norm:  # as torch.nn.utils.clip_grad_norm_ does it
-            self.trainer.scale_gradient(group.adapter_name, min(1.0, max_grad_norm / (norm + 1e-6)))
-        group.last_grad_norm = norm
-        return norm
-
-    def step(
-        self,
-        *,
-        adapter_name: str | None = None,
-        gradient_accumulation_steps: int | None = None,
-        optim_params: Mapping[str, Any] | None = None,
-    ) -> None:
-        group = self._group(adapter_name)
-        group.set_accumulation(gradient_accumulation_steps)
-        optimizer = group.required_optimizer("step")
-        if not group.at_boundary:
-            return
-        if optim_params is not None:
-            apply_optim_params(optimizer, optim_params)
-        self._normalize(group)
-        params, decoupled = adam_params(optimizer)
-        self.trainer.optim_step(group.adapter_name, params, decoupled=decoupled)
-        optimizer.step()  # moves nothing; schedulers want to see it before they go on
-        group.last_lr = (params.learning_rate,)
-        group.drop_window()
-
-    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        group = self._group(adapter_name)
-        group.set_accumulation(gradient_accumulation_steps)
-        if group.at_boundary:
-            self.trainer.zero_grad(group.adapter_name)
-            group.drop_window()
-
-    def set_optimizer(
-        self,
-        optimizer_cls: object,
-        lr: float = 1e-5,
-        weight_decay: float = 0.01,
-        params: object = None,
-        *,
-        adapter_name: str | None = None,
-        **options: Any,
-    ) -> None:
-        if params is not None:
-            raise UnsupportedError("params: an adapter of a multi-LoRA model is trained as a whole")
-        group = self._group(adapter_name)
-        group.optimizer = build_lora_optimizer(optimizer_cls, lr, weight_decay, options)
-        group.lr_scheduler = None
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -293,19 +123,10 @@ class MultiLoraTransformersModel(TwinkleModel):
         if not is_due(group, interval):
             return None
         directory = checkpoint_path(group, name, output_dir)
-
-        def companions(staging: Path) -> None:
-            if self.tokenizer_id is not None:
-                copy_tokenizer(self.tokenizer_id, staging)
-            if save_optimizer:
-                gradient = self.trainer.snapshot(group.adapter_name).gradient
-                window = {} if gradient is None else {_WINDOW_GRADIENT: torch.from_numpy(gradient)}
-                save_state(staging, group, window)
-
-        state = progress(group, consumed_train_samples) if save_optimizer else {}
-        self.trainer.save(
-            group.adapter_name, directory, optimizer=save_optimizer, overwrite=True, state=state, companions=companions
+        write = self._state.prepare_save(
+            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
+        write(directory)
         return str(directory)
 
     def load(
@@ -324,49 +145,8 @@ class MultiLoraTransformersModel(TwinkleModel):
     def resume_from_checkpoint(
         self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
-        group, directory = self._group(adapter_name), Path(checkpoint_dir)
-        if resume_only_model:
-            self.trainer.load(group.adapter_name, directory, optimizer=False)
-            group.drop_window()
-            return summary(read_progress(directory, missing_ok=True))
-        check_resumable(directory, group)
-        self.trainer.load(group.adapter_name, directory, optimizer=True)
-        state, window = load_state(directory, group)
-        if _WINDOW_GRADIENT in window:
-            snapshot = self.trainer.snapshot(group.adapter_name)
-            self.trainer.restore(group.adapter_name, replace(snapshot, gradient=window[_WINDOW_GRADIENT].numpy()))
-        return summary(state)
-
-    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
-        weights = self.trainer.weights(self._group(adapter_name).adapter_name)
-        return {name: torch.from_numpy(array) for name, array in weights.items()}
-
-    def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, object]:
-        """The contents of its adapter_config.json."""
-        return self.trainer.peft_config(self._group(adapter_name).adapter_name)
-
-    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         group = self._group(adapter_name)
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.get_state_dict(adapter_name=adapter_name).items()}
-        return describe(group, self.model_id, self.get_peft_config_dict(adapter_name=adapter_name), shapes)
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _group(self, adapter_name: str | None) -> OptimizerGroup:
-        if adapter_name is None:
-            known = ", ".join(self.optimizer_group) or "none yet: call add_adapter_to_model"
-            raise InvalidInputError("adapter_name", None, f"the name of an adapter ({known})")
-        if adapter_name not in self.optimizer_group:
-            raise UnknownNameError("adapter", adapter_name, self.optimizer_group or ("none",))
-        return self.optimizer_group[adapter_name]
-
-    def _check_loss(self, loss: Loss) -> None:
-        refuse_unless_logps(loss)
-
-    def _normalize(self, group: OptimizerGroup) -> None:
-        divisor = group.take_divisor()
-        if divisor is not None:
-            self.trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
+        return self._state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
 
 
 def _limit(field: str, value: int) -> int:
@@ -383,10 +163,3 @@ def _fields(field: str, config: Any) -> dict[str, Any]:
         raise InvalidInputError(field, config, "a LoraConfig, or its fields as a mapping")
     fields: dict[str, Any] = config.to_dict()  # type: ignore[attr-defined]
     return fields
-
-
-def _check_asked(return_logits: bool, task: str) -> None:
-    if return_logits:
-        raise UnsupportedError("return_logits: a multi-LoRA model never holds all logits; use TransformersModel")
-    if task != "causal_lm":
-        raise UnsupportedError(f"task: got {task!r}, a multi-LoRA model does 'causal_lm'; use TransformersModel")

@@ -263,7 +263,13 @@ class Trainer:
             companions=companions,
         )
 
-    def prepare_save(self, adapter_id: str, optimizer: bool = True) -> Callable[[Path], None]:
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
         """Copy what :meth:`save` would write; the function returned writes it, in any thread, over what is there."""
         adapter = self._pool.get(adapter_id)
         return functools.partial(
@@ -273,6 +279,8 @@ class Trainer:
             base_model=self.model_id,
             optimizer=optimizer,
             overwrite=True,
+            state=state,
+            companions=companions,
         )
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:

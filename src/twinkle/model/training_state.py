@@ -91,24 +91,41 @@ def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
 
 def save_state(directory: Path, group: OptimizerGroup, window: dict[str, Tensor]) -> None:
     """Everything but trainer_state.json. ``window``: gradients by name, empty between windows."""
+    for name, value in state_values(group, window).items():
+        torch.save(value, directory / name)
+
+
+def state_values(
+    group: OptimizerGroup, window: dict[str, Tensor], *, process_state: bool = True
+) -> dict[str, dict[str, Any]]:
+    """What :func:`save_state` writes, by file name. ``process_state``: random states too."""
+    values: dict[str, dict[str, Any]] = {}
     if group.optimizer is not None:
-        torch.save(group.optimizer.state_dict(), directory / OPTIMIZER)
+        values[OPTIMIZER] = group.optimizer.state_dict()
     if group.lr_scheduler is not None:
-        torch.save(_plain_scheduler_state(group), directory / SCHEDULER)
+        values[SCHEDULER] = plain_scheduler_state(group)
     if window:
-        torch.save(window, directory / WINDOW)
-    torch.save(_rng_state(), directory / RNG)
+        values[WINDOW] = {**window}
+    if process_state:
+        values[RNG] = _rng_state()
+    return values
 
 
-def load_state(directory: Path, group: OptimizerGroup) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Puts the group where it was; returns the progress and the gradients of an open window."""
+def load_state(
+    directory: Path, group: OptimizerGroup, *, process_state: bool = True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Puts the group where it was; returns the progress and the gradients of an open window.
+
+    ``process_state``: and the random generators of this process, where the checkpoint has them.
+    """
     state = read_progress(directory)
     if group.optimizer is not None:
         _load_optimizer(group.optimizer, directory / OPTIMIZER)
     if group.lr_scheduler is not None:
         group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
     window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
-    _restore_rng(_load(directory / RNG))
+    if process_state and (directory / RNG).exists():  # a server saves none: its tenants share its generators
+        _restore_rng(_load(directory / RNG))
     group.cur_step = int(state["cur_step"])
     group.set_accumulation(int(state["gradient_accumulation_steps"]))
     group.drop_window()
@@ -124,7 +141,7 @@ def summary(state: dict[str, Any]) -> dict[str, int]:
     return {name: int(state[name]) for name in names}
 
 
-def _plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
+def plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
     assert group.lr_scheduler is not None
     state: dict[str, Any] = group.lr_scheduler.state_dict()
     return {name: value for name, value in state.items() if not callable(value)}
