@@ -106,10 +106,10 @@ class TestTrainer:
 
     def test_forward_leaves_no_trace(self):
         trainer = _trainer()
-        before = trainer.weights("a")
+        before = trainer.vector("a")
         trainer.forward([TrainItem("a", [_datum()])])
         assert trainer.optim_step("a", PARAMS) == {"unclipped_grad_l2:mean": 0.0}
-        np.testing.assert_array_equal(trainer.weights("a"), before)
+        np.testing.assert_array_equal(trainer.vector("a"), before)
         assert trainer.step_count("a") == 0
 
     def test_everything_counts_once(self):
@@ -142,7 +142,7 @@ class TestTrainer:
             np.testing.assert_array_equal(results[1].logprobs[0], one.logprobs[0])
             alone.optim_step("a", PARAMS)
             company.optim_step("a", PARAMS)
-        np.testing.assert_array_equal(alone.weights("a"), company.weights("a"))
+        np.testing.assert_array_equal(alone.vector("a"), company.vector("a"))
 
     def test_training_lowers_the_loss(self):
         trainer = _trainer()
@@ -159,10 +159,10 @@ class TestTrainer:
         trainer.zero_grad("a")
         assert trainer.snapshot("a").gradient is None
         trainer.forward_backward([TrainItem("a", [_datum()])])
-        before = trainer.weights("a")
+        before = trainer.vector("a")
         norm = trainer.optim_step("a", AdamParams(learning_rate=1.0, grad_clip_norm=0.5))["unclipped_grad_l2:mean"]
         assert norm > 0.5
-        assert np.linalg.norm((trainer.weights("a") - before)[1:]) <= 0.5
+        assert np.linalg.norm((trainer.vector("a") - before)[1:]) <= 0.5
 
     @pytest.mark.parametrize(
         ("item", "complaint"),

@@ -9,6 +9,7 @@ them together.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,18 +18,21 @@ from torch import Tensor
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.loss import Loss
 from twinkle.metric import LossMetric, TrainMetric
+from twinkle.model.checkpoint_source import find_checkpoint
 from twinkle.model.components import loss_value
 from twinkle.model.interface import TwinkleModel
 from twinkle.model.library_objective import refuse_unless_logps
 from twinkle.model.lora_optimizer import adam_params, build_lora_optimizer
 from twinkle.model.lora_requests import LoraRequests
+from twinkle.model.lora_state import LoraState, StateTrainer
 from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.parameter_groups import apply_optim_params
 from twinkle.model.train_configs import describe
+from twinkle.model.training_state import checkpoint_path, is_due
 from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
 
 
-class LoraTrainer(Protocol):
+class LoraTrainer(StateTrainer, Protocol):
     """What the verbs ask of a :class:`~twinkle.model.Trainer`."""
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
@@ -60,11 +64,15 @@ class PreparedPass:
 class LoraVerbs(TwinkleModel):
     """``adapter_name`` is given to every verb; adapters never meet. Who adds adapters adds their optimizer groups."""
 
-    def __init__(self, trainer: LoraTrainer, model_id: str, tokenizer_id: str | None, max_length: int) -> None:
+    def __init__(
+        self, trainer: LoraTrainer, model_id: str, tokenizer_id: str | None, max_length: int, *, process_state: bool
+    ) -> None:
+        """process_state: checkpoints hold tokenizer and random states. Not where tenants share this process."""
         super().__init__(model_id, tokenizer_id)
         self.device_mesh: object = None
         self._lora_trainer = trainer
         self._requests = LoraRequests(max_length)
+        self._state = LoraState(trainer, tokenizer_id if process_state else None, process_state=process_state)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -290,6 +298,47 @@ class LoraVerbs(TwinkleModel):
         group = self._group(adapter_name)
         group.optimizer = build_lora_optimizer(optimizer_cls, lr, weight_decay, options)
         group.lr_scheduler = None
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+    ) -> str | None:
+        group = self._group(adapter_name)
+        if not is_due(group, interval):
+            return None
+        directory = checkpoint_path(group, name, output_dir)
+        write = self._state.prepare_save(
+            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+        )
+        write(directory)
+        return str(directory)
+
+    def load(
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
+    ) -> None:
+        """With ``load_optimizer`` it is :meth:`resume_from_checkpoint`."""
+        directory = find_checkpoint(name, output_dir, token)
+        self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
+
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        group = self._group(adapter_name)
+        return self._state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
         weights = self._lora_trainer.weights(self._group(adapter_name).adapter_name)

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
-from twinkle.model.checkpoint_source import find_checkpoint
-from twinkle.model.lora_state import LoraState
 from twinkle.model.lora_verbs import LoraVerbs
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.single_process import Mesh, check_precision, check_single_process
 from twinkle.model.trainer import Trainer
-from twinkle.model.training_state import checkpoint_path, is_due
 
 
 class MultiLoraTransformersModel(LoraVerbs):
@@ -74,9 +71,8 @@ class MultiLoraTransformersModel(LoraVerbs):
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
         )
-        super().__init__(self.trainer, model_id, tokenizer_id or model_id, max_length)
+        super().__init__(self.trainer, model_id, tokenizer_id or model_id, max_length, process_state=True)
         self.device_mesh = device_mesh
-        self._state = LoraState(self.trainer, self.tokenizer_id, process_state=True)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -106,47 +102,6 @@ class MultiLoraTransformersModel(LoraVerbs):
         self._group(adapter_name)
         self.trainer.remove_adapter(adapter_name)
         del self.optimizer_group[adapter_name]
-
-    # --- state --------------------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        name: str | None = None,
-        output_dir: str | None = None,
-        interval: int = 1,
-        *,
-        adapter_name: str | None = None,
-        save_optimizer: bool = False,
-        consumed_train_samples: int = 0,
-    ) -> str | None:
-        group = self._group(adapter_name)
-        if not is_due(group, interval):
-            return None
-        directory = checkpoint_path(group, name, output_dir)
-        write = self._state.prepare_save(
-            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
-        )
-        write(directory)
-        return str(directory)
-
-    def load(
-        self,
-        name: str,
-        output_dir: str | None = None,
-        *,
-        adapter_name: str | None = None,
-        load_optimizer: bool = False,
-        token: str | None = None,
-    ) -> None:
-        """With ``load_optimizer`` it is :meth:`resume_from_checkpoint`."""
-        directory = find_checkpoint(name, output_dir, token)
-        self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
-
-    def resume_from_checkpoint(
-        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
-    ) -> dict[str, int]:
-        group = self._group(adapter_name)
-        return self._state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
 
 
 def _limit(field: str, value: int) -> int:

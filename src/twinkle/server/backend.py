@@ -3,18 +3,27 @@
 Everything is called from one thread. Errors of a tenant's making are :class:`~twinkle.errors.UserError`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from twinkle.model.types import AdamParams, AdapterSnapshot, LoraSpec, TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import (
+    EMPTY,
+    AdamParams,
+    AdapterSnapshot,
+    FloatArray,
+    LoraSpec,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+)
 from twinkle.sampler.types import Sampler
 from twinkle.server.text_codec import TextCodec
 
 
 class TrainingBackend(Protocol):
-    """Many adapters on one frozen model."""
+    """Many adapters on one frozen model. The last four are for the library's verbs."""
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
 
@@ -26,7 +35,7 @@ class TrainingBackend(Protocol):
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]: ...
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
 
     def zero_grad(self, adapter_id: str) -> None: ...
 
@@ -34,11 +43,25 @@ class TrainingBackend(Protocol):
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None: ...
 
-    def prepare_save(self, adapter_id: str, optimizer: bool = True) -> Callable[[Path], None]:
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
         """Copy what is to be saved; the function returned writes it, in any thread, in the place of what is there."""
         ...
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None: ...
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float: ...
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True)

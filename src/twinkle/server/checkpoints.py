@@ -8,8 +8,10 @@ import asyncio
 import errno
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from twinkle.errors import (
     CheckpointError,
@@ -17,18 +19,24 @@ from twinkle.errors import (
     TwinkleError,
     UnknownCheckpointError,
     UnsupportedError,
+    UserError,
 )
+from twinkle.server.allowed_dirs import allowed_path
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.execution import failure_of, unexpected
-from twinkle.server.files import DataDir, size_of
-from twinkle.server.ids import CheckpointPath, sampling_session_id
+from twinkle.server.files import DataDir, copy_whole, size_of
+from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
+from twinkle.server.native.codec import succeeded
+from twinkle.server.native.host import NativeHost
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.types import (
     CheckpointKind,
     CheckpointRecord,
     LoadWeights,
     Metadata,
+    NativeLoad,
+    NativeSave,
     Op,
     OpKind,
     Outcome,
@@ -40,15 +48,29 @@ from twinkle.server.types import (
 )
 from twinkle.server.wire import responses
 
+T = TypeVar("T")
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
+_KEPT_OF_SERIES = 2
 _PARKING = 0  # the place in the sequence of the save that we make ourselves
 
 
 class Checkpoints:
     """Runs the ops of one model that read or write files."""
 
-    def __init__(self, model: ServedModel, store: Store, compute: Compute, files: DataDir) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        native: NativeHost,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        allowed_dirs: Sequence[Path],
+    ) -> None:
         self._model = model
+        self._native = native
+        self._allowed_dirs = allowed_dirs
         self._store = store
         self._compute = compute
         self._files = files
@@ -65,6 +87,10 @@ class Checkpoints:
                     return await self._publish_named(op, run, op.payload)
                 case LoadWeights():
                     return await self._load(op, run, op.payload)
+                case NativeSave():
+                    return await self._save_native(op, run, op.payload)
+                case NativeLoad():
+                    return await self._load_native(op, run, op.payload)
                 case Refused(message):
                     return responses.failed(message, "user")
                 case _:
@@ -86,16 +112,19 @@ class Checkpoints:
         """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
         name = await self._name_for_parking(run)
         path = CheckpointPath(run.run_id, "weights", name)
-        op = Op(run.run_id, _PARKING, OpKind.SAVE, SaveWeights(name, int(keep_seconds), overwrite=True), b"")
+        save: SaveWeights | NativeSave = SaveWeights(name, int(keep_seconds), overwrite=True)
+        if is_native_run(run.run_id):
+            save = NativeSave(name, optimizer=True, sampler=False, ttl_seconds=int(keep_seconds))
+        op = Op(run.run_id, _PARKING, OpKind.SAVE, save, b"")
         outcome = await self.run(op, run)
         await self._compute.run(lambda: self._remove(run.run_id))
         if outcome.failed:
             return None
         days = keep_seconds / 86400
-        return (
-            f"session {run.session_id} {why}; its adapter is kept for {days:g} days: "
-            f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
-        )
+        resume = f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
+        if is_native_run(run.run_id):
+            resume = f"add an adapter in a new session, and resume_from_checkpoint({path.native!r}) goes on from it"
+        return f"session {run.session_id} {why}; its adapter is kept for {days:g} days: {resume}"
 
     async def _name_for_parking(self, run: RunRecord) -> str:
         """One that the tenant did not give to a checkpoint of its own."""
@@ -106,18 +135,21 @@ class Checkpoints:
         raise AssertionError("there are always more names")
 
     def _remove(self, run_id: str) -> None:
+        self._native.remove(run_id)
         if run_id in self._model.trainer.adapter_ids():
             self._model.trainer.remove_adapter(run_id)
 
     async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
         path = CheckpointPath(run.run_id, "weights", save.name)
-        await self._write(op, run, path, save.overwrite, save.ttl_seconds, save.user_metadata, optimizer=True)
+        copy = partial(self._model.trainer.prepare_save, op.adapter_id, True)
+        await self._write(op, run, path, copy, save.overwrite, save.ttl_seconds, save.user_metadata)
         return responses.saved(str(path))
 
     async def _publish_named(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
         assert publish.name is not None
         path = CheckpointPath(run.run_id, "sampler_weights", publish.name)
-        await self._write(op, run, path, False, publish.ttl_seconds, publish.user_metadata, optimizer=False)
+        copy = partial(self._model.trainer.prepare_save, op.adapter_id, False)
+        await self._write(op, run, path, copy, False, publish.ttl_seconds, publish.user_metadata)
         return responses.published(path=str(path))
 
     async def _write(
@@ -125,12 +157,12 @@ class Checkpoints:
         op: Op,
         run: RunRecord,
         path: CheckpointPath,
+        copy: Callable[[], Callable[[Path], None]],
         overwrite: bool,
         ttl_seconds: int | None,
         user_metadata: Metadata,
-        *,
-        optimizer: bool,
     ) -> None:
+        """``copy`` runs in the compute thread and returns what writes the files."""
         existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         if existing is not None and existing.request_id == op.request_id and not overwrite:
             return
@@ -138,7 +170,7 @@ class Checkpoints:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         directory = self._files.checkpoint(path, op.seq)
-        write = await self._compute.run(lambda: self._model.trainer.prepare_save(op.adapter_id, optimizer))
+        write = await self._compute.run(copy)
         await asyncio.to_thread(_write_files, write, directory)
         now = time.time()
         record = CheckpointRecord(
@@ -238,6 +270,67 @@ class Checkpoints:
         )
         self._model.trainer.zero_grad(adapter_id)
 
+    # --- the native protocol ------------------------------------------------------------------------------------------
+
+    async def _save_native(self, op: Op, run: RunRecord, save: NativeSave) -> Outcome:
+        native = self._native.adapters
+        if save.interval > 1 and not native.is_due(op.adapter_id, save.interval):
+            return succeeded({"twinkle_path": "", "checkpoint_dir": None})
+        if save.sampler:  # a path of its own each time: what a sampler was made from never changes
+            path = CheckpointPath(run.run_id, "sampler_weights", f"{save.name or 'latest'}-{op.seq}")
+        else:
+            name = save.name or f"checkpoint-step-{native.steps_of(op.adapter_id)}"
+            path = CheckpointPath(run.run_id, "weights", name)
+        copy = partial(
+            native.prepare_save,
+            op.adapter_id,
+            save_optimizer=save.optimizer,
+            consumed_train_samples=save.consumed_train_samples,
+        )
+        series = {_SERIES: save.name or "latest"} if save.sampler else {}
+        await self._write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
+        if save.sampler:
+            await self._drop_older(run, series[_SERIES])
+        if "save_dir" in run.user_metadata:
+            await self._copy_out(path, Path(run.user_metadata["save_dir"]))
+        return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
+
+    async def _drop_older(self, run: RunRecord, series: str) -> None:
+        """A loop publishes after every step; the version before the last may still be in use."""
+        of_run = await self._store.checkpoints.of_run(run.run_id)
+        kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
+        for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
+            await self._store.checkpoints.delete(old.run_id, old.kind, old.name)
+            if not await self._store.sampling_sessions.refer_to(old.directory):
+                await asyncio.to_thread(self._files.remove, old.directory)
+
+    async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
+        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        assert record is not None, "it was just written"
+        target = save_dir / directory_name(path.run_id) / path.kind / path.name
+        await asyncio.to_thread(copy_whole, self._files.root / record.directory, target)
+
+    async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
+        if load.path.startswith(("twinkle://", "tinker://")):
+            path = CheckpointPath.parse(load.path, "name")
+            record = await readable_checkpoint(self._store, path, run.tenant_id)
+            directory, shown = self._files.root / record.directory, path.native
+        else:
+            directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
+
+        def resume() -> dict[str, int]:
+            progress: dict[str, int] = without_server_paths(
+                lambda: self._native.adapters.resume_from_checkpoint(
+                    str(directory), resume_only_model=not load.optimizer, adapter_name=op.adapter_id
+                ),
+                directory,
+                shown,
+            )
+            return progress
+
+        progress = await self._compute.run(resume)
+        return succeeded({"result": progress if load.verb == "resume_from_checkpoint" else None})
+
 
 def _write_files(write: Callable[[Path], None], directory: Path) -> None:
     """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
@@ -260,17 +353,27 @@ def version_of(record: CheckpointRecord) -> str:
     return f"{CheckpointPath(record.run_id, record.kind, record.name)}@{record.request_id}"
 
 
-def without_server_paths(work: Callable[[], None], directory: Path, path: str) -> None:
+def without_server_paths(work: Callable[[], T], directory: Path, path: str) -> T:
     """Errors about files name the tenant's address of them, not ours."""
     try:
-        work()
-    except CheckpointError as error:
+        return work()
+    except UserError as error:
+        if str(directory) not in str(error):
+            raise
         raise CheckpointError(str(error).replace(str(directory), path)) from error
 
 
-def kind_of_checkpoint(kind: CheckpointKind) -> str:
-    """What Tinker's listings call it."""
-    return {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}[kind]
+ListedKind = Literal["training", "sampler", "external"]
+_LISTED: Mapping[CheckpointKind, ListedKind] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+def kind_of_checkpoint(kind: CheckpointKind) -> ListedKind:
+    """What listings call it."""
+    return _LISTED[kind]
 
 
 def expired(record: CheckpointRecord) -> bool:

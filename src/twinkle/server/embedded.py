@@ -25,6 +25,7 @@ from twinkle.server.gateway import Gateway, Services
 from twinkle.server.launch import LISTENING
 from twinkle.server.loading import load_served_model
 from twinkle.server.model_service import ModelService
+from twinkle.server.processors.configured import configured_processors
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
 
@@ -114,16 +115,21 @@ async def _running(
         served.name: _services(model, served.model.merge, config, store, computes[model.name], files)
         for served, model in zip(config.served_models, models, strict=True)
     }
-    gateway = Gateway(config, store, services, files)
+    processors = configured_processors(config, models)
+    gateway = Gateway(config, store, services, files, processors)
     app.state.gateway = gateway
     for entry in services.values():
         await entry.training.start()
         if entry.sampling is not None:
             await entry.sampling.start()
+    if processors is not None:
+        await processors.start()
     housekeeping = asyncio.create_task(_keep_house(gateway))
     yield
     housekeeping.cancel()
     await gateway.flush_heartbeats()
+    if processors is not None:
+        await processors.stop()
     for entry in services.values():
         if entry.sampling is not None:
             await entry.sampling.stop()
@@ -142,6 +148,7 @@ def _services(
         compute,
         files,
         merge=merge,
+        allowed_dirs=config.allowed_dirs,
         max_queued_ops=limits.max_queued_ops_per_tenant,
         max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),

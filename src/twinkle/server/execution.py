@@ -1,13 +1,19 @@
 """Ops on the device: what the compute thread does with a batch, and how errors become outcomes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from twinkle.errors import TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
+from twinkle.server.native.codec import succeeded
+from twinkle.server.native.host import NativeHost
 from twinkle.server.types import (
     CreateAdapter,
+    CreateNative,
+    NativePass,
+    NativeVerb,
     Op,
     OpKind,
     OptimStep,
@@ -24,41 +30,68 @@ logger = logging.getLogger(__name__)
 class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, native: NativeHost) -> None:
         self._trainer: TrainingBackend = model.trainer
+        self._native = native
 
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
-        """One device batch: forward or forward_backward, all alike, of many adapters."""
+        """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
         outcomes: dict[int, Outcome] = {}
-        items: list[tuple[int, TrainItem]] = []
-        for index, op in enumerate(ops):
-            if isinstance(op.payload, TrainPass):
-                payload = op.payload
-                items.append((index, TrainItem(op.adapter_id, payload.data, payload.loss, payload.loss_config)))
-            else:
-                assert isinstance(op.payload, Refused), op.payload
-                outcomes[index] = responses.failed(op.payload.message, "user")
-        if items:
-            run = self._trainer.forward_backward if ops[0].kind is OpKind.FORWARD_BACKWARD else self._trainer.forward
-            try:
-                results = run([item for _, item in items])
-            except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
-                outcomes |= {index: unexpected(error, ops[index].request_id) for index, _ in items}
-            else:
-                for (index, _), result in zip(items, results, strict=True):
-                    outcomes[index] = self._encoded(ops[index], result)
+        for batch in _rounds(ops):
+            prepared: dict[int, _Pass] = {}
+            for index in batch:
+                try:
+                    prepared[index] = self._prepared(ops[index])
+                except TwinkleError as error:
+                    outcomes[index] = failure_of(error, ops[index].request_id)
+                except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
+                    outcomes[index] = unexpected(error, ops[index].request_id)
+            outcomes |= self._computed(ops, prepared)
         return [outcomes[index] for index in range(len(ops))]
 
-    def _encoded(self, op: Op, result: TrainResult | TrainFailure) -> Outcome:
+    def _prepared(self, op: Op) -> "_Pass":
+        match op.payload:
+            case TrainPass(data, loss, loss_config):
+                return _Pass(TrainItem(op.adapter_id, data, loss, loss_config), encode_training_result)
+            case NativePass() as asked:
+                native = self._native.adapters
+                prepared = native.prepare(op.adapter_id, asked)
+
+                def encode(result: TrainResult) -> Outcome:
+                    outputs = prepared.absorb(result)
+                    return succeeded({"result": native.pass_result(op.adapter_id, outputs)})
+
+                return _Pass(prepared.item, encode)
+            case Refused(message):
+                raise UserError(message)
+            case _:
+                raise AssertionError(f"{op.kind} is not a pass")
+
+    def _computed(self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]") -> dict[int, Outcome]:
+        if not prepared:
+            return {}
+        run = self._trainer.forward_backward if ops[0].kind is OpKind.FORWARD_BACKWARD else self._trainer.forward
+        try:
+            results = run([each.item for each in prepared.values()])
+        except Exception as error:  # noqa: BLE001 - as above: a bug fails its batch, not the server
+            return {index: unexpected(error, ops[index].request_id) for index in prepared}
+        return {
+            index: self._encoded(ops[index], each, result)
+            for (index, each), result in zip(prepared.items(), results, strict=True)
+        }
+
+    def _encoded(self, op: Op, prepared: "_Pass", result: TrainResult | TrainFailure) -> Outcome:
         if isinstance(result, TrainFailure):
             return failure_of(result.error, op.request_id)
         try:
-            return encode_training_result(result)
+            return prepared.encode(result)
+        except TwinkleError as error:
+            return failure_of(error, op.request_id)
         except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
             return unexpected(error, op.request_id)
 
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
-        """Barriers that touch nothing but the device: creating an adapter and stepping its optimizer."""
+        """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer, native verbs."""
         return [self._guarded(op) for op in ops]
 
     def drop_window(self, adapter_id: str) -> None:
@@ -80,6 +113,15 @@ class Execution:
                 if op.adapter_id not in self._trainer.adapter_ids():
                     self._trainer.create_adapter(op.adapter_id, spec)
                 return responses.created(op.adapter_id)
+            case CreateNative(spec, config, accumulation):
+                if op.adapter_id not in self._trainer.adapter_ids():
+                    self._trainer.create_adapter(op.adapter_id, spec)
+                self._native.adapters.add_adapter_to_model(
+                    op.adapter_id, config, gradient_accumulation_steps=accumulation
+                )
+                return responses.created(op.adapter_id)
+            case NativeVerb() as asked:
+                return succeeded({"result": self._native.adapters.run(op.adapter_id, asked)})
             case OptimStep(params):
                 try:
                     return responses.stepped(self._trainer.optim_step(op.adapter_id, params))
@@ -90,6 +132,26 @@ class Execution:
                 return responses.failed(message, "user")
             case _:
                 raise AssertionError(f"{op.kind} is not a short barrier")
+
+
+@dataclass(frozen=True)
+class _Pass:
+    item: TrainItem
+    encode: Callable[[TrainResult], Outcome]
+
+
+def _rounds(ops: Sequence[Op]) -> list[list[int]]:
+    """One after another, those passes of one adapter that must see what the last one left: usually there is one."""
+    rounds: list[list[int]] = []
+    count: dict[str, int] = {}
+    for index, op in enumerate(ops):
+        place = count.get(op.adapter_id, 0)
+        if isinstance(op.payload, NativePass):
+            count[op.adapter_id] = place + 1
+        if place == len(rounds):
+            rounds.append([])
+        rounds[place].append(index)
+    return rounds
 
 
 def failure_of(error: TwinkleError, request_id: str) -> Outcome:

@@ -21,6 +21,7 @@ from twinkle.errors import CheckpointError
 from twinkle.model.types import AdapterSnapshot, LoraSpec
 from twinkle.server.ids import CheckpointPath, directory_name
 
+_NATIVE = "native.pt"
 _ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
 
 
@@ -60,14 +61,16 @@ class DataDir:
         return str(path.relative_to(self.root))
 
 
-def write_snapshot(directory: Path, snapshot: AdapterSnapshot) -> None:
-    """Whole or not at all: a directory under its final name is complete."""
+def write_snapshot(directory: Path, snapshot: AdapterSnapshot, native: bytes | None) -> None:
+    """Whole or not at all: a directory under its final name is complete. ``native``: what the library's verbs know."""
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(parents=True, mode=0o700)
     for name in _ARRAYS:
         array = vars(snapshot)[name]
         if array is not None:
             np.save(partial / f"{name}.npy", array, allow_pickle=False)
+    if native is not None:
+        (partial / _NATIVE).write_bytes(native)
     meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
     (partial / "meta.json").write_text(json.dumps(meta))
     os.replace(partial, directory)
@@ -94,11 +97,27 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
     )
 
 
+def read_native_state(directory: Path) -> bytes | None:
+    file = directory / _NATIVE
+    return file.read_bytes() if file.exists() else None
+
+
 def remove_other_snapshots(directory: Path) -> None:
     """Drop all snapshots of a run but this one."""
     for other in directory.parent.iterdir():
         if other != directory:
             shutil.rmtree(other, ignore_errors=True)
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """In the place of what is there, whole or not at all."""
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        shutil.copytree(source, staging)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def size_of(directory: Path) -> int:

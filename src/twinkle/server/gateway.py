@@ -28,6 +28,9 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.files import DataDir
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
+from twinkle.server.native.uploads import Uploads
+from twinkle.server.native_sampling.templates import Templates
+from twinkle.server.processors.service import ProcessorService
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.state import Store
@@ -57,16 +60,27 @@ class Services:
 
 
 class Gateway:
-    def __init__(self, config: ServerConfig, store: Store, services: Mapping[str, Services], files: DataDir) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: Store,
+        services: Mapping[str, Services],
+        files: DataDir,
+        processors: ProcessorService | None = None,
+    ) -> None:
         self.config = config
         self.store = store
         self.services = services
         self.files = files
+        self.processors = processors
         self.started_at = time.time()
+        self.stopping = False
+        self.uploads = Uploads()
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._heartbeats: dict[str, float] = {}
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
         self._sampling_clients = SamplingClients(store.sampling_sessions)
+        self.templates = Templates()  # for sampling
 
     # --- who ----------------------------------------------------------------------------------------------------------
 
@@ -147,6 +161,8 @@ class Gateway:
             await self._park(run, state)
         for sampling in await self.store.sampling_sessions.of_session(session.session_id):
             await self._release(sampling)
+        if self.processors is not None:
+            await self.processors.end_session(session.session_id)
 
     async def _release(self, sampling: SamplingSessionRecord) -> None:
         """Its weights leave the device unless others sample from them; until its files go, it may come back."""
@@ -185,34 +201,54 @@ class Gateway:
         body: bytes,
     ) -> tuple[str, str]:
         """(run id, request id)."""
-        await self.active_session(session_id, tenant_id)
         run_id = ids.run_id(session_id, number)
-        services = self.model(base_model)
+        run = self.new_run(run_id, tenant_id, session_id, number, base_model, spec, user_metadata)
+        return run_id, await self.create_run(run, Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body))
+
+    def new_run(
+        self,
+        run_id: str,
+        tenant_id: str,
+        session_id: str,
+        number: int,
+        base_model: str,
+        spec: LoraSpec,
+        user_metadata: Mapping[str, str],
+    ) -> RunRecord:
+        """The record of an adapter that is to be created."""
         if spec.rank > self.config.limits.max_rank:
             raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {self.config.limits.max_rank}")
-        limit = self.config.limits.max_adapters_per_tenant
-        live = sum(entry.training.adapters_of(tenant_id) for entry in self.services.values())
-        if live >= limit and services.training.run(run_id) is None:
-            raise QuotaError("adapters", live, limit)
         now = time.time()
-        run = RunRecord(
+        return RunRecord(
             run_id=run_id,
             session_id=session_id,
             number=number,
             tenant_id=tenant_id,
             base_model=base_model,
-            model_name=services.model.name,
+            model_name=self.model(base_model).model.name,
             spec=spec,
             created_at=now,
             last_request_at=now,
             user_metadata=user_metadata,
         )
-        op = Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body)
-        request_id = await services.training.create(run, op)
-        session = await self.session(session_id, tenant_id)
+
+    async def create_run(self, run: RunRecord, op: Op) -> str:
+        """Create its adapter; returns the id of the request."""
+        await self.active_session(run.session_id, run.tenant_id)
+        training = self.serving(run.model_name).training
+        limit = self.config.limits.max_adapters_per_tenant
+        live = self.adapters_of(run.tenant_id)
+        if live >= limit and training.run(run.run_id) is None:
+            raise QuotaError("adapters", live, limit)
+        request_id = await training.create(run, op)
+        session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
             await self._park(run, session.state)
-        return run_id, request_id
+        return request_id
+
+    def adapters_of(self, tenant_id: str) -> int:
+        """Live ones."""
+        return sum(entry.training.adapters_of(tenant_id) for entry in self.services.values())
 
     async def run(self, run_id: str, tenant_id: str) -> RunRecord:
         for entry in self.services.values():
@@ -331,6 +367,7 @@ class Gateway:
 
     def release_waiters(self) -> None:
         """Answer every long poll now: the server is about to end."""
+        self.stopping = True
         for entry in self.services.values():
             entry.training.release_waiters()
             if entry.sampling is not None:

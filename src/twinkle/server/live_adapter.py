@@ -30,6 +30,7 @@ class LiveAdapter:
     replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again)
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it comes from disk
+    numbering: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an op without a number gets one
     changed_seq: int = 0  # the last op that gave it other weights
     versions: list[str] = field(default_factory=list)  # for sampling, of its newest weights last
 

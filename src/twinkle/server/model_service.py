@@ -9,20 +9,26 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from twinkle.errors import NotFoundError, QuotaError
+from twinkle.errors import NotFoundError, QuotaError, UserError
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import is_native_run, split_request_id
 from twinkle.server.live_adapter import LiveAdapter, Place
 from twinkle.server.live_versions import LiveVersion, LiveVersions
+from twinkle.server.native.codec import refused_op, verb_op
+from twinkle.server.native.errors import SequenceConflictError
+from twinkle.server.native.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.op_runner import OpRunner
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
-from twinkle.server.types import Op, Outcome, RunRecord
+from twinkle.server.types import Op, Outcome, RunRecord, digest
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,7 @@ class ModelService:
         files: DataDir,
         *,
         merge: bool = True,
+        allowed_dirs: Sequence[Path] = (),
         max_queued_ops: int = 1024,
         max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
@@ -52,7 +59,7 @@ class ModelService:
         self._futures = futures or Futures()
         self._max_queued_ops = max_queued_ops
         self._max_unfetched_bytes = max_unfetched_bytes
-        self._runner = OpRunner(model, store, compute, files, self._futures, merge)
+        self._runner = OpRunner(model, store, compute, files, self._futures, merge=merge, allowed_dirs=allowed_dirs)
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
         self._live_versions = LiveVersions(model, self._runner, compute)
@@ -76,7 +83,7 @@ class ModelService:
         snapshot = await self._store.snapshots.get(run.run_id)
         applied = -1 if snapshot is None else snapshot.seq
         # Without a snapshot its creation is among the ops to replay.
-        adapter = LiveAdapter(run, Place.NOWHERE if snapshot is None else Place.DISK)
+        adapter = LiveAdapter(run, Place.NOWHERE if snapshot is None else Place.DISK, highest_seq=max(applied, 0))
         self._adapters[run.run_id] = adapter
         self._scheduler.add_adapter(
             run.run_id,
@@ -98,7 +105,10 @@ class ModelService:
         accepted = await self._store.ops.accept_run(run, op, op.digest, time.time())
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
-            return self.refuse(run, f"model_seq_id {run.number} was used before with another request")
+            used = f"model_seq_id {run.number} was used"
+            if is_native_run(run.run_id):
+                used = f"an adapter of this name was added to this session, {run.run_id},"
+            return self.refuse(run, f"{used} before with another request")
         if accepted.created:
             adapter = LiveAdapter(run, Place.NOWHERE)
             self._adapters[run.run_id] = adapter
@@ -129,6 +139,49 @@ class ModelService:
             if message is not None:
                 self._runner.settle(adapter, op, responses.failed(message, "user"))
         return op.request_id
+
+    async def submit_verb(
+        self, run_id: str, seq: int | None, verb: str, sent: bytes, fields: Callable[[], Awaitable[Mapping[str, Any]]]
+    ) -> str:
+        """A native request; ``fields`` finds out what it means, with rows of tokens for its inputs.
+
+        Without a number it gets the next one. A number that is used again gets its answer without asking ``fields``: a
+        batch that was meant may be gone by then.
+        """
+        adapter = self._adapters.get(run_id)
+        if adapter is None:
+            raise NotFoundError("model", run_id)
+        if seq is None:
+            meant = await fields()
+            async with adapter.numbering:
+                seq = max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
+                return await self.submit(verb_op(run_id, seq, verb, meant, sent))
+        record = await self._store.ops.get(run_id, seq)
+        if record is not None:
+            if record.digest != digest(sent):
+                raise SequenceConflictError(run_id, seq)
+            return f"{run_id}:{seq}"
+        try:
+            op = verb_op(run_id, seq, verb, await fields(), sent)
+        except UserError as error:  # its place in the sequence is taken all the same
+            op = refused_op(run_id, seq, verb, str(error), sent)
+        return await self.submit(op)
+
+    async def rows(self, run_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
+        """What to train on: conversations go through the adapter's template first."""
+        rows = as_rows(inputs)
+        if not are_encoded(rows):
+            adapter = self._adapters.get(run_id)
+            while adapter is not None and adapter.repeats and not self._runner.stopping:
+                await adapter.next_end()  # its template may be among what is done again after a restart
+            if adapter is None or not await self._runner.load(adapter):
+                raise NotFoundError("model", run_id)
+            rows = await asyncio.to_thread(self._runner.native.adapters.encode, run_id, rows)
+        return await asyncio.to_thread(checked_rows, rows, max_tokens)
+
+    async def make_template(self, name: str, options: Mapping[str, object]) -> None:
+        """Have it ready before the compute thread asks for it."""
+        await asyncio.to_thread(lambda: self._runner.native.adapters.template(name, options))
 
     async def _comes_too_late(self, op: Op) -> bool:
         """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
@@ -219,6 +272,10 @@ class ModelService:
         self._futures.promise(request_id, run.tenant_id)
         self._futures.settle(request_id, responses.failed(message, "user"), time.time())
         return request_id
+
+    @property
+    def alive(self) -> bool:
+        return self._runner.alive
 
     def status(self) -> dict[str, object]:
         numbers = self._scheduler.numbers()

@@ -9,20 +9,23 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 
 from twinkle.errors import TwinkleError
+from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import Checkpoints
 from twinkle.server.compute import Compute
 from twinkle.server.execution import Execution, unexpected
-from twinkle.server.files import DataDir, read_snapshot
+from twinkle.server.files import DataDir, read_native_state, read_snapshot
 from twinkle.server.futures import Futures
 from twinkle.server.live_adapter import LiveAdapter, Place, Task
+from twinkle.server.native.host import NativeHost
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import StorageFullError, Store
-from twinkle.server.types import Op, OpKind, Outcome, TrainPass
+from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
@@ -34,12 +37,21 @@ class OpRunner:
     """Runs what was accepted. ``adapters`` are those that live here, by run id."""
 
     def __init__(
-        self, model: ServedModel, store: Store, compute: Compute, files: DataDir, futures: Futures, merge: bool
+        self,
+        model: ServedModel,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        futures: Futures,
+        *,
+        merge: bool,
+        allowed_dirs: Sequence[Path],
     ) -> None:
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
-        self.checkpoints = Checkpoints(model, store, compute, files)
-        self.snapshots = Snapshots(model, store, compute, files)
+        self.native = NativeHost(model)
+        self.checkpoints = Checkpoints(model, self.native, store, compute, files, allowed_dirs)
+        self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.busy_seconds = 0.0
         self.stopping = False
         self._model = model
@@ -47,7 +59,7 @@ class OpRunner:
         self._compute = compute
         self._files = files
         self._futures = futures
-        self._execution = Execution(model)
+        self._execution = Execution(model, self.native)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
@@ -69,9 +81,14 @@ class OpRunner:
             await self._snapshot(adapter_id)
         await self.snapshots.finish_writing()
 
+    @property
+    def alive(self) -> bool:
+        """Whether what is accepted will be run."""
+        return self._pump is not None and not self._pump.done()
+
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        tokens = op.payload.tokens if isinstance(op.payload, TrainPass) else 0
+        tokens = op.payload.tokens if isinstance(op.payload, TrainPass | NativePass) else 0
         ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, op.digest)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
@@ -195,12 +212,19 @@ class OpRunner:
                 try:
                     record = await self._store.snapshots.get(run_id)
                     assert record is not None, "an adapter that is on disk has a snapshot"
-                    snapshot = await asyncio.to_thread(read_snapshot, self._files.root / record.directory)
-                    await self._compute.run(lambda: self._model.trainer.restore(run_id, snapshot))
+                    directory = self._files.root / record.directory
+                    snapshot = await asyncio.to_thread(read_snapshot, directory)
+                    native = await asyncio.to_thread(read_native_state, directory)
+                    await self._compute.run(lambda: self._restore(run_id, snapshot, native))
                     adapter.place = Place.TRAINER
                 except TwinkleError:
                     logger.exception("snapshot of %s cannot be restored", run_id)
         return adapter.place is Place.TRAINER
+
+    def _restore(self, run_id: str, snapshot: AdapterSnapshot, native: bytes | None) -> None:
+        self._model.trainer.restore(run_id, snapshot)
+        if native is not None:
+            self.native.adapters.put_back(run_id, native)
 
     async def _drop_window(self, adapter: LiveAdapter) -> None:
         """Forget the gradient since the last optim_step, also where it is still in a snapshot."""
@@ -222,7 +246,7 @@ class OpRunner:
 
     def _finish(self, task: Task, outcome: Outcome) -> None:
         task.finished = True
-        if task.op.kind in (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.LOAD):
+        if task.op.changes_weights:
             task.adapter.changed_seq = task.op.seq
         self.scheduler.finish(task.ticket, failed=outcome.failed)
         self.settle(task.adapter, task.op, outcome)
@@ -263,8 +287,9 @@ class OpRunner:
             self.snapshots.forget(adapter_id)
             return
         position = self.scheduler.position(adapter_id)
-        # One of its ops is running and may change it, or has an outcome that only a replay could bring back.
-        if position is None or adapter.unrecorded:
+        # One of its ops is running and may change it, or has an outcome that only a replay could bring back; or a
+        # forward pass waits for its backward pass, which needs both.
+        if position is None or adapter.unrecorded or not self.native.is_settled(adapter_id):
             self.snapshots.postpone(adapter_id, time.monotonic())
             return
         try:

@@ -4,8 +4,9 @@ import asyncio
 from dataclasses import dataclass
 
 from twinkle.errors import UserError
+from twinkle.server.native import codec
 from twinkle.server.state import Store
-from twinkle.server.types import CreateAdapter, Op, OpKind, OpRecord, Outcome, Refused, RunRecord
+from twinkle.server.types import CreateAdapter, NativePass, Op, OpKind, OpRecord, Outcome, Refused, RunRecord
 from twinkle.server.wire import responses
 from twinkle.server.wire.requests import (
     LoadWeightsRequest,
@@ -25,7 +26,7 @@ _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
 _UNLIMITED = 2**62  # what was accepted under an earlier limit is not refused now
 
 # Ops that change the adapter; the others only read it, and their files are there already.
-_CHANGES = (OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD)
+_CHANGES = (OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD, OpKind.VERB)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Replay:
 
     @property
     def must_run(self) -> bool:
-        return self.outcome is None or (not self.outcome.failed and self.op.kind in _CHANGES)
+        """A native pass also leaves behind what its loss and its metrics are computed from."""
+        changes = self.op.kind in _CHANGES or isinstance(self.op.payload, NativePass)
+        return self.outcome is None or (not self.outcome.failed and changes)
 
 
 async def read_replay(store: Store, run: RunRecord, applied: int) -> list[Replay]:
@@ -58,6 +61,8 @@ async def read_replay(store: Store, run: RunRecord, applied: int) -> list[Replay
 
 
 def _decode(run: RunRecord, record: OpRecord, body: bytes) -> Op:
+    if codec.is_native(body):
+        return codec.read_op(run, record.seq, body)
     if record.kind is OpKind.CREATE:
         return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
     try:

@@ -229,6 +229,11 @@ class SamplerService:
                 self._withdraw(job)
                 job.into.put_nowait(ShuttingDownError())
 
+    @property
+    def alive(self) -> bool:
+        """Whether what is accepted will be run."""
+        return self._pump is not None and not self._pump.done()
+
     def status(self) -> dict[str, object]:
         return {
             "waiting_samples": len(self._jobs),

@@ -4,9 +4,11 @@ import asyncio
 import logging
 import time
 
+from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir, remove_other_snapshots, write_snapshot
+from twinkle.server.native.host import NativeHost
 from twinkle.server.state import Store
 from twinkle.server.types import SnapshotRecord
 
@@ -21,8 +23,9 @@ _SHARE = 0.05
 class Snapshots:
     """The snapshots of one model's adapters. One is written at a time."""
 
-    def __init__(self, model: ServedModel, store: Store, compute: Compute, files: DataDir) -> None:
+    def __init__(self, model: ServedModel, native: NativeHost, store: Store, compute: Compute, files: DataDir) -> None:
         self._model = model
+        self._native = native
         self._store = store
         self._compute = compute
         self._files = files
@@ -66,7 +69,7 @@ class Snapshots:
         await self._turn.acquire()
         started = time.monotonic()
         try:
-            snapshot = await self._compute.run(lambda: self._model.trainer.snapshot(adapter_id))
+            snapshot, native = await self._compute.run(lambda: self._copy(adapter_id))
         except BaseException:
             self._turn.release()
             raise
@@ -75,7 +78,7 @@ class Snapshots:
 
         async def write() -> None:
             try:
-                await asyncio.to_thread(write_snapshot, directory, snapshot)
+                await asyncio.to_thread(write_snapshot, directory, snapshot, native)
                 await self._store.snapshots.set(record)
                 await asyncio.to_thread(remove_other_snapshots, directory)
             except Exception:  # part of the trainer loop; the journal still has everything: try again later
@@ -88,6 +91,9 @@ class Snapshots:
                 self._turn.release()
 
         self._writing = asyncio.create_task(write())
+
+    def _copy(self, adapter_id: str) -> tuple[AdapterSnapshot, bytes | None]:
+        return self._model.trainer.snapshot(adapter_id), self._native.dump(adapter_id)
 
     async def take_now(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
         """:meth:`take`, and return when it is on disk."""

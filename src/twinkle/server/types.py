@@ -13,7 +13,10 @@ Metadata = Mapping[str, str]
 
 
 class OpKind(StrEnum):
-    """What a tenant may ask of an adapter. All but the two passes are barriers for their own adapter."""
+    """What a tenant may ask of an adapter. All but the two passes are barriers for their own adapter.
+
+    A verb is whatever the native protocol asks for beside passes and files.
+    """
 
     CREATE = "create"
     FORWARD = "forward"
@@ -22,6 +25,7 @@ class OpKind(StrEnum):
     SAVE = "save"
     PUBLISH = "publish"
     LOAD = "load"
+    VERB = "verb"
 
     @property
     def is_pass(self) -> bool:
@@ -79,24 +83,81 @@ class LoadWeights:
 
 
 @dataclass(frozen=True)
+class CreateNative:
+    """An adapter for the library's verbs. ``config``: the fields of PEFT's LoraConfig that it was asked for with."""
+
+    spec: LoraSpec
+    config: Mapping[str, object]
+    gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True)
+class NativePass:
+    """A pass through the library's verbs: forward, forward_only, forward_backward, or backward, which has no rows."""
+
+    verb: str
+    rows: tuple[Mapping[str, list[int]], ...]
+    options: Mapping[str, object]  # of the verb
+    loss_arguments: Mapping[str, object]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row["input_ids"]) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class NativeVerb:
+    """Any other verb of the library, with its arguments."""
+
+    verb: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class NativeSave:
+    """``sampler``: weights alone, for sampling; only the last few of a name are kept."""
+
+    name: str  # empty: one is made
+    optimizer: bool
+    sampler: bool
+    consumed_train_samples: int = 0
+    interval: int = 1
+    ttl_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class NativeLoad:
+    """``path``: a checkpoint's address, or a directory that tenants may name. ``verb``: load or resume."""
+
+    verb: str
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
 class Refused:
     """A request whose body was understood well enough to know its place in the sequence, and is wrong."""
 
     message: str
 
 
-Payload = CreateAdapter | TrainPass | OptimStep | SaveWeights | PublishSampler | LoadWeights | Refused
+Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
+Payload = CreateAdapter | TrainPass | OptimStep | SaveWeights | PublishSampler | LoadWeights | Native | Refused
 
 
 @dataclass(frozen=True)
 class Op:
-    """One request against an adapter. ``body`` is what the client sent, kept so that it can be replayed."""
+    """One request against an adapter. ``body`` is what the client sent, kept so that it can be replayed.
+
+    ``sent`` is what the client sent where the body is something else: what it meant.
+    """
 
     adapter_id: str
     seq: int
     kind: OpKind
     payload: Payload
     body: bytes
+    sent: bytes | None = None
 
     @property
     def request_id(self) -> str:
@@ -105,7 +166,21 @@ class Op:
     @cached_property
     def digest(self) -> bytes:
         """Tells whether the same number came with the same body."""
-        return hashlib.blake2b(self.body, digest_size=16).digest()
+        return digest(self.body if self.sent is None else self.sent)
+
+    @property
+    def is_native(self) -> bool:
+        return isinstance(self.payload, Native)
+
+    @property
+    def changes_weights(self) -> bool:
+        if isinstance(self.payload, NativeVerb):
+            return self.payload.verb in ("step", "clip_grad_and_step")
+        return self.kind in (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.LOAD)
+
+
+def digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
 from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh
 from twinkle.server.config.sections import Directory
 
-__all__ = ["ARGUMENTS", "ApplicationSpec", "ModelArgs", "ProcessorArgs", "SamplerArgs", "ServerArgs"]
+__all__ = ["ARGUMENTS", "PROCESSOR_PLACEMENT", "ApplicationSpec", "ModelArgs", "ProcessorArgs", "SamplerArgs"]
+__all__ += ["ServerArgs"]
 
 _WORD = re.compile(r"\S+")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.A)
@@ -46,6 +47,7 @@ _MODEL_ID = "The model: `org/name` or `hf://…`, `ms://…`, `pypi://…`, `ran
 _GROUP = "Devices of the application; the embedded runtime takes the kind and number of one device from it."
 _MESH = "Layout of the devices; the embedded runtime has one."
 _PROCESSES = "Processes on each machine; the embedded runtime has one."
+_NO_EFFECT = "no effect on the embedded runtime."
 
 
 class ServerArgs(BaseModel):
@@ -121,17 +123,23 @@ class SamplerArgs(BaseModel):
 
 
 class ProcessorArgs(BaseModel):
-    """Arguments of data processing (`import_path: processor`). Not yet: it comes with the native protocol."""
+    """Arguments of datasets and loaders on the server (`import_path: processor`): a process for each session."""
 
     model_config = STRICT
 
-    ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="CPU processes on each machine."
+    max_workers: int = Field(
+        default=16, ge=1, description="Sessions that may have processors at the same time; each has a process."
     )
-    nproc_per_node: int = Field(default=1, ge=1, description="Workers on each machine.")
-    device_group: DeviceGroup | None = Field(default=None, description="Where the workers run.")
-    device_mesh: DeviceMesh | None = Field(default=None, description="Layout of the workers.")
+    ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description=f"CPU processes on each machine; {_NO_EFFECT}"
+    )
+    nproc_per_node: int = Field(default=1, ge=1, description=f"Workers on each machine; {_NO_EFFECT}")
+    device_group: DeviceGroup | None = Field(default=None, description=f"Where the workers run; {_NO_EFFECT}")
+    device_mesh: DeviceMesh | None = Field(default=None, description=f"Layout of the workers; {_NO_EFFECT}")
 
+
+# Keys of ProcessorArgs that are for the Ray runtime.
+PROCESSOR_PLACEMENT = frozenset({"ncpu_proc_per_node", "nproc_per_node", "device_group", "device_mesh"})
 
 ARGUMENTS: dict[str, type[BaseModel]] = {
     "server": ServerArgs,
@@ -153,8 +161,8 @@ class ApplicationSpec(BaseModel):
     )
     route_prefix: Route | None = Field(
         default=None,
-        description="/api/v1 for server, /api/v1/model/NAME and /api/v1/sampler/NAME for the others, "
-        "where NAME becomes another name of the model. null is the same with the model's own name.",
+        description="/api/v1 for server, /api/v1/processor for processor, /api/v1/model/NAME and /api/v1/sampler/NAME "
+        "for the others, where NAME becomes another name of the model. null is the same with the model's own name.",
     )
     args: Arguments = Field(default_factory=dict, validate_default=True, description="Arguments of that service.")
     deployments: Annotated[tuple[DeploymentOptions, ...], Field(strict=False, max_length=1)] = Field(

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from twinkle.errors import ConfigError, ConfigParseError, ConfigProblem
+from twinkle.server.config.applications import PROCESSOR_PLACEMENT, ProcessorArgs
 from twinkle.server.config.older_form import convert
 from twinkle.server.config.problems import find_problems, path_of, problem
 from twinkle.server.config.sections import TelemetryConfig
@@ -95,6 +96,10 @@ def _without_effect(config: ServerConfig) -> list[str]:
     keys = {"proxy_location": config.proxy_location, "ray_namespace": config.ray_namespace}
     unused = [key for key, value in keys.items() if value is not None]
     unused += [f"applications[{index}].deployments" for index, one in enumerate(config.applications) if one.deployments]
+    for index, one in enumerate(config.applications):
+        if isinstance(one.args, ProcessorArgs):
+            given_here = sorted(PROCESSOR_PLACEMENT & one.args.model_fields_set)
+            unused += [f"applications[{index}].args.{key}" for key in given_here]
     notes = [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
     given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
     changed = [key for key, value in given.items() if value != default[key]]

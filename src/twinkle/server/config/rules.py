@@ -12,7 +12,7 @@ from twinkle.hub import parse_model_id
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
 from twinkle.server.config.placement import DeviceGroup, DeviceMesh
 from twinkle.server.config.sections import AuthConfig, HttpOptions
-from twinkle.server.config.serving import GATEWAY_PREFIX, is_path, served_models
+from twinkle.server.config.serving import GATEWAY_PREFIX, PROCESSOR_PREFIX, is_path, served_models
 
 __all__ = ["Broken", "application_rules", "network_rules"]
 
@@ -48,7 +48,7 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[Broken]:
 def application_rules(applications: Applications) -> list[Broken]:
     """All that is wrong with the applications taken together."""
     rules: list[Callable[[Applications], Iterator[Broken]]] = [
-        _no_processor,
+        _one_processor,
         _names_differ,
         _one_application_a_model,
         _routes,
@@ -62,11 +62,10 @@ def application_rules(applications: Applications) -> list[Broken]:
     return [broken for rule in rules for broken in rule(applications)]
 
 
-def _no_processor(applications: Applications) -> Iterator[Broken]:
-    for index, application in enumerate(applications):
-        if application.import_path == "processor":
-            allowed = "server, model or sampler (the processor service comes with the native protocol)"
-            yield Broken(("applications", index, "import_path"), "processor", allowed)
+def _one_processor(applications: Applications) -> Iterator[Broken]:
+    found = [index for index, application in enumerate(applications) if application.import_path == "processor"]
+    for index in found[1:]:
+        yield Broken(("applications", index, "import_path"), "processor", "one processor application")
 
 
 def _names_differ(applications: Applications) -> Iterator[Broken]:
@@ -94,12 +93,12 @@ def _one_application_a_model(applications: Applications) -> Iterator[Broken]:
 def _routes(applications: Applications) -> Iterator[Broken]:
     for index, application in enumerate(applications):
         route, kind = application.route_prefix, application.import_path
-        wrong_gateway = kind == "server" and route not in (None, GATEWAY_PREFIX)
+        fixed = {"server": GATEWAY_PREFIX, "processor": PROCESSOR_PREFIX}.get(kind)
         prefix = f"{GATEWAY_PREFIX}/{kind}/"
-        wrong_service = kind in ("model", "sampler") and route is not None and not route.startswith(prefix)
-        if wrong_gateway or wrong_service:
-            allowed = f"null or {GATEWAY_PREFIX if wrong_gateway else prefix + 'NAME'}"
-            yield Broken(("applications", index, "route_prefix"), route, f"{allowed} on the embedded runtime")
+        wrong = route != fixed if fixed is not None else route is not None and not route.startswith(prefix)
+        if route is not None and wrong:
+            allowed = f"null or {fixed or prefix + 'NAME'} on the embedded runtime"
+            yield Broken(("applications", index, "route_prefix"), route, allowed)
 
 
 def _one_device(applications: Applications) -> Iterator[Broken]:

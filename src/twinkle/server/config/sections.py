@@ -144,6 +144,18 @@ class LimitsConfig(BaseModel):
     max_tokens_per_request: Count = Field(
         default=1_048_576, description="Tokens of one training request, summed over its sequences."
     )
+    max_processors_per_tenant: Count = Field(
+        default=20, description="Datasets, loaders, templates and the like that live on the server."
+    )
+    max_processor_sessions_per_tenant: Count = Field(
+        default=4, description="Sessions that have processors, each in a process of its own."
+    )
+    processor_memory_gib: float = Field(
+        default=4.0, ge=2, description="Memory of one such process; torch alone takes more than one."
+    )
+    processor_call_seconds: Seconds = Field(
+        default=600.0, description="The longest a call of a processor may take; then its process is ended."
+    )
     session_timeout_seconds: Seconds = Field(
         default=1800.0, description="Silence after which a session expires and its adapters are parked on disk."
     )

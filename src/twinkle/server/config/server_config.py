@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from twinkle.server.config.allowed import STRICT, Later, refusal
-from twinkle.server.config.applications import ApplicationSpec
+from twinkle.server.config.applications import ApplicationSpec, ProcessorArgs
 from twinkle.server.config.rules import application_rules, network_rules
 from twinkle.server.config.sections import (
     AuthConfig,
@@ -60,7 +60,7 @@ class ServerConfig(BaseModel):
         default=None, description="Where Ray Serve runs its proxies; no effect on the embedded runtime."
     )
     applications: Annotated[tuple[ApplicationSpec, ...], Field(strict=False)] = Field(
-        default=(), description="The services: a server, models and their samplers."
+        default=(), description="The services: a server, models, their samplers and processors."
     )
 
     @classmethod
@@ -89,6 +89,11 @@ class ServerConfig(BaseModel):
         return served_models(self.applications)
 
     @property
+    def processor(self) -> ProcessorArgs | None:
+        """How datasets and loaders on the server are configured; None: there are none."""
+        return next((one.args for one in self.applications if isinstance(one.args, ProcessorArgs)), None)
+
+    @property
     def listed_names(self) -> tuple[str, ...]:
         """The model names that get_server_capabilities shows."""
         return listed_names(self.applications)
@@ -105,7 +110,7 @@ class ServerConfig(BaseModel):
 def default_applications(
     model: str = DEFAULT_MODEL, *, backend: str = "transformers", aliases: tuple[str, ...] = ()
 ) -> list[dict[str, object]]:
-    """A gateway, one model and its sampler, as they would stand in a file."""
+    """A gateway, one model with its sampler, and processors, as they would stand in a file."""
     sampler_type = "mock" if backend == "mock" else "torch"
     return [
         {"name": "server", "import_path": "server"},
@@ -115,4 +120,5 @@ def default_applications(
             "args": {"model_id": model, "backend": backend, "aliases": list(aliases)},
         },
         {"name": "sampler", "import_path": "sampler", "args": {"model_id": model, "sampler_type": sampler_type}},
+        {"name": "processor", "import_path": "processor"},
     ]

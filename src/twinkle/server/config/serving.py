@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
 
-__all__ = ["GATEWAY_PREFIX", "ServedModelConfig", "is_path", "listed_names", "served_models"]
+__all__ = ["GATEWAY_PREFIX", "PROCESSOR_PREFIX", "ServedModelConfig", "is_path", "listed_names", "served_models"]
 
 GATEWAY_PREFIX = "/api/v1"
+PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
 _SCHEME = re.compile(r"[a-z]+://")
 _ROUTE = re.compile(r"/api/v1/(model|sampler)/")
 _VERSION = re.compile(r"[@?].*|==.*")

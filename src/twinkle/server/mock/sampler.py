@@ -73,7 +73,7 @@ class MockSampler:
         self._requests: dict[str, _Sampling] = {}
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        self._add(version_id, self._trainer.weights(adapter_id))
+        self._add(version_id, self._trainer.vector(adapter_id))
 
     def load_version(self, version_id: str, directory: str) -> None:
         """Read a directory that :meth:`MockTrainer.save` wrote."""

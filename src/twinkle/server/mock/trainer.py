@@ -34,13 +34,16 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
+from twinkle.model.peft_config import peft_config
 from twinkle.model.types import (
+    EMPTY,
     AdamParams,
     AdapterSnapshot,
     Datum,
     FloatArray,
     IntArray,
     LoraSpec,
+    TokenValues,
     TrainFailure,
     TrainItem,
     TrainResult,
@@ -50,7 +53,7 @@ SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
 _STEP = 0.01  # what every optimizer step adds to w₀
 _MAX_RANK = 512
-_WEIGHTS, _STATE = "adapter.npz", "state.json"
+_WEIGHTS, _STATE, _PROGRESS = "adapter.npz", "state.json", "trainer_state.json"
 _POLICY_INPUTS = ("logprobs", "advantages")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 
@@ -124,8 +127,15 @@ class MockTrainer:
     def adapter_ids(self) -> list[str]:
         return list(self._adapters)
 
-    def weights(self, adapter_id: str) -> FloatArray:
+    def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
+        return {"w": self.vector(adapter_id)}
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]:
+        spec = self._get(adapter_id).spec
+        return peft_config(spec, ("w",), "mock")
 
     def step_count(self, adapter_id: str) -> int:
         return self._get(adapter_id).step
@@ -136,7 +146,8 @@ class MockTrainer:
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=True)
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+        """``decoupled`` makes no difference: there is no Adam here."""
         adapter = self._get(adapter_id)
         _check_params(params)
         if adapter.gradient is None:
@@ -156,6 +167,15 @@ class MockTrainer:
 
     def zero_grad(self, adapter_id: str) -> None:
         self._get(adapter_id).gradient = None
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None:
+        adapter = self._get(adapter_id)
+        if adapter.gradient is not None:
+            adapter.gradient = (adapter.gradient * np.float32(factor)).astype(np.float32)
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
+        gradient = self._get(adapter_id).gradient
+        return 0.0 if gradient is None else float(np.linalg.norm(gradient.astype(np.float64), norm_type))
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
         adapter = self._get(adapter_id)
@@ -181,11 +201,18 @@ class MockTrainer:
             snapshot.step,
         )
 
-    def prepare_save(self, adapter_id: str, optimizer: bool = True) -> Callable[[Path], None]:
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
         adapter = self._get(adapter_id)
         moments = {"exp_avg": adapter.exp_avg.copy(), "exp_avg_sq": adapter.exp_avg_sq.copy()} if optimizer else {}
-        state = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
-        return partial(_write_checkpoint, arrays={"weights": adapter.weights.copy(), **moments}, state=state)
+        own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
+        arrays = {"weights": adapter.weights.copy(), **moments}
+        return partial(_write_checkpoint, arrays=arrays, own=own, state=state, companions=companions)
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         adapter = self._get(adapter_id)
@@ -219,15 +246,20 @@ class MockTrainer:
     def _pass(self, item: TrainItem, train: bool) -> TrainResult:
         adapter = self._get(item.adapter_id)
         _check_item(item, self.vocab_size, self.max_length)
-        gradient, loss, results = np.zeros(SIZE), 0.0, []
-        for datum in item.data:
-            columns = (len(datum.tokens), *([1] * (datum.targets.ndim - 1)))
-            phi = features(datum.tokens.reshape(columns), datum.targets, np.arange(columns[0]).reshape(columns))
-            lp = logprobs(adapter.weights, phi)
-            terms, slopes = _terms(item.loss, lp, datum)
-            loss += float(terms.sum())
-            gradient += np.tensordot(slopes * -np.expm1(lp), phi, axes=lp.ndim)  # dlp/ds = 1 − σ(s)
-            results.append(lp.astype(np.float32))
+        weights = np.zeros(SIZE, np.float32) if item.base_model else adapter.weights
+        phis = [_features_of(datum) for datum in item.data]
+        lps = [logprobs(weights, phi) for phi in phis]
+        if item.objective is None:
+            parts = [_terms(item.loss, lp, datum) for lp, datum in zip(lps, item.data, strict=True)]
+            loss, slopes = sum(float(terms.sum()) for terms, _ in parts), [slope for _, slope in parts]
+        elif train:
+            value = item.objective([_values(lp) for lp in lps])
+            loss, slopes = value.loss, [slope.astype(np.float64) for slope in value.logprobs]
+        else:
+            loss, slopes = 0.0, [np.zeros_like(lp) for lp in lps]
+        gradient = np.zeros(SIZE)
+        for lp, phi, slope in zip(lps, phis, slopes, strict=True):
+            gradient += np.tensordot(slope * -np.expm1(lp), phi, axes=lp.ndim)  # dlp/ds = 1 − σ(s)
         earlier = 0.0 if adapter.gradient is None else adapter.gradient
         with np.errstate(over="ignore", invalid="ignore"):
             total = (earlier + gradient).astype(np.float32)
@@ -235,7 +267,20 @@ class MockTrainer:
             raise NonFiniteError(f"loss {item.loss!r} or its gradient holds NaN or infinity: nothing was kept")
         if train:
             adapter.gradient = total
-        return TrainResult(results, {"loss:sum": loss})
+        results = [lp.astype(np.float32) for lp in lps]
+        values = tuple(_values(lp) for lp in lps) if item.statistics else ()
+        return TrainResult(results, {"loss:sum": loss}, values)
+
+
+def _features_of(datum: Datum) -> Doubles:
+    columns = (len(datum.tokens), *([1] * (datum.targets.ndim - 1)))
+    return features(datum.tokens.reshape(columns), datum.targets, np.arange(columns[0]).reshape(columns))
+
+
+def _values(lp: Doubles) -> TokenValues:
+    """The entropy of a choice between two; which token is likeliest nobody can say here."""
+    entropies = -(np.exp(lp) * lp + -np.expm1(lp) * np.log(np.maximum(-np.expm1(lp), 1e-30)))
+    return TokenValues(lp.astype(np.float32), entropies.astype(np.float32), np.zeros(len(lp), np.int64))
 
 
 def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
@@ -312,12 +357,22 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, A
     return arrays, state
 
 
-def _write_checkpoint(directory: Path, arrays: Mapping[str, FloatArray], state: Mapping[str, object]) -> None:
-    """Write adapter.npz and state.json; the directory appears whole or not at all."""
+def _write_checkpoint(
+    directory: Path,
+    arrays: Mapping[str, FloatArray],
+    own: Mapping[str, object],
+    state: Mapping[str, object],
+    companions: Callable[[Path], None] | None,
+) -> None:
+    """Write adapter.npz and our state; the directory appears whole or not at all."""
     staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
     staging.mkdir(parents=True)
     np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
-    (staging / _STATE).write_text(json.dumps(state))
+    (staging / _STATE).write_text(json.dumps(own))
+    if state:
+        (staging / _PROGRESS).write_text(json.dumps(dict(state)))
+    if companions is not None:
+        companions(staging)
     if directory.exists():
         shutil.rmtree(directory)
     os.replace(staging, directory)

@@ -7,7 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from twinkle.model.types import IntArray
-from twinkle.sampler.types import Progress, SampleRequest, SampleResult, SamplingParams
+from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
+from twinkle.server.generating import generate_together, results_of
 from twinkle.server.openai.bodies import Format, Json, Usage
 from twinkle.server.openai.choices import Choice, Delta
 from twinkle.server.sampler_service import SamplerService
@@ -31,19 +32,15 @@ class Generation:
 
     async def answer(self, form: Format) -> bytes:
         """JSON."""
-        results: dict[int, SampleResult] = {}
-        async with aclosing(self._items(stream=False)) as items:
-            async for number, item in items:
-                assert isinstance(item, SampleResult), "nothing is streamed that was not asked for"
-                results[number] = item
-        return await asyncio.to_thread(self._assemble, form, [results[n] for n in range(len(self.prompts))])
+        results = await results_of(self.sampling, self.session, self._requests(stream=False))
+        return await asyncio.to_thread(self._assemble, form, results)
 
     async def chunks(self, form: Format, *, include_usage: bool) -> AsyncGenerator[Json, None]:
         """The answer as it comes into being."""
         choices = self._choices()
         opened: set[int] = set()
         cached = 0
-        async with aclosing(self._items(stream=True)) as items:
+        async with aclosing(generate_together(self.sampling, self.session, self._requests(stream=True))) as items:
             async for number, item in items:
                 if isinstance(item, SampleResult):
                     cached += item.cached_prompt_tokens
@@ -75,34 +72,8 @@ class Generation:
         prompt = sum(len(tokens) for tokens in self.prompts)
         return Usage(prompt, sum(choice.completion_tokens for choice in choices), cached)
 
-    async def _items(self, *, stream: bool) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
-        """What the sampler says of each prompt, by number, as it comes. Whoever leaves early cancels all of it."""
-        queue: asyncio.Queue[tuple[int, Progress | SampleResult | BaseException | None]] = asyncio.Queue()
-
-        async def drain(number: int) -> None:
-            try:
-                async with aclosing(self.sampling.generate(self.session, self._request(number, stream))) as items:
-                    async for item in items:
-                        queue.put_nowait((number, item))
-                queue.put_nowait((number, None))
-            except Exception as error:  # noqa: BLE001 - handed over: it is raised below
-                queue.put_nowait((number, error))
-
-        tasks = [asyncio.create_task(drain(number)) for number in range(len(self.prompts))]
-        try:
-            running = len(tasks)
-            while running:
-                number, item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield number, item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _requests(self, *, stream: bool) -> list[SampleRequest]:
+        return [self._request(number, stream) for number in range(len(self.prompts))]
 
     def _request(self, number: int, stream: bool) -> SampleRequest:
         return SampleRequest(

@@ -1,40 +1,25 @@
 """What ``model`` may be: a base model, a training run as it is now, or a checkpoint. Never anything in their stead."""
 
-import time
-from dataclasses import dataclass
-
 from twinkle.errors import InvalidInputError, NotFoundError, UnknownNameError
-from twinkle.server.checkpoints import expired, readable_checkpoint, version_of
+from twinkle.server.checkpoints import expired, readable_checkpoint
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.openai.errors import ModelNotFoundError, unknown_model
-from twinkle.server.types import CheckpointRecord, RunRecord, SamplingSessionRecord
+from twinkle.server.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
+from twinkle.server.types import CheckpointRecord, RunRecord
 
 _LISTED = 1000  # runs, and as many checkpoints, the newest first
-_KINDS = ("weights", "sampler_weights")
 _OWNER = "twinkle"  # of base models
-
-
-@dataclass(frozen=True)
-class Target:
-    """What serves a model, and which weights are meant. ``session`` lasts for one request and is on no record."""
-
-    services: Services
-    session: SamplingSessionRecord
-
-    @property
-    def weights(self) -> str:
-        return self.session.version_id or self.session.model_name
 
 
 async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
     if "://" in name:
         checkpoint = await _checkpoint(gateway, name, tenant_id)
         if checkpoint is not None:
-            return await _of_checkpoint(gateway, checkpoint, tenant_id)
+            return await of_checkpoint(gateway, checkpoint, tenant_id)
     services = _base_model(gateway, name)
     if services is not None:
-        return _target(gateway, services, tenant_id, name, None, None)
+        return of_base_model(gateway, services, tenant_id, name)
     run = await _run(gateway, name, tenant_id)
     if run is None:
         raise unknown_model(name)
@@ -43,48 +28,17 @@ async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
 
 async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
     """A live one as it is now; one that left the device as its newest checkpoint has it."""
-    services = gateway.serving(run.model_name)
-    live = await services.training.live_version(run.run_id)
+    live = await of_live_run(gateway, run, tenant_id)
     if live is not None:
-        if services.sampling is not None:
-            for version_id in live.outdated:
-                services.sampling.give_up_version(version_id)
-        return _target(gateway, services, tenant_id, run.run_id, live.version_id, None)
+        return live
     checkpoints = await gateway.store.checkpoints.of_run(run.run_id)
-    kept = [each for each in checkpoints if each.kind in _KINDS and not expired(each)]
+    kept = [each for each in checkpoints if each.kind in SAMPLED_KINDS and not expired(each)]
     if not kept:
         raise ModelNotFoundError(
             f"training run {run.run_id} is not live any more and has no checkpoint left to sample from or to resume"
             f" with create_training_client_from_state ({run.note or 'it ended without one'})"
         )
-    return await _of_checkpoint(gateway, kept[0], tenant_id)
-
-
-async def _of_checkpoint(gateway: Gateway, checkpoint: CheckpointRecord, tenant_id: str) -> Target:
-    run = await gateway.store.runs.get(checkpoint.run_id)
-    assert run is not None, "a checkpoint has a run"
-    services = gateway.serving(run.model_name)
-    path = str(CheckpointPath(checkpoint.run_id, checkpoint.kind, checkpoint.name))
-    return _target(gateway, services, tenant_id, path, version_of(checkpoint), checkpoint.directory)
-
-
-def _target(
-    gateway: Gateway, services: Services, tenant_id: str, name: str, version_id: str | None, directory: str | None
-) -> Target:
-    session = SamplingSessionRecord(
-        sampling_session_id=name,
-        session_id="",
-        number=0,
-        tenant_id=tenant_id,
-        base_model=services.model.name,
-        model_name=services.model.name,
-        model_path=name,
-        version_id=version_id,
-        directory=directory,
-        created_at=time.time(),
-    )
-    gateway.sampler_of(session)  # refuses what is served for training only
-    return Target(services, session)
+    return await of_checkpoint(gateway, kept[0], tenant_id)
 
 
 def _base_model(gateway: Gateway, name: str) -> Services | None:
@@ -106,7 +60,7 @@ async def _run(gateway: Gateway, name: str, tenant_id: str) -> RunRecord | None:
 async def _checkpoint(gateway: Gateway, name: str, tenant_id: str) -> CheckpointRecord | None:
     try:
         path = CheckpointPath.parse(name)
-        return await readable_checkpoint(gateway.store, path, tenant_id) if path.kind in _KINDS else None
+        return await readable_checkpoint(gateway.store, path, tenant_id) if path.kind in SAMPLED_KINDS else None
     except (InvalidInputError, NotFoundError):
         return None
 

@@ -11,10 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 
 from twinkle.errors import (
+    CapacityError,
     GoneError,
     InvalidInputError,
     NotFoundError,
     QuotaError,
+    ShuttingDownError,
     TwinkleError,
     UnauthorizedError,
     UserError,
@@ -23,6 +25,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway import Gateway
+from twinkle.server.native.errors import SequenceConflictError
 from twinkle.server.state import StorageFullError
 from twinkle.server.wire import fields
 from twinkle.server.wire.errors import BodyTooLargeError
@@ -44,9 +47,12 @@ _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (UnauthorizedError, 401),
     (NotFoundError, 404),
     (GoneError, 410),
+    (SequenceConflictError, 409),
     (BodyTooLargeError, 413),
     (QuotaError, 429),
     (UserError, 400),
+    (CapacityError, 503),
+    (ShuttingDownError, 503),
 )
 
 
@@ -64,7 +70,8 @@ async def tenant_of(request: Request, prefix: str = "tml-") -> str:
             key = value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
     gateway = gateway_of(request)
     _refuse_rebinding(gateway.config, request.url.hostname or "")
-    return await gateway.tenant(key, prefix)
+    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
+    return await gateway.tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
 
 
 def _refuse_rebinding(config: ServerConfig, host: str) -> None:
@@ -118,7 +125,7 @@ def install_error_handlers(app: FastAPI) -> None:
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
         for kind, status in _STATUS:
             if isinstance(error, kind):
-                return json_response({"detail": str(error)}, status, RETRY_SOON if status == 429 else None)
+                return json_response({"detail": str(error)}, status, RETRY_SOON if status in (429, 503) else None)
         return await unexpected(request, error)
 
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -13,10 +13,10 @@ from starlette.requests import ClientDisconnect
 
 from twinkle.errors import TwinkleError, UnsupportedError
 from twinkle.sampler.types import SamplingParams
+from twinkle.server.json_stream import EVENTS, JsonStream, unless_gone
 from twinkle.server.openai import models
 from twinkle.server.openai.bodies import ChatFormat, CompletionFormat, Format, Json
 from twinkle.server.openai.errors import INTERNAL, Refusal, RequestError, refusal_of
-from twinkle.server.openai.events import EventStream, unless_gone
 from twinkle.server.openai.fields import Fields, parse
 from twinkle.server.openai.generation import Generation
 from twinkle.server.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
@@ -30,6 +30,7 @@ from twinkle.server.routes.http import (
     json_response,
     tenant_of,
 )
+from twinkle.server.sampling_targets import Target
 from twinkle.server.text_codec import TextCodec
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ async def _read(request_type: type[FieldsT], request: Request) -> FieldsT:
     return await asyncio.to_thread(parse, request_type, body)
 
 
-def _codec(target: models.Target) -> TextCodec:
+def _codec(target: Target) -> TextCodec:
     codec = target.services.model.text
     if codec is None:
         raise UnsupportedError(f"{target.services.model.name} has no tokenizer, and without one there is no text")
@@ -124,7 +125,7 @@ def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
 async def _answer(
     request: Request,
     wanted: GenerationFields,
-    target: models.Target,
+    target: Target,
     codec: TextCodec,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -152,7 +153,7 @@ async def _answer(
     chunks = generation.chunks(form, include_usage=wanted.include_usage)
     # What is refused is refused by status code: the stream begins with the first token.
     first = await unless_gone(request.receive, _next(chunks))
-    return EventStream(to_the_end(first, chunks, request))
+    return JsonStream(to_the_end(first, chunks, request), EVENTS)
 
 
 def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:

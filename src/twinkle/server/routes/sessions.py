@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle.errors import GoneError
 from twinkle.server import ids
+from twinkle.server.gateway import Gateway
 from twinkle.server.routes.http import PREFIX, gateway_of, json_response, parsed, tenant_of
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
@@ -37,10 +38,15 @@ async def create_session(request: Request) -> Response:
 async def heartbeat(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     beat = await parsed(SessionHeartbeatRequest, request)
-    session = await gateway_of(request).heartbeat(beat.session_id, tenant_id)
+    await sign_of_life(gateway_of(request), beat.session_id, tenant_id)
+    return json_response({"type": "session_heartbeat"})
+
+
+async def sign_of_life(gateway: Gateway, session_id: str, tenant_id: str) -> None:
+    """Note that a session's client lives. Of one that is over the client hears that it is."""
+    session = await gateway.heartbeat(session_id, tenant_id)
     if session.state != "active":
         raise GoneError(f"session {session.session_id} is {session.state}")
-    return json_response({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish")

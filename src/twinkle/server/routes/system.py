@@ -4,6 +4,7 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle.server.gateway import Gateway
 from twinkle.server.routes.http import PREFIX, body_of, gateway_of, json_response, parsed, tenant_of
 from twinkle.server.wire.requests import MAX_TELEMETRY_BYTES, ClientConfigRequest
 
@@ -68,8 +69,11 @@ async def capabilities(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """Sums over all tenants: nothing here says who does what."""
     gateway = gateway_of(request)
-    models = {
+    return json_response({"uptime_seconds": time.time() - gateway.started_at, "models": status_of_models(gateway)})
+
+
+def status_of_models(gateway: Gateway) -> dict[str, dict[str, object]]:
+    return {
         name: entry.training.status() | ({} if entry.sampling is None else entry.sampling.status())
         for name, entry in gateway.services.items()
     }
-    return json_response({"uptime_seconds": time.time() - gateway.started_at, "models": models})

@@ -29,6 +29,11 @@ _ACTIVE = (
     .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
     .where(SESSIONS.c.state == "active", SAMPLING_SESSIONS.c.directory.is_not(None))
 )
+_COUNT_ACTIVE = (
+    select(func.count())
+    .select_from(SAMPLING_SESSIONS.join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id))
+    .where(SESSIONS.c.state == "active")
+)
 _REFERRING = select(func.count()).select_from(
     _ACTIVE.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
 )
@@ -73,6 +78,10 @@ class SamplingSessions:
             return sampling
 
         return await self._database.write(work)
+
+    async def active(self) -> int:
+        """How many belong to active sessions."""
+        return await self._database.read(lambda cursor: cursor.number(_COUNT_ACTIVE, {}))
 
     async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
         row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": sampling_session_id}))

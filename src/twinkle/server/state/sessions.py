@@ -34,6 +34,8 @@ _TOUCH = (
     .values(last_seen=bindparam("seen"))
 )
 _SET_STATE = update(SESSIONS).where(_OF_ID).values(state=bindparam("state"))
+_SET_METADATA = update(SESSIONS).where(_OF_ID).values(user_metadata=bindparam("user_metadata"))
+_COUNT_ACTIVE = select(func.count()).select_from(SESSIONS).where(_ACTIVE)
 _SET_PROJECT = update(SESSIONS).where(_OF_ID).values(project_id=bindparam("project_id"))
 _FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
 
@@ -80,6 +82,22 @@ class Sessions:
 
     async def set_state(self, session_id: str, state: Literal["active", "finished", "expired"]) -> None:
         await self._database.write(lambda cursor: cursor.execute(_SET_STATE, {"id": session_id, "state": state}))
+
+    async def note(self, session_id: str, key: str, name: str, value: object) -> None:
+        """Set ``user_metadata[key][name]`` of a session that exists."""
+
+        def work(cursor: Cursor) -> None:
+            row = cursor.row(_GET, {"id": session_id})
+            assert row is not None, "the caller has the session"
+            metadata = json.loads(row["user_metadata"])
+            metadata[key] = {**metadata.get(key, {}), name: value}
+            cursor.execute(_SET_METADATA, {"id": session_id, "user_metadata": json.dumps(metadata)})
+
+        await self._database.write(work)
+
+    async def active(self) -> int:
+        """How many there are."""
+        return await self._database.read(lambda cursor: cursor.number(_COUNT_ACTIVE, {}))
 
     async def set_project(self, session_id: str, project_id: str | None) -> None:
         parameters = {"id": session_id, "project_id": project_id}

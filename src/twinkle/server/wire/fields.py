@@ -110,6 +110,14 @@ def parse(request_type: type[RequestT], body: bytes) -> RequestT:
         raise MalformedRequestError(_explain(error)) from None
 
 
+def check(request_type: type[RequestT], fields: object) -> RequestT:
+    """The same for what has been read from JSON already."""
+    try:
+        return request_type.model_validate(fields)
+    except ValidationError as error:
+        raise MalformedRequestError(_explain(error)) from None
+
+
 def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")

@@ -1,0 +1,118 @@
+"""From features to what an engine is asked, and from what it says to responses. No torch: servers use it as well.
+
+``InputFeature``s, ``SamplingParams`` and ``SampleResponse`` are those of the library; an engine has types of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams
+from twinkle.errors import UnsupportedError
+from twinkle.model.types import FloatArray
+from twinkle.sampler import types as engine_types
+
+__all__ = ["CompletionTemplate", "engine_request", "refuse_unsupported", "response_of"]
+
+Pairs = list[list[tuple[int, float]]]
+
+
+class CompletionTemplate(Protocol):
+    """The part of a :class:`~twinkle.template.Template` that puts prompt and completion together."""
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]: ...
+
+
+def refuse_unsupported(params: SamplingParams) -> None:
+    if params.repetition_penalty != 1.0:
+        raise UnsupportedError("repetition_penalty: the torch sampler draws from the model's own distribution")
+
+
+def engine_request(
+    feature: Mapping[str, Any],
+    params: SamplingParams,
+    index: int,
+    version_id: str | None,
+    request_id: str,
+    *,
+    stream: bool = False,
+) -> engine_types.SampleRequest:
+    """What is asked for input number ``index``. Each has a seed of its own, so that equal inputs differ."""
+    drawing = engine_types.SamplingParams(
+        max_tokens=1 if params.max_tokens == 0 else params.max_tokens,  # a token that is thrown away
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=None if params.seed is None else params.seed + index,
+        stop_tokens=tuple(params.stop_token_ids),
+        stop_strings=tuple(params.stop_strings),
+    )
+    return engine_types.SampleRequest(
+        request_id=request_id,
+        version_id=version_id,
+        prompt=np.asarray(feature["input_ids"], dtype=np.int64),
+        params=drawing,
+        num_samples=params.num_samples,
+        prompt_logprobs=bool(params.prompt_logprobs),
+        topk_prompt_logprobs=params.prompt_logprobs or 0,
+        topk_sample_logprobs=0 if params.logprobs is None or params.logprobs <= 1 else params.logprobs,
+        stream=stream,
+    )
+
+
+def response_of(
+    template: CompletionTemplate,
+    feature: Mapping[str, Any],
+    result: engine_types.SampleResult,
+    params: SamplingParams,
+) -> SampleResponse:
+    scored = bool(params.prompt_logprobs)
+    return SampleResponse(
+        sequences=[_sequence(template, feature, sequence, params) for sequence in result.sequences],
+        prompt_token_ids=[int(token) for token in feature["input_ids"]],
+        prompt_logprobs=_after_first(result.prompt_logprobs) if scored else None,
+        topk_prompt_logprobs=_tops_after_first(result.topk_prompt_logprobs) if scored else None,
+    )
+
+
+def _sequence(
+    template: CompletionTemplate,
+    feature: Mapping[str, Any],
+    sequence: engine_types.SampledSequence,
+    params: SamplingParams,
+) -> SampledSequence:
+    if params.max_tokens == 0:
+        return SampledSequence("length", [], decoded="", new_input_feature=cast("InputFeature", feature))
+    tokens = sequence.tokens.tolist()
+    logprobs: Pairs | None = None
+    if sequence.topk_logprobs is not None:
+        logprobs = _pairs(sequence.topk_logprobs)
+    elif params.logprobs is not None:
+        logprobs = [[pair] for pair in zip(tokens, sequence.logprobs.tolist(), strict=True)]
+    return SampledSequence(
+        stop_reason=sequence.stop_reason,
+        tokens=tokens,
+        logprobs=logprobs,
+        decoded=template.decode(tokens),
+        new_input_feature=cast("InputFeature", template.concat_input_feature(feature, tokens)),
+    )
+
+
+def _pairs(top: engine_types.TopLogprobs) -> Pairs:
+    return [
+        list(zip(ids, values, strict=True))
+        for ids, values in zip(top.token_ids.tolist(), top.logprobs.tolist(), strict=True)
+    ]
+
+
+def _after_first(logprobs: FloatArray | None) -> list[float | None]:
+    assert logprobs is not None, "they were asked for"
+    return [None, *logprobs[1:].tolist()]
+
+
+def _tops_after_first(top: engine_types.TopLogprobs | None) -> list[list[tuple[int, float]] | None]:
+    assert top is not None, "they were asked for"
+    return [None, *_pairs(top)[1:]]

@@ -1,0 +1,218 @@
+"""The verbs of the library on the adapters of a served model. All but templates is for the compute thread."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twinkle.errors import InvalidInputError, TwinkleError, UnsupportedError, UserError
+from twinkle.model import group_state
+from twinkle.model.components import build_template
+from twinkle.model.group_state import SetUp
+from twinkle.model.lora_verbs import LoraVerbs, PreparedPass
+from twinkle.model.optimizer_group import OptimizerGroup
+from twinkle.model.sequences import encode
+from twinkle.model.training_state import is_due
+from twinkle.model.types import Objective, ObjectiveValue, TokenValues
+from twinkle.server.backend import ServedModel
+from twinkle.server.native.features import FIELDS
+from twinkle.server.types import NativePass, NativeVerb
+
+# What Python and torch raise about arguments that a tenant chose.
+_MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
+_SET_UP = ("set_loss", "set_optimizer", "set_lr_scheduler", "set_template", "set_processor", "add_metric")
+_TEMPLATES = 32  # kept ready
+_STATE_DICT_NUMBERS = 2**20
+
+
+class NativeAdapters(LoraVerbs):
+    """``adapter_name`` is the id of the adapter's run."""
+
+    def __init__(self, model: ServedModel) -> None:
+        super().__init__(model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False)
+        self._set_up: dict[str, SetUp] = {}
+        self._templates: OrderedDict[str, Any] = OrderedDict()
+        self._templates_lock = threading.Lock()
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """The trainer has the adapter already."""
+        self.optimizer_group[adapter_name] = self._new_group(adapter_name, config_or_dir, gradient_accumulation_steps)
+        self._set_up[adapter_name] = SetUp()
+
+    def remove_adapter(self, adapter_name: str) -> None:
+        self.optimizer_group.pop(adapter_name, None)
+        self._set_up.pop(adapter_name, None)
+
+    def is_settled(self, adapter_name: str) -> bool:
+        group = self.optimizer_group.get(adapter_name)
+        return group is None or group_state.is_settled(group)
+
+    def dump(self, adapter_name: str) -> bytes | None:
+        """None for an adapter that is not of this protocol."""
+        group = self.optimizer_group.get(adapter_name)
+        return None if group is None else group_state.dump(group, self._set_up[adapter_name])
+
+    def put_back(self, adapter_name: str, state: bytes) -> None:
+        values = group_state.read(state)
+        self.add_adapter_to_model(adapter_name, values["config"])
+        for verb, arguments in values["calls"]:
+            self.run(adapter_name, NativeVerb(verb, arguments))
+        group_state.put_back(self.optimizer_group[adapter_name], values)
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, adapter_name: str, asked: NativePass) -> PreparedPass:
+        """A loss that a tenant chose may fail in any way: it fails alone."""
+        verbs: dict[str, Callable[..., PreparedPass]] = {
+            "forward": self.prepare_training_forward,
+            "forward_only": self.prepare_forward,
+            "forward_backward": self.prepare_forward_backward,
+            "backward": self.prepare_backward,
+        }
+        inputs = {} if asked.verb == "backward" else {"inputs": asked.rows}
+        taken = {*asked.options, "training"} & asked.loss_arguments.keys()
+        if taken:
+            raise InvalidInputError("arguments", min(taken), "keywords of the verb, of the loss and of the metrics")
+        with _mistakes_of_tenants(asked.verb):
+            prepared = verbs[asked.verb](adapter_name=adapter_name, **inputs, **asked.options, **asked.loss_arguments)
+        if prepared.item.objective is None:
+            return prepared
+        return replace(prepared, item=replace(prepared.item, objective=_guarded(prepared.item.objective)))
+
+    def prepare_training_forward(self, **arguments: Any) -> PreparedPass:
+        return self.prepare_forward(training=True, **arguments)
+
+    def pass_result(self, adapter_name: str, outputs: Mapping[str, Any]) -> dict[str, object]:
+        """Rows of log-probabilities without padding, in the order of the inputs."""
+        group = self.optimizer_group[adapter_name]
+        sequences = group.status.sequences
+        assert sequences is not None, "a pass was just absorbed"
+        rows = {
+            name: [row.tolist() for row in sequences.unpadded(outputs[name])]
+            for name in ("logps", "entropies")
+            if name in outputs
+        }
+        return {"loss": outputs.get("loss"), "num_tokens": outputs.get("num_tokens"), **rows}
+
+    def run(self, adapter_name: str, asked: NativeVerb) -> object:
+        """The verb's result as JSON can say it."""
+        result = self._call(adapter_name, asked.verb, asked.arguments)
+        if asked.verb in _SET_UP:
+            self._set_up[adapter_name].note(asked.verb, asked.arguments)
+        if asked.verb == "clip_grad_norm":
+            return "" if result is None else f"{result:.6f}"
+        if asked.verb == "get_state_dict":
+            return _numbers(result)
+        return result
+
+    def _call(self, adapter_name: str, verb: str, arguments: Mapping[str, object]) -> Any:
+        if verb == "set_template":
+            name, options = arguments["template_cls"], _without(arguments, "template_cls")
+            group = self._group(adapter_name)
+            group.template = self.template(str(name), options)
+            group.chosen.add("set_template")
+            return None
+        methods: dict[str, Callable[..., Any]] = {
+            "calculate_loss": self.calculate_loss,
+            "clip_grad_norm": self.clip_grad_norm,
+            "clip_grad_and_step": self.clip_grad_and_step,
+            "step": self.step,
+            "zero_grad": self.zero_grad,
+            "lr_step": self.lr_step,
+            "set_loss": self.set_loss,
+            "set_optimizer": self.set_optimizer,
+            "set_lr_scheduler": self.set_lr_scheduler,
+            "set_processor": self.set_processor,
+            "add_metric": self.add_metric,
+            "calculate_metric": self.calculate_metric,
+            "get_train_configs": self.get_train_configs,
+            "get_state_dict": self.get_state_dict,
+        }
+        with _mistakes_of_tenants(verb):
+            return methods[verb](adapter_name=adapter_name, **arguments)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def is_due(self, adapter_name: str, interval: int) -> bool:
+        return is_due(self._group(adapter_name), interval)
+
+    def steps_of(self, adapter_name: str) -> int:
+        return self._group(adapter_name).cur_step
+
+    def prepare_save(
+        self, adapter_name: str, *, save_optimizer: bool, consumed_train_samples: int
+    ) -> Callable[[Path], None]:
+        group = self._group(adapter_name)
+        return self._state.prepare_save(
+            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+        )
+
+    # --- templates ----------------------------------------------------------------------------------------------------
+
+    def template(self, name: str, options: Mapping[str, object]) -> Any:
+        """In any thread. Made once: a tokenizer takes a while to load."""
+        if self.tokenizer_id is None:
+            raise UnsupportedError(f"template: {self.model_id} has no tokenizer; send input_ids")
+        key = json.dumps([name, options], sort_keys=True)
+        with self._templates_lock:
+            if key not in self._templates:
+                with _mistakes_of_tenants("set_template"):
+                    self._templates[key] = build_template(name, {**options, "model_id": self.tokenizer_id})
+            self._templates.move_to_end(key)
+            while len(self._templates) > _TEMPLATES:
+                self._templates.popitem(last=False)
+            return self._templates[key]
+
+    def encode(self, adapter_name: str, rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+        """Conversations as tokens, in any thread, with the template that was set or the plain one."""
+        group: OptimizerGroup | None = self.optimizer_group.get(adapter_name)
+        chosen = None if group is None else group.template
+        template = self.template("Template", {}) if chosen is None else chosen
+        with _mistakes_of_tenants("inputs"):
+            encoded = encode(rows, lambda: template)
+        return [{name: np.asarray(value).tolist() for name, value in row.items() if name in FIELDS} for row in encoded]
+
+
+@contextmanager
+def _mistakes_of_tenants(verb: str) -> Iterator[None]:
+    """What Python says about wrong arguments becomes an error that names the verb."""
+    try:
+        yield
+    except TwinkleError:
+        raise
+    except _MISTAKES as error:
+        raise UserError(f"{verb}: {type(error).__name__}: {str(error)[:500]}") from error
+
+
+def _guarded(objective: Objective) -> Objective:
+    def guarded(values: Sequence[TokenValues]) -> ObjectiveValue:
+        try:
+            return objective(values)
+        except TwinkleError:
+            raise
+        except Exception as error:
+            raise UserError(f"the loss failed: {type(error).__name__}: {str(error)[:500]}") from error
+
+    return guarded
+
+
+def _numbers(tensors: Mapping[str, Any]) -> dict[str, object]:
+    size = sum(tensor.numel() for tensor in tensors.values())
+    if size > _STATE_DICT_NUMBERS:
+        allowed = f"at most {_STATE_DICT_NUMBERS} as JSON; save() and download the checkpoint instead"
+        raise InvalidInputError("get_state_dict", f"{size} numbers", allowed)
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def _without(arguments: Mapping[str, object], key: str) -> dict[str, object]:
+    return {name: value for name, value in arguments.items() if name != key}

@@ -1,0 +1,99 @@
+"""Native ops in the journal, and their results on the wire.
+
+A body in the journal is a zero byte, the verb, a line feed and JSON: neither Tinker's protobuf nor its JSON begins with
+a zero byte. What it says is what the request meant: rows of tokens in the place of conversations and of references.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle.errors import UserError
+from twinkle.model.peft_config import spec_from_peft
+from twinkle.server.native.verbs import parse, payload_of, verb_named
+from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Refused, RunRecord
+
+_MARK = b"\x00"
+_CREATE = "add_adapter_to_model"
+_INPUTS = "inputs"
+
+
+def is_native(body: bytes) -> bool:
+    return body.startswith(_MARK)
+
+
+def journal_body(verb: str, fields: Mapping[str, object]) -> bytes:
+    return _MARK + verb.encode() + b"\n" + json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+
+
+def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:
+    """``seed``: as it was asked for."""
+    fields = {"config": config, "gradient_accumulation_steps": accumulation, "seed": seed}
+    payload = CreateNative(run.spec, config, accumulation)
+    return Op(run.run_id, 0, OpKind.CREATE, payload, journal_body(_CREATE, fields))
+
+
+def verb_op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
+    """``fields``: the request; its inputs are checked rows. What is wrong with the rest makes the op refused."""
+    body = journal_body(verb, fields)
+    return _op(run_id, seq, verb, fields, body, sent)
+
+
+def refused_op(run_id: str, seq: int, verb: str, message: str, sent: bytes) -> Op:
+    return Op(run_id, seq, verb_named(verb).kind, Refused(message), journal_body(verb, {}), sent)
+
+
+def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
+    """From the journal."""
+    verb, _, text = body[1:].partition(b"\n")
+    fields = json.loads(text)
+    if verb.decode() == _CREATE:
+        config, accumulation = fields["config"], fields["gradient_accumulation_steps"]
+        return Op(run.run_id, seq, OpKind.CREATE, CreateNative(run.spec, config, accumulation), body)
+    return _op(run.run_id, seq, verb.decode(), fields, body, None)
+
+
+def _op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], body: bytes, sent: bytes | None) -> Op:
+    kind = verb_named(verb).kind
+    try:
+        request = parse(verb, {**fields})
+        payload = payload_of(verb, request, tuple(fields.get(_INPUTS, ())))
+    except UserError as error:
+        return Op(run_id, seq, kind, Refused(str(error)), body, sent)
+    return Op(run_id, seq, kind, payload, body, sent)
+
+
+def lora_config(sent: str | Mapping[str, Any]) -> dict[str, Any]:
+    """What a client sent as LoraConfig. Sets come as lists in any order: here they are sorted."""
+    try:
+        config = json.loads(sent) if isinstance(sent, str) else dict(sent)
+    except ValueError:
+        raise UserError("config: not JSON; allowed: the fields of a LoraConfig as JSON text") from None
+    if not isinstance(config, dict):
+        raise UserError("config: allowed: the fields of a LoraConfig as a JSON object")
+    kind = config.pop("_TWINKLE_TYPE_", "LoraConfig")
+    if kind != "LoraConfig":
+        raise UserError(f"config: got a {str(kind)[:40]}, allowed: a LoraConfig")
+    spec = spec_from_peft(config)
+    if not isinstance(spec.target_modules, str):
+        config["target_modules"] = list(spec.target_modules or ())
+    return config
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def succeeded(content: object) -> Outcome:
+    return Outcome(Encoding.JSON, json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode())
+
+
+def finite(value: object) -> object:
+    """JSON has neither NaN nor infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return value

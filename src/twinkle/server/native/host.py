@@ -1,0 +1,37 @@
+"""The library's verbs on one served model, loaded when the first native adapter comes: they need torch."""
+
+import threading
+from typing import TYPE_CHECKING
+
+from twinkle.server.backend import ServedModel
+
+if TYPE_CHECKING:
+    from twinkle.server.native.adapters import NativeAdapters
+
+
+class NativeHost:
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._adapters: NativeAdapters | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def adapters(self) -> "NativeAdapters":
+        with self._lock:
+            if self._adapters is None:
+                from twinkle.server.native.adapters import NativeAdapters
+
+                self._adapters = NativeAdapters(self._model)
+            return self._adapters
+
+    # Of an adapter that may be of the other protocol, so that torch is not loaded for nothing:
+
+    def is_settled(self, adapter_id: str) -> bool:
+        return self._adapters is None or self._adapters.is_settled(adapter_id)
+
+    def dump(self, adapter_id: str) -> bytes | None:
+        return None if self._adapters is None else self._adapters.dump(adapter_id)
+
+    def remove(self, adapter_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.remove_adapter(adapter_id)

@@ -1,0 +1,151 @@
+"""Native requests against adapters: from what a client sent to an op, and from its outcome to an answer."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from twinkle.errors import InvalidInputError, NotFoundError, ShuttingDownError, UnknownNameError, UnsupportedError
+from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.types import LoraSpec
+from twinkle.server import ids
+from twinkle.server.allowed_dirs import allowed_path
+from twinkle.server.gateway import Gateway, Services
+from twinkle.server.native.codec import create_op, lora_config
+from twinkle.server.native.verbs import verb_named
+from twinkle.server.types import Outcome, RunRecord
+from twinkle.server.wire.errors import MalformedRequestError
+from twinkle.server.wire.fields import Parameters, check
+from twinkle_client import types
+
+_WAIT_SECONDS = 25.0
+
+
+class _AdapterOptions(Parameters):
+    gradient_accumulation_steps: int = 1
+    seed: int | None = None
+
+
+def services_of(gateway: Gateway, model: str) -> Services:
+    try:
+        return gateway.model(model)
+    except UnknownNameError as error:
+        raise NotFoundError("model", f"{model}: {error}") from None
+
+
+async def add_adapter(
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, request: types.AddAdapterRequest
+) -> tuple[str, Outcome]:
+    """(run id, how its creation ended). The same request again has the same answer."""
+    services = services_of(gateway, model)
+    run_id = ids.native_run_id(session_id, request.adapter_name)
+    options = check(_AdapterOptions, request.arguments)
+    if not 1 <= options.gradient_accumulation_steps <= 2**31:
+        raise InvalidInputError("gradient_accumulation_steps", options.gradient_accumulation_steps, "an integer ≥ 1")
+    config = lora_config(request.config)
+    metadata = {"adapter_name": request.adapter_name}
+    if request.save_dir is not None:
+        metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
+    run = gateway.new_run(
+        run_id,
+        tenant_id,
+        session_id,
+        ids.native_run_number(request.adapter_name),
+        services.model.name,
+        _spec(config, options.seed),
+        metadata,
+    )
+    request_id = await gateway.create_run(
+        run, create_op(run, config, options.gradient_accumulation_steps, options.seed)
+    )
+    return run_id, await _outcome(gateway, run, request_id)
+
+
+async def run_verb(
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, verb: str, fields: Mapping[str, Any], sent: bytes
+) -> Outcome:
+    verb_named(verb)
+    run = await adapter_run(gateway, tenant_id, session_id, model, fields.get("adapter_name"))
+    training = gateway.serving(run.model_name).training
+    limits = gateway.config.limits
+
+    async def meant() -> Mapping[str, Any]:
+        if "inputs" in fields:
+            inputs = await _inputs(gateway, tenant_id, session_id, fields["inputs"])
+            return {**fields, "inputs": await training.rows(run.run_id, inputs, limits.max_tokens_per_request)}
+        if verb == "set_template":
+            await _prepare_template(gateway, run, fields)
+        return fields
+
+    request_id = await training.submit_verb(run.run_id, _number(fields), verb, sent, meant)
+    return await _outcome(gateway, run, request_id)
+
+
+async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: object) -> RunRecord:
+    """The run of an adapter of this session that is live on this model."""
+    if not isinstance(adapter_name, str) or not adapter_name:
+        raise InvalidInputError("adapter_name", adapter_name, "the name that add_adapter_to_model was given")
+    services = services_of(gateway, model)
+    run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
+    if run.model_name != services.model.name or services.training.run(run.run_id) is None:
+        raise NotFoundError("adapter", f"{adapter_name} of {model}" + (f" ({run.note})" if run.note else ""))
+    return run
+
+
+def _number(fields: Mapping[str, Any]) -> int | None:
+    number = fields.get("seq_id")
+    if number is None or (type(number) is int and 1 <= number < 2**62):
+        return number
+    raise MalformedRequestError(f"seq_id: got {str(number)[:40]}, allowed: 1 and up, or none")
+
+
+def _spec(config: Mapping[str, Any], seed: int | None) -> LoraSpec:
+    """A seed is drawn here and written down: a replay must come to the same adapter."""
+    return replace(spec_from_peft(config), seed=secrets.randbits(62) if seed is None else seed)
+
+
+async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: object) -> object:
+    """A batch that a dataloader on the server holds, where one is meant."""
+    if not isinstance(inputs, dict) or inputs.get("_TWINKLE_TYPE_") != "Batch":
+        return inputs
+    if gateway.processors is None:
+        raise UnsupportedError("inputs: this server has no processor service, and so no batches; send rows")
+    reference = check(types.BatchReference, inputs)
+    return await gateway.processors.batch(tenant_id, session_id, reference.processor_id, reference.number)
+
+
+async def _prepare_template(gateway: Gateway, run: RunRecord, fields: Mapping[str, Any]) -> None:
+    """Templates are made for the tokenizer of the served model, whatever name it is called by."""
+    services = gateway.serving(run.model_name)
+    wanted = fields.get("model_id")
+    if wanted is not None and wanted.rpartition("://")[2] not in {
+        name.rpartition("://")[2] for name in (services.model.name, *services.model.aliases)
+    }:
+        raise InvalidInputError("model_id", wanted, f"a name of the served model: {services.model.name}")
+    request = check(types.SetTemplateRequest, fields)
+    options = {name: value for name, value in request.arguments.items() if name != "model_id"}
+    if "://" not in request.template_cls:  # which is refused later, in its place
+        await services.training.make_template(request.template_cls, options)
+
+
+async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:
+    """However long it takes, unless the server ends."""
+    parts = ids.split_request_id(request_id)
+    assert parts is not None, request_id
+    training = gateway.serving(run.model_name).training
+    while not gateway.stopping:
+        outcome = await training.wait(request_id, run.run_id, parts[1], _WAIT_SECONDS)
+        if outcome is not None:
+            return outcome
+    raise ShuttingDownError
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise MalformedRequestError("body: not JSON") from None
+    if not isinstance(fields, dict):
+        raise MalformedRequestError("body: a JSON object is allowed")
+    return fields

@@ -1,0 +1,65 @@
+"""Checkpoints that are being pushed to a hub, each in the background."""
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinkle.errors import NotFoundError, QuotaError, TwinkleError
+from twinkle_client.types import UploadStatusResponse
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1024
+_AT_ONCE = 4  # of one tenant
+
+
+@dataclass
+class _Upload:
+    tenant_id: str
+    key: str | None
+    task: asyncio.Task[str]
+
+
+class Uploads:
+    """The uploads of all tenants, as long as the process lives."""
+
+    def __init__(self) -> None:
+        self._uploads: OrderedDict[str, _Upload] = OrderedDict()
+
+    def start(self, tenant_id: str, key: str | None, directory: Path, repo_id: str, token: str | None) -> str:
+        """Returns its id. ``key``: the same upload asked for again."""
+        own = {name: upload for name, upload in self._uploads.items() if upload.tenant_id == tenant_id}
+        for name, upload in own.items():
+            if key is not None and upload.key == key:
+                return name
+        running = sum(not upload.task.done() for upload in own.values())
+        if running >= _AT_ONCE:
+            raise QuotaError("uploads at once", running, _AT_ONCE)
+        request_id = f"upload_{secrets.token_hex(8)}"
+        task = asyncio.create_task(asyncio.to_thread(_push, repo_id, directory, token))
+        self._uploads[request_id] = _Upload(tenant_id, key, task)
+        while len(self._uploads) > _REMEMBERED and next(iter(self._uploads.values())).task.done():
+            self._uploads.popitem(last=False)
+        return request_id
+
+    def status(self, tenant_id: str, request_id: str) -> UploadStatusResponse:
+        upload = self._uploads.get(request_id)
+        if upload is None or upload.tenant_id != tenant_id:
+            raise NotFoundError("upload", request_id)
+        if not upload.task.done():
+            return UploadStatusResponse(request_id=request_id, status="running")
+        error = upload.task.exception()
+        if error is None:
+            return UploadStatusResponse(request_id=request_id, status="completed")
+        if not isinstance(error, TwinkleError):
+            logger.error("upload %s failed", request_id, exc_info=error)
+        return UploadStatusResponse(request_id=request_id, status="failed", error=str(error)[:1000])
+
+
+def _push(repo_id: str, directory: Path, token: str | None) -> str:
+    from twinkle.hub import HubOperation
+
+    return HubOperation.push_to_hub(repo_id, str(directory), token=token, private=True)

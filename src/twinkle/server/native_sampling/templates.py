@@ -1,0 +1,105 @@
+"""Templates that sessions chose for sampling. A choice is small and kept; templates are built from it when needed."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.sampler.features import CompletionTemplate
+from twinkle.server.backend import ServedModel
+from twinkle.server.native_sampling.codec_template import CodecTemplate
+from twinkle.server.wire.fields import Parameters
+
+TEMPLATES = ("DeepseekV4Template", "Qwen3Template", "Qwen3_5Template", "Template")
+# Built ones that are kept: each holds a tokenizer, some ten to hundred megabytes.
+_KEPT = 32
+
+Text = Annotated[str, Field(max_length=65_536)]
+
+
+class SamplingTemplate(CompletionTemplate, Protocol):
+    """What sampling needs of a :class:`~twinkle.template.Template`. Used from several threads at once."""
+
+    def batch_encode(
+        self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> list[dict[str, Any]]: ...
+
+
+class TemplateChoice(Parameters):
+    """A class of :mod:`twinkle.template` and its options, but for the model, which is that of the sampler.
+
+    Without a choice a session has the plain template, which never truncates.
+    """
+
+    template_cls: Text = "Template"
+    use_chat_template: bool = True
+    max_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    truncation_strategy: Literal["delete", "left", "raise", "right"] = "raise"
+    default_system: Text | None = None
+    enable_thinking: bool = True
+
+
+class SetTemplate(TemplateChoice):
+    """The body of set_template. The template is the session's, whatever adapter it names."""
+
+    template_cls: Text
+    max_length: Annotated[int, Field(ge=0, lt=2**31)] | None = 8192  # as the library has it
+    model_id: Text | None = None
+    adapter_name: Text | None = ""
+
+    def choice(self, model: ServedModel) -> TemplateChoice:
+        """Checked against the model that the sampler serves."""
+        if self.template_cls not in TEMPLATES:
+            raise UnknownNameError("template", self.template_cls, TEMPLATES)
+        names = (model.name, *model.aliases)
+        if self.model_id is not None and _plain(self.model_id) not in map(_plain, names):
+            raise InvalidInputError("model_id", self.model_id, f"the model of this sampler: {', '.join(names)}")
+        return TemplateChoice.model_validate(self.model_dump(include=set(TemplateChoice.model_fields)))
+
+
+class Templates:
+    """Built templates by model and choice; sessions that chose the same share one."""
+
+    def __init__(self) -> None:
+        self._built: OrderedDict[tuple[str, TemplateChoice], asyncio.Future[SamplingTemplate]] = OrderedDict()
+
+    async def get(self, model: ServedModel, choice: TemplateChoice) -> SamplingTemplate:
+        key = model.name, choice
+        if key not in self._built:
+            self._built[key] = asyncio.ensure_future(asyncio.to_thread(_build, model, choice))
+            while len(self._built) > _KEPT:
+                self._built.popitem(last=False)
+        self._built.move_to_end(key)
+        building = self._built[key]
+        try:
+            return await asyncio.shield(building)  # others may wait for it too
+        finally:
+            failed = building.done() and (building.cancelled() or building.exception() is not None)
+            if failed and self._built.get(key) is building:  # the next one tries again
+                del self._built[key]
+
+
+def _build(model: ServedModel, choice: TemplateChoice) -> SamplingTemplate:
+    folder = model.tokenizer_dir
+    if folder is None:
+        if model.text is None:
+            raise UnsupportedError(f"{model.name} has no tokenizer, and without one there is no text")
+        return CodecTemplate(model.text)
+    from twinkle.model.components import build_template  # where there is a tokenizer there is torch
+
+    options = choice.model_dump(exclude={"template_cls"})
+    try:
+        built = build_template(choice.template_cls, {"model_id": folder, **options})
+    except UserError as error:  # they name the folder, which is nobody's business
+        raise UnsupportedError(str(error).replace(folder, model.name)) from error
+    built.model_id = model.name  # that is what its errors name
+    template: SamplingTemplate = built
+    return template
+
+
+def _plain(name: str) -> str:
+    """Without a scheme, which clients leave out of addresses."""
+    return name.rpartition("://")[2]

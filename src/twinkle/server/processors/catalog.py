@@ -1,0 +1,266 @@
+"""What clients may create, with which options, and what they may call, with which arguments. All of it is here: a name
+that is not in these tables is nothing that a request can reach.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.server.processors import arguments as a
+from twinkle.server.processors import operations as do
+from twinkle.server.processors.arguments import Readers
+
+__all__ = ["CATALOG", "ClassEntry", "Function", "entry", "function"]
+
+PREPROCESSORS = {
+    "AlpacaProcessor": "twinkle.preprocessor",
+    "CLEVRProcessor": "twinkle.preprocessor",
+    "CompetitionMathGRPOProcessor": "twinkle.preprocessor",
+    "CompetitionMathProcessor": "twinkle.preprocessor",
+    "CountdownProcessor": "twinkle.preprocessor",
+    "EmojiDPOProcessor": "twinkle.preprocessor",
+    "GSM8KProcessor": "twinkle.preprocessor",
+    "OlympiadBenchProcessor": "twinkle.preprocessor",
+    "SelfCognitionProcessor": "twinkle.preprocessor",
+}
+FILTERS: dict[str, str] = {}  # the library has none of its own
+REWARDS = {
+    "FormatReward": "twinkle.reward",
+    "GSM8KAccuracyReward": "twinkle.reward",
+    "GSM8KFormatReward": "twinkle.reward",
+    "MathReward": "twinkle.reward",
+    "MultiModalAccuracyReward": "twinkle.reward",
+    "OlympiadBenchAccuracyReward": "twinkle.reward",
+    "OlympiadBenchFormatReward": "twinkle.reward",
+    "OlympiadBenchQualityReward": "twinkle.reward",
+}
+TEMPLATES = {
+    "DeepseekV4Template": "twinkle.template",
+    "Qwen3Template": "twinkle.template",
+    "Qwen3_5Template": "twinkle.template",
+    "Template": "twinkle.template",
+}
+PROCESSORS = {"InputProcessor": "twinkle.processor"}
+
+
+@dataclass(frozen=True)
+class Function:
+    run: do.Run
+    arguments: Readers
+
+
+@dataclass(frozen=True)
+class ClassEntry:
+    """A class by its module, the options of its constructor, and what can be done with its objects."""
+
+    home: str
+    options: Readers
+    functions: Mapping[str, Function]
+    make: Any = do.make  # a do.Make, whose first parameter is narrower in some
+
+
+def entry(processor_type: object, class_type: object) -> ClassEntry:
+    if processor_type == "weight_loader":
+        raise UnsupportedError("processor_type: 'weight_loader' is not offered; weights are loaded by model requests")
+    if not isinstance(processor_type, str) or processor_type not in CATALOG:
+        raise InvalidInputError("processor_type", processor_type, ", ".join(CATALOG))
+    classes = CATALOG[processor_type]
+    if not isinstance(class_type, str) or class_type not in classes:
+        raise UnknownNameError(f"class_type of {processor_type}", str(class_type)[:200], classes)
+    return classes[class_type]
+
+
+def function(processor_type: str, class_name: str, name: object) -> Function:
+    functions = CATALOG[processor_type][class_name].functions
+    if not isinstance(name, str) or name not in functions:
+        raise UnknownNameError(f"function of {class_name}", str(name)[:200], functions)
+    return functions[name]
+
+
+def _method(name: str, **arguments: a.Reader) -> Function:
+    return Function(do.method(name), arguments)
+
+
+_ONE_PROCESS: Readers = {"remote_group": a.only(None), "device_mesh": a.only(None)}
+_CLOSE = {"close": Function(do.close, {})}
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+_LOAD: Readers = {
+    "dataset_meta": a.optional(a.dataset_meta),
+    "revision": a.optional(a.text),
+    "token": a.optional(a.text),
+}
+_MAP: Readers = {
+    "batch_size": a.count,
+    "batched": a.boolean,
+    "desc": a.text,
+    "keep_in_memory": a.boolean,
+    "load_from_cache_file": a.boolean,
+    "num_proc": a.only(None, 1),
+    "remove_columns": a.names,
+    "writer_batch_size": a.count,
+}
+_FILTER: Readers = {key: _MAP[key] for key in _MAP if key not in ("batch_size", "remove_columns")}
+_TEMPLATE: Readers = {
+    "model_id": a.text,
+    "use_chat_template": a.boolean,
+    "max_length": a.optional(a.integer),
+    "truncation_strategy": a.text,
+    "default_system": a.optional(a.text),
+    "enable_thinking": a.boolean,
+}
+_TEMPLATE_CLASS = a.class_or_object("template", TEMPLATES)
+_FUNCTION: Readers = {"dataset_meta": a.optional(a.dataset_meta), "init_args": a.optional(a.mapping)}
+_SAVE: Readers = {
+    "output_path": a.output_path,
+    "format": a.optional(a.text),
+    "batch_size": a.count,
+    "mode": a.text,
+}
+_DATASET: dict[str, Function] = {
+    **_CLOSE,
+    "add_dataset": Function(do.add_dataset, _LOAD),
+    "cast_column": Function(do.refuse_media, {"column": a.text, "decode": a.boolean}),
+    "check": Function(do.changing("check"), _FILTER),
+    "encode": Function(do.changing("encode"), {"add_generation_prompt": a.boolean, **_MAP}),
+    "filter": Function(do.changing("filter"), {"filter_func": a.class_of(FILTERS), **_FUNCTION, **_FILTER}),
+    "flush_save": _method("flush_save"),
+    "map": Function(
+        do.changing("map"),
+        {"preprocess_func": a.class_or_object("preprocessor", PREPROCESSORS), **_FUNCTION, **_MAP},
+    ),
+    "mix_dataset": Function(do.changing("mix_dataset"), {"interleave": a.boolean}),
+    "save_as": Function(do.method("save_as"), _SAVE),
+    "set_template": Function(do.set_template, {"template_func": _TEMPLATE_CLASS, **_TEMPLATE}),
+}
+_TABLE = {**_DATASET, "__len__": _method("__len__"), "__getitem__": _method("__getitem__", idx=a.integer)}
+_STREAM = {"__iter__": Function(do.begin, {}), "__next__": Function(do.next_row, {})}
+_PACK = {"pack_dataset": Function(do.changing("pack_dataset"), {})}
+
+
+def _dataset(functions: Mapping[str, Function], **options: a.Reader) -> ClassEntry:
+    return ClassEntry("twinkle.dataset", {**_ONE_PROCESS, **_LOAD, **options}, functions, do.make_dataset)
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+_ENCODE: Readers = {
+    "add_generation_prompt": a.boolean,
+    "tokenize": a.boolean,
+    "chat_template_kwargs": a.optional(a.mapping),
+}
+_TEMPLATE_FUNCTIONS = {
+    **_CLOSE,
+    "batch_check": _method("batch_check", trajectories=a.objects),
+    "batch_decode": _method("batch_decode", token_ids=a.lists_of_token_ids, skip_special_tokens=a.boolean),
+    "batch_encode": _method("batch_encode", trajectories=a.objects, **_ENCODE),
+    "check": _method("check", trajectory=a.objects),
+    "clean_tool_call": _method("clean_tool_call", text=a.text),
+    "concat_input_feature": _method("concat_input_feature", feature=a.objects, new_tokens=a.token_ids),
+    "decode": _method("decode", token_ids=a.token_ids, skip_special_tokens=a.boolean),
+    "encode": _method("encode", trajectory=a.objects, **_ENCODE),
+    "format_trajectory": _method("format_trajectory", trajectory=a.objects, add_default_system=a.boolean),
+    "parse_tool_call": _method("parse_tool_call", text=a.text),
+}
+# Texts and switches by whatever names the constructor has; it refuses the others itself.
+_PREPROCESSOR_OPTIONS: Readers = {
+    "add_assistant": a.boolean,
+    **{
+        name: a.optional(a.text)
+        for name in (
+            "chosen_key",
+            "language",
+            "model_author",
+            "model_name",
+            "prompt_key",
+            "rejected_key",
+            "system",
+        )
+    },
+}
+_PROCESSOR_OPTIONS: Readers = {
+    **_ONE_PROCESS,
+    "padding_free": a.boolean,
+    "framework": a.text,
+    "padding_side": a.text,
+}
+_LOADER_OPTIONS: Readers = {
+    **_ONE_PROCESS,
+    "dataset": a.live_object("dataset"),
+    "batch_size": a.count,
+    "min_batch_size": a.optional(a.count),
+    "max_retries": a.count,
+    "shuffle": a.boolean,
+    "seed": a.optional(a.integer),
+    "drop_last": a.boolean,
+    "collate_fn": a.only(None),
+    "num_workers": a.only(0),
+    "prefetch_factor": a.only(None),
+    "persistent_workers": a.only(False),
+    "pin_memory": a.only(False),
+    "timeout": a.only(0),
+    "multiprocessing_context": a.only(None),
+}
+_LOADER_FUNCTIONS = {
+    **_CLOSE,
+    "__iter__": Function(do.begin, {}),
+    "__len__": _method("__len__"),
+    "__next__": Function(do.next_batch, {"by_reference": a.boolean}),
+    "get_batch": Function(do.get_batch, {"number": a.integer}),
+    "get_state": _method("get_state"),
+    "resume_from_checkpoint": Function(do.changing("resume_from_checkpoint"), {"consumed_train_samples": a.integer}),
+    "set_processor": Function(
+        do.method("set_processor"),
+        {"processor_cls": a.class_or_object("processor", PROCESSORS), **_PROCESSOR_OPTIONS},
+    ),
+    "skip_consumed_samples": Function(do.changing("skip_consumed_samples"), {"consumed_train_samples": a.integer}),
+}
+
+
+def _called(**arguments: a.Reader) -> dict[str, Function]:
+    return {**_CLOSE, "__call__": _method("__call__", **arguments)}
+
+
+CATALOG: dict[str, dict[str, ClassEntry]] = {
+    "dataset": {
+        "Dataset": _dataset(_TABLE),
+        "LazyDataset": _dataset(_TABLE),
+        "PackingDataset": _dataset(
+            {**_TABLE, **_PACK, "__getitem__": _method("__getitem__", index=a.integer)}, packing_num_proc=a.only(1)
+        ),
+        "IterableDataset": _dataset({**_TABLE, **_STREAM}),
+        "IterablePackingDataset": _dataset(
+            {
+                **_DATASET,
+                **_STREAM,
+                **_PACK,
+                "set_template": Function(do.set_template, {"template_cls": _TEMPLATE_CLASS, **_TEMPLATE}),
+            },
+            packing_interval=a.count,
+            packing_num_proc=a.threads,
+            cyclic=a.boolean,
+        ),
+    },
+    "dataloader": {"DataLoader": ClassEntry("twinkle.dataloader", _LOADER_OPTIONS, _LOADER_FUNCTIONS)},
+    "template": {
+        name: ClassEntry(home, {**_ONE_PROCESS, **_TEMPLATE}, _TEMPLATE_FUNCTIONS, do.make_template)
+        for name, home in TEMPLATES.items()
+    },
+    "preprocessor": {
+        name: ClassEntry(home, {**_ONE_PROCESS, **_PREPROCESSOR_OPTIONS}, _called(columns=a.objects))
+        for name, home in PREPROCESSORS.items()
+    },
+    "reward": {
+        name: ClassEntry(
+            home,
+            {**_ONE_PROCESS, "ground_truth_key": a.text},
+            _called(trajectories=a.objects, ground_truths=a.optional(a.objects)),
+        )
+        for name, home in REWARDS.items()
+    },
+    "processor": {
+        name: ClassEntry(home, _PROCESSOR_OPTIONS, _called(inputs=a.objects)) for name, home in PROCESSORS.items()
+    },
+}

@@ -1,0 +1,115 @@
+"""Objects that a worker holds, by id, and what is known of a pass over one."""
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinkle.errors import GoneError, InvalidInputError, NotFoundError
+
+__all__ = ["Batches", "Live", "LiveObjects", "Pass", "UnknownProcessorError"]
+
+_KEPT = 16
+
+
+class UnknownProcessorError(NotFoundError):
+    """No processor of the session has this id. None outlives its session, its worker or the server."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__("processor", field)
+        self.args = (
+            f"{field}: no such processor in this session; none outlives its session, the session's worker or the "
+            "server: create it again",
+        )
+
+
+class Pass:
+    """Items one after another. Once it ended or failed it stays so, until :meth:`begin`."""
+
+    def __init__(self) -> None:
+        self._items: Iterator[Any] | None = None
+        self._over: Exception | None = None
+
+    def begin(self, thing: Any) -> None:
+        self._items, self._over = iter(thing), None
+
+    def forget(self) -> None:
+        """The next item begins a new pass: what is iterated over was changed."""
+        self._items, self._over = None, None
+
+    def next(self, thing: Any) -> Any:
+        if self._over is not None:
+            raise self._over
+        if self._items is None:
+            self.begin(thing)
+        assert self._items is not None
+        # an iterator that raised would say next time that it is at its end
+        self._over = InvalidInputError("__next__", "after an error", "__iter__ first, which begins a new pass")
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._over = GoneError("Iterator exhausted")
+            raise self._over from None
+        self._over = None
+        return item
+
+
+class Batches:
+    """The last batches of a loader, as JSON, by their number over the loader's whole life."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, str] = OrderedDict()
+        self._served = 0
+
+    def add(self, text: str) -> int:
+        number = self._served
+        self._served += 1
+        self._kept[number] = text
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return number
+
+    def get(self, number: int) -> str:
+        if number in self._kept:
+            return self._kept[number]
+        if 0 <= number < self._served:
+            raise GoneError(f"batch {number} is not kept any more: the last {_KEPT} are, now from {min(self._kept)}")
+        allowed = f"0 to {self._served - 1}, the batches served" if self._served else "none: no batch was served yet"
+        raise InvalidInputError("number", number, allowed)
+
+
+@dataclass(frozen=True)
+class Live:
+    """One object. ``processor_type`` and ``class_name`` are names of the catalog."""
+
+    processor_id: str
+    processor_type: str
+    class_name: str
+    thing: Any
+    course: Pass = field(default_factory=Pass)
+    batches: Batches = field(default_factory=Batches)
+
+
+class LiveObjects:
+    """All objects of a session."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, processor_type: str, class_name: str, thing: Any) -> Live:
+        live = Live(f"pid:{secrets.token_hex(16)}", processor_type, class_name, thing)
+        self._by_id[live.processor_id] = live
+        return live
+
+    def get(self, field: str, processor_id: object) -> Live:
+        live = self._by_id.get(processor_id) if isinstance(processor_id, str) else None
+        if live is None:
+            raise UnknownProcessorError(field)
+        return live
+
+    def remove(self, live: Live) -> None:
+        del self._by_id[live.processor_id]

@@ -1,0 +1,144 @@
+"""What is done with the objects of a session, beyond calling a method of theirs."""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+from twinkle.construction import check_options
+from twinkle.dataset import Dataset
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.server.processors.arguments import Context
+from twinkle.server.processors.live import Live
+from twinkle.server.processors.plain import to_json
+
+if TYPE_CHECKING:
+    from twinkle.template import Template
+
+__all__ = ["JsonText", "Make", "Run"]
+
+Make = Callable[[type, dict[str, Any], Context], Any]
+Run = Callable[[Live, dict[str, Any], Context], object]
+
+_LOAD_OPTIONS = ("revision", "token")
+
+
+@dataclass(frozen=True)
+class JsonText:
+    """A result that is JSON already."""
+
+    text: str
+
+
+# --- making -----------------------------------------------------------------------------------------------------------
+
+
+def make(made: type, options: dict[str, Any], _: Context) -> Any:
+    check_options(made, options)
+    return made(**options)
+
+
+def make_dataset(made: type[Dataset], options: dict[str, Any], context: Context) -> Dataset:
+    own = {name: value for name, value in options.items() if name not in ("dataset_meta", *_LOAD_OPTIONS)}
+    dataset = made(**own)
+    if options.get("dataset_meta") is not None:
+        _add(dataset, options, context)
+    return dataset
+
+
+def make_template(made: "type[Template]", options: dict[str, Any], context: Context) -> "Template":
+    check_options(made, options)
+    name = options["model_id"]
+    template = made(**{**options, "model_id": context.sources.model_folder(name)})
+    template.model_id = name  # messages show what the client called it, not where it lies
+    return template
+
+
+# --- calling ----------------------------------------------------------------------------------------------------------
+
+
+def method(name: str) -> Run:
+    """The method of this name."""
+
+    def run(live: Live, arguments: dict[str, Any], _: Context) -> object:
+        try:
+            inspect.signature(getattr(live.thing, name)).bind(**arguments)
+        except TypeError as error:
+            raise InvalidInputError(f"arguments of {name}", sorted(arguments), f"also others ({error})") from None
+        return methodcaller(name, **arguments)(live.thing)
+
+    return run
+
+
+def changing(name: str) -> Run:
+    """A method after which a pass over the object begins anew."""
+    run_method = method(name)
+
+    def run(live: Live, arguments: dict[str, Any], context: Context) -> object:
+        result = run_method(live, arguments, context)
+        live.course.forget()
+        return result
+
+    return run
+
+
+def add_dataset(live: Live, arguments: dict[str, Any], context: Context) -> None:
+    if arguments.get("dataset_meta") is None:
+        raise InvalidInputError("dataset_meta", None, "a DatasetMeta")
+    _add(live.thing, arguments, context)
+
+
+def _add(dataset: Dataset, arguments: dict[str, Any], context: Context) -> None:
+    options = {name: arguments[name] for name in _LOAD_OPTIONS if name in arguments}
+    context.sources.add(dataset, arguments["dataset_meta"], **options)
+
+
+def refuse_media(_live: Live, _arguments: dict[str, Any], _: Context) -> None:
+    raise UnsupportedError("cast_column: images are not processed on the server yet")
+
+
+def set_template(live: Live, arguments: dict[str, Any], context: Context) -> None:
+    """Under the argument's name, which differs from class to class."""
+    name = "template_cls" if live.class_name == "IterablePackingDataset" else "template_func"
+    if name not in arguments:
+        raise InvalidInputError(f"arguments of {live.class_name}.set_template", sorted(arguments), f"also {name}")
+    options = {key: value for key, value in arguments.items() if key != name}
+    template = arguments[name]
+    if isinstance(template, type):
+        template, options = make_template(template, options, context), {}
+    live.thing.set_template(template, **options)
+
+
+def begin(live: Live, _arguments: dict[str, Any], _: Context) -> str:
+    live.course.begin(live.thing)
+    return "ok"
+
+
+def next_row(live: Live, _arguments: dict[str, Any], _: Context) -> object:
+    return live.course.next(live.thing)
+
+
+def next_batch(live: Live, arguments: dict[str, Any], _: Context) -> JsonText:
+    """The rows, or with ``by_reference`` a name for them; both count as a batch."""
+    rows = live.course.next(live.thing)
+    number = live.batches.add(to_json(rows))
+    if not arguments.get("by_reference", False):
+        return JsonText(live.batches.get(number))
+    if not isinstance(rows, list):
+        raise UnsupportedError("by_reference: only rows have references; with set_processor batches must be fetched")
+    reference = {"_TWINKLE_TYPE_": "Batch", "processor_id": live.processor_id, "number": number, "length": len(rows)}
+    return JsonText(json.dumps(reference))
+
+
+def get_batch(live: Live, arguments: dict[str, Any], _: Context) -> JsonText:
+    if "number" not in arguments:
+        raise InvalidInputError("arguments of get_batch", sorted(arguments), "also number")
+    return JsonText(live.batches.get(arguments["number"]))
+
+
+def close(live: Live, _arguments: dict[str, Any], context: Context) -> str:
+    """The object counts no longer; others that were made with it keep it."""
+    context.objects.remove(live)
+    return "ok"

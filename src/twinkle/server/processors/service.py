@@ -1,0 +1,223 @@
+"""The processor service: which session has which worker, and how much of all this one tenant may have.
+
+A request goes to the worker of its session as it came and its answer goes back as it is; the gateway has checked
+before that the session is the tenant's.
+"""
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import GoneError, InvalidInputError, QuotaError, ShuttingDownError, TwinkleServerError, UserError
+from twinkle.server.processors.answers import Answers
+from twinkle.server.processors.frames import Frame, Settings
+from twinkle.server.processors.live import UnknownProcessorError
+from twinkle.server.processors.worker_process import WorkerEndedError, WorkerProcess
+
+__all__ = ["ProcessorLimits", "ProcessorService"]
+
+_LONGEST_KEY = 256
+_MOST_WAITING = 64  # requests of one session
+_AT_ONCE = 2**20  # bytes that are hashed or parsed on the event loop
+
+
+@dataclass(frozen=True)
+class ProcessorLimits:
+    processors_per_tenant: int
+    workers_per_tenant: int
+    workers: int
+    call_seconds: float
+
+
+class _Session:
+    """What a session has here. ``made``: objects in its worker, and those that are being made."""
+
+    def __init__(self, tenant_id: str) -> None:
+        self.tenant_id = tenant_id
+        self.answers = Answers()
+        self.worker: WorkerProcess | None = None
+        self.starting = asyncio.Lock()
+        self.has_slot = False  # of the workers there may be
+        self.live = 0
+        self.being_made = 0
+        self.waiting = 0
+        self.ended: str | None = None  # why its last worker did
+        self.over = False
+
+    def lost(self, worker: WorkerProcess) -> None:
+        if self.worker is worker:
+            self.worker, self.has_slot, self.live, self.ended = None, False, 0, worker.why
+
+
+class ProcessorService:
+    def __init__(self, directory: Path, settings: Settings, limits: ProcessorLimits) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._limits = limits
+        self._sessions: dict[str, _Session] = {}
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Clear away what the workers of a server that was killed have left."""
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        self._directory.mkdir(mode=0o700, parents=True)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await asyncio.gather(*(self.end_session(session_id) for session_id in list(self._sessions)))
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def status(self) -> dict[str, int]:
+        return {
+            "workers": sum(session.has_slot for session in self._sessions.values()),
+            "processors": sum(session.live for session in self._sessions.values()),
+        }
+
+    async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
+        """The id of a new processor."""
+        session = self._sessions.setdefault(session_id, _Session(tenant_id))
+        answer = await self._once(session, idempotency_key, b"create", body, lambda: self._create(session, body))
+        return answer.decode()
+
+    async def call(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> bytes:
+        """``{"result": …}``, as JSON. Raises GoneError at the end of a pass."""
+        session = self._session(tenant_id, session_id)
+        return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
+
+    async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
+        """The rows of a batch that ``__next__`` named with ``by_reference``."""
+        session = self._session(tenant_id, session_id)
+        header = {"op": "batch", "processor_id": processor_id, "number": number}
+        frame = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
+        rows: list[dict[str, Any]] = await _off_loop(frame.body, json.loads)
+        return rows
+
+    async def end_session(self, session_id: str) -> None:
+        """Ends its worker; nothing of it is left."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            session.over = True
+            if session.worker is not None:
+                await session.worker.end("the server is shutting down" if self._stopping else "the session is over")
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _session(self, tenant_id: str, session_id: str) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.tenant_id != tenant_id:
+            raise UnknownProcessorError("processor_id")
+        return session
+
+    async def _once(
+        self, session: _Session, key: str | None, kind: bytes, body: bytes, work: Callable[[], Awaitable[bytes]]
+    ) -> bytes:
+        if key is not None and not 0 < len(key) <= _LONGEST_KEY:
+            raise InvalidInputError("X-Idempotency-Key header", key, f"1 to {_LONGEST_KEY} characters")
+        digest = b"" if key is None else kind + await _off_loop(body, lambda data: hashlib.sha256(data).digest())
+        return await session.answers.once(key, digest, work)
+
+    async def _create(self, session: _Session, body: bytes) -> bytes:
+        self._check_room(session)
+        session.being_made += 1
+        try:
+            await self._ensure_worker(session)
+            frame = await self._ask(session, {"op": "create"}, body)
+            return str(frame.header["processor_id"]).encode()
+        except WorkerEndedError as error:  # there is no such processor yet that could be missing
+            raise UserError(str(error)) from error
+        finally:
+            session.being_made -= 1
+            await self._end_if_empty(session)
+
+    async def _call(self, session: _Session, body: bytes) -> bytes:
+        try:
+            return (await self._ask(session, {"op": "call"}, body)).body
+        finally:
+            await self._end_if_empty(session)
+
+    async def _ask(self, session: _Session, header: Mapping[str, Any], body: bytes) -> Frame:
+        worker = session.worker
+        if worker is None:
+            raise UnknownProcessorError("processor_id") if session.ended is None else WorkerEndedError(session.ended)
+        if session.waiting >= _MOST_WAITING:
+            raise QuotaError("waiting requests of this session", session.waiting, _MOST_WAITING)
+        session.waiting += 1
+        try:
+            frame = await worker.ask(header, body, self._limits.call_seconds)
+        except WorkerEndedError as error:
+            session.lost(worker)
+            if self._stopping:
+                raise ShuttingDownError from error
+            raise
+        finally:
+            session.waiting -= 1
+        if session.worker is worker:
+            session.live = frame.header["live"]
+        return _opened(frame)
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _check_room(self, session: _Session) -> None:
+        """Nothing is awaited between this and the counting, so that no two requests take the same place."""
+        if self._stopping:
+            raise ShuttingDownError
+        of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
+        made = sum(other.live + other.being_made for other in of_tenant)
+        if made >= self._limits.processors_per_tenant:
+            raise QuotaError("processors", made, self._limits.processors_per_tenant)
+
+    async def _ensure_worker(self, session: _Session) -> None:
+        async with session.starting:
+            if session.worker is not None:
+                return
+            self._take_slot(session)
+            try:
+                worker = await WorkerProcess.start(self._settings, self._directory, session.lost)
+            except OSError:
+                session.has_slot = False
+                raise
+            session.worker = worker
+        if session.over:  # it ended meanwhile, and did not know of this worker
+            await worker.end("the session is over")
+            raise UnknownProcessorError("session")
+
+    def _take_slot(self, session: _Session) -> None:
+        if self._stopping:
+            raise ShuttingDownError
+        taken = [other for other in self._sessions.values() if other.has_slot]
+        if len(taken) >= self._limits.workers:
+            raise QuotaError("workers for processors on this server", len(taken), self._limits.workers)
+        own = sum(other.tenant_id == session.tenant_id for other in taken)
+        if own >= self._limits.workers_per_tenant:
+            raise QuotaError("sessions with processors", own, self._limits.workers_per_tenant)
+        session.has_slot = True
+
+    async def _end_if_empty(self, session: _Session) -> None:
+        """A worker without objects has nothing to keep, and another session may need its place."""
+        worker = session.worker
+        if worker is not None and not (session.live or session.being_made or session.waiting):
+            session.worker, session.has_slot = None, False
+            await worker.end("it was empty")
+
+
+def _opened(frame: Frame) -> Frame:
+    """What the worker says as the error it is."""
+    match frame.header["outcome"]:
+        case "ok":
+            return frame
+        case "user":
+            raise UserError(frame.body.decode())
+        case "unknown":
+            raise UnknownProcessorError("processor_id")
+        case "gone":
+            raise GoneError(frame.body.decode())
+    raise TwinkleServerError(frame.body.decode())
+
+
+async def _off_loop(data: bytes, work: Callable[[bytes], Any]) -> Any:
+    return work(data) if len(data) <= _AT_ONCE else await asyncio.to_thread(work, data)

@@ -1,0 +1,241 @@
+"""Where the rows and tokenizers of a worker may come from: hubs, the request itself, and directories that the server's
+owner allowed. Nothing else of this machine.
+
+A client's text is brought into one of a few forms here, and only those reach the library, which reads local files for
+any name that exists. The ``datasets`` library goes further: the card of a hub's repository may name files of this
+machine or of other hosts, and rows with images may name more. So the files of a dataset are looked at before they are
+read, and columns of images and other media are refused.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.errors import DownloadError, InvalidInputError, MissingDependencyError, UnsupportedError
+from twinkle.hub import HubOperation
+from twinkle.server.allowed_dirs import allowed_path
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = ["Sources", "decoded_meta"]
+
+_REPOSITORY = re.compile(r"((?P<hub>hf|ms)://)?(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)", re.A)
+_MODEL = re.compile(_REPOSITORY.pattern + r"(@[A-Za-z0-9][\w./-]*)?|random://[\w?=.-]+", re.A)
+_SCHEME = re.compile(r"[a-z]+://")
+_LABEL = re.compile(r"[^/\\\x00]{1,200}")
+_MOST_SLICED = 10_000_000  # row numbers of a data_slice
+_META_KEYS = ("dataset_id", "subset_name", "split", "data_slice", "data")
+# Types of columns that hold what they say and no files.
+_PLAIN_COLUMNS = frozenset(
+    [
+        "Value",
+        "ClassLabel",
+        "Translation",
+        "TranslationVariableLanguages",
+        "LargeList",
+        "List",
+        "Sequence",
+        "Json",
+        "Array2D",
+        "Array3D",
+        "Array4D",
+        "Array5D",
+    ]
+)
+
+
+class Sources:
+    """The places that one worker may read and write."""
+
+    def __init__(self, allowed_dirs: Sequence[Path], tokenizers: Mapping[str, str | None], cache_dir: Path) -> None:
+        self._allowed = allowed_dirs
+        self._tokenizers = tokenizers
+        self._cache_dir = cache_dir
+
+    def path(self, field: str, text: str) -> Path:
+        return allowed_path(field, text, self._allowed)
+
+    def model_folder(self, text: str) -> str:
+        """What a template may load its tokenizer from: a served model by any of its names, a hub's, a directory."""
+        for name in (text, _SCHEME.sub("", text, count=1)):
+            if name in self._tokenizers:
+                folder = self._tokenizers[name]
+                if folder is None:
+                    raise UnsupportedError(f"model_id: {text!r} is served here without a tokenizer")
+                return folder
+        if _MODEL.fullmatch(text):
+            return text
+        if text.startswith("/"):
+            return str(self.path("model_id", text))
+        known = ", ".join(sorted(self._tokenizers))
+        raise InvalidInputError(
+            "model_id", text, f"a served model ({known}), hf://org/name, ms://org/name, random://name"
+        )
+
+    def meta(self, meta: DatasetMeta) -> DatasetMeta:
+        """The same rows by a name that cannot be mistaken for another place."""
+        for field, text in (("subset_name", meta.subset_name), ("split", meta.split)):
+            if not _LABEL.fullmatch(text):
+                raise InvalidInputError(f"dataset_meta.{field}", text, "up to 200 characters without slashes")
+        if meta.data is not None or _REPOSITORY.fullmatch(meta.dataset_id):
+            return meta
+        if not meta.dataset_id.startswith("/"):
+            allowed = "hf://org/name, ms://org/name, org/name (ModelScope), or a path in the server's allowed_dirs"
+            raise InvalidInputError("dataset_meta.dataset_id", meta.dataset_id, allowed)
+        path = self.path("dataset_meta.dataset_id", meta.dataset_id)
+        for file in path.rglob("*") if path.is_dir() else ():
+            self.path("dataset_meta.dataset_id", str(file))  # a link may lead elsewhere
+        return DatasetMeta(str(path), meta.subset_name, meta.split, meta.data_slice)
+
+    def add(self, dataset: Dataset, meta: DatasetMeta, revision: str | None = None, token: str | None = None) -> None:
+        """Load the rows that ``meta`` (of :meth:`meta`) names into a dataset."""
+        options = {"revision": revision, "token": token}
+        given = sorted(name for name, value in options.items() if value is not None)
+        if meta.data is None and not meta.dataset_id.startswith("/"):
+            loaded = self._hub_rows(meta, dataset.streaming, revision, token)
+            dataset.add_dataset(_Loaded(meta, loaded))
+        elif given:
+            raise InvalidInputError(given[0], options[given[0]], "nothing: the dataset is not of a hub")
+        elif meta.data is not None:
+            dataset.add_dataset(meta)
+        else:
+            dataset.add_dataset(meta, cache_dir=str(self._cache_dir))
+        try:
+            _refuse_media(dataset.datasets[meta.get_id()])
+        except UnsupportedError:
+            del dataset.datasets[meta.get_id()]
+            raise
+
+    def _hub_rows(self, meta: DatasetMeta, streaming: bool, revision: str | None, token: str | None) -> Any:
+        from datasets import load_dataset_builder
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of one HTTP library or another
+
+        hub, name = HubOperation.source_type(meta.dataset_id), HubOperation.remove_source_type(meta.dataset_id)
+        subset = None if meta.subset_name == "default" else meta.subset_name
+        try:
+            place, inside = self._place(hub, name, revision, token)
+            builder = load_dataset_builder(
+                place,
+                name=subset,
+                revision=revision if hub == "hf" else None,
+                # without one of their own, tenants do not read what the server's owner may read
+                token=token or False,
+                cache_dir=str(self._cache_dir),
+            )
+            _require_own_files(builder, inside, meta.dataset_id)
+            if streaming:
+                return builder.as_streaming_dataset(split=meta.split)
+            builder.download_and_prepare()
+            return builder.as_dataset(split=meta.split)
+        except (HTTPError, OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, DownloadError | InvalidInputError | MissingDependencyError):
+                raise
+            raise DownloadError(
+                f"cannot load the dataset {meta.dataset_id}: {type(error).__name__}: {error}; check name, subset, "
+                "split and access rights, and whether the server reaches the hub"
+            ) from error
+
+    def _place(self, hub: str, name: str, revision: str | None, token: str | None) -> tuple[str, str]:
+        """What the ``datasets`` library loads, and how the names of all of its files begin."""
+        if hub == "hf":
+            return name, f"hf://datasets/{name}@"
+        if revision is not None:
+            raise InvalidInputError("revision", revision, "nothing with ms://: the newest is fetched")
+        folder = HubOperation.download_file(f"ms://{name}", "dataset", token=token)
+        return folder, f"{Path(folder).resolve()}/"
+
+
+class _Loaded(DatasetMeta):
+    """Rows that were loaded here already, under the name that their source gives them."""
+
+    def __init__(self, source: DatasetMeta, rows: Any) -> None:
+        super().__init__(split=source.split, data_slice=source.data_slice, data=rows)
+        object.__setattr__(self, "_source", source)
+
+    def get_id(self) -> str:
+        source: DatasetMeta = vars(self)["_source"]
+        return source.get_id()
+
+
+def decoded_meta(field: str, value: Mapping[str, Any]) -> DatasetMeta:
+    """A DatasetMeta as clients write it."""
+    given = {key: item for key, item in value.items() if key != "_TWINKLE_TYPE_"}
+    unknown = sorted(set(given) - set(_META_KEYS))
+    if unknown or value.get("_TWINKLE_TYPE_") != "DatasetMeta":
+        raise InvalidInputError(field, dict(value), f"a DatasetMeta with the keys {', '.join(_META_KEYS)}")
+    for key in ("dataset_id", "subset_name", "split"):
+        if not isinstance(given.get(key, ""), str | None):
+            raise InvalidInputError(f"{field}.{key}", given[key], "text")
+    data = given.get("data")
+    if data is not None:
+        _check_rows(f"{field}.data", data)
+    return DatasetMeta(
+        given.get("dataset_id") or "",
+        given.get("subset_name") or "default",
+        given.get("split") or "train",
+        _data_slice(f"{field}.data_slice", given.get("data_slice")),
+        data,
+    )
+
+
+def _check_rows(field: str, data: object) -> None:
+    if isinstance(data, list) and all(isinstance(row, dict) for row in data):
+        return
+    if isinstance(data, dict) and all(isinstance(column, list) for column in data.values()):
+        return
+    raise InvalidInputError(field, type(data).__name__, "a list of rows (objects), or an object of columns (lists)")
+
+
+def _data_slice(field: str, value: object) -> Sequence[int] | None:
+    allowed = (
+        'null, {"_slice_type_": "range", "start": …, "stop": …, "step": …} or {"_slice_type_": "list", "values": […]} '
+        f"with at most {_MOST_SLICED} rows"
+    )
+    numbers: Sequence[int] | None = None
+    if isinstance(value, dict) and value.get("_slice_type_") == "range":
+        bounds = [value.get("start", 0), value.get("stop"), value.get("step", 1)]
+        if all(type(bound) is int and abs(bound) < 2**62 for bound in bounds) and bounds[2] != 0:
+            numbers = range(*bounds)
+    elif isinstance(value, dict) and value.get("_slice_type_") == "list":
+        values = value.get("values")
+        if isinstance(values, list) and all(type(number) is int and abs(number) < 2**62 for number in values):
+            numbers = values
+    if value is not None and (numbers is None or len(numbers) > _MOST_SLICED):
+        raise InvalidInputError(field, value, allowed)
+    return numbers
+
+
+def _require_own_files(builder: "datasets.DatasetBuilder", inside: str, dataset_id: str) -> None:
+    for file in _data_files(builder):
+        own = "::" not in file and (file if "://" in file else os.path.normpath(file)).startswith(inside)
+        if not own or ".." in file.split("/"):
+            raise InvalidInputError("dataset_meta.dataset_id", dataset_id, "a dataset that names files of its own only")
+
+
+def _data_files(builder: "datasets.DatasetBuilder") -> Iterator[str]:
+    for files in (builder.config.data_files or {}).values():
+        yield from map(str, files)
+
+
+def _refuse_media(rows: Any) -> None:
+    """Before a row is read. A stream that does not know its columns has them from text files, which have none."""
+    for name, feature in (rows.features.to_dict() if rows.features is not None else {}).items():
+        media = sorted(_types(feature) - _PLAIN_COLUMNS)
+        if media:
+            raise UnsupportedError(
+                f"dataset_meta: column {name!r} is {media[0]}, and images and other media are not processed on the "
+                "server yet; allowed: text, numbers and lists of them"
+            )
+
+
+def _types(feature: Any) -> set[str]:
+    if isinstance(feature, list):
+        return {kind for item in feature for kind in _types(item)}
+    if not isinstance(feature, dict):
+        return set()
+    own = {feature["_type"]} if isinstance(feature.get("_type"), str) else set()
+    return own | {kind for item in feature.values() for kind in _types(item)}

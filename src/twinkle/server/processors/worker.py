@@ -1,0 +1,147 @@
+"""The process that holds one session's objects: ``python -m twinkle.server.processors.worker``.
+
+It answers one request after another. It ends when its stdin does, also in the middle of a request: without a server
+there is nobody to answer. What libraries print goes to stderr, which is the server's log.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import re
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from twinkle.environment import read_environment, set_variable_defaults
+from twinkle.errors import GoneError, NotFoundError, TwinkleError, UserError
+from twinkle.server.processors.frames import Frame, Outcome, Settings, pack, read_frame
+from twinkle.server.processors.sources import Sources
+from twinkle.server.processors.workbench import Workbench
+
+logger = logging.getLogger(__name__)
+
+_OUR_PATHS = re.compile(r"(?<![\w./:-])(/[\w.@+~-]+){2,}/?")
+_FIRST_TO_DIE = "1000"  # if the machine runs out of memory: workers before servers
+_PR_SET_PDEATHSIG = 1  # the signal that a process gets when the one that started it ends
+_NICENESS = 5  # training and requests come first
+
+
+def main() -> None:
+    requests, replies = _own_pipes()
+    first = read_frame(requests)
+    if first is None:
+        return
+    settings = Settings.from_header(first.header)
+    _restrict(settings)
+    inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests, inbox), daemon=True).start()
+    desk = _Desk(settings)
+    while True:
+        for part in desk.reply(inbox.get()):
+            replies.write(part)
+        replies.flush()
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes under numbers of their own: print() and whatever reads stdin must not meet our messages."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _restrict(settings: Settings) -> None:
+    # What a program has for itself; mapped files and reserved addresses, of which torch has many, do not count.
+    resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICENESS)
+    if sys.platform == "linux":  # a call may keep the interpreter from noticing that stdin has ended
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_DIE)
+    environment = read_environment()
+    logging.basicConfig(level=environment.log_level, format="[%(asctime)s][%(levelname)s:processor] %(message)s")
+    set_variable_defaults(
+        {
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            # what the server's owner may read on a hub is not for tenants
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            **({"HF_HUB_OFFLINE": "1"} if environment.offline else {}),
+        }
+    )
+
+
+def _receive(requests: BinaryIO, inbox: "queue.SimpleQueue[Frame]") -> None:
+    while (frame := read_frame(requests)) is not None:
+        inbox.put(frame)
+    os._exit(0)
+
+
+class _Desk:
+    """Requests to replies, whatever happens."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        allowed = [Path(directory) for directory in settings.allowed_dirs]
+        self._bench = Workbench(Sources(allowed, settings.tokenizers, Path(settings.cache_dir)))
+
+    def reply(self, request: Frame) -> list[bytes]:
+        header: dict[str, Any] = {}
+        outcome: Outcome = "ok"
+        try:
+            body = self._answer(request, header)
+        except UserError as error:
+            outcome, body = "user", self._shown(error)
+        except NotFoundError as error:
+            outcome, body = "unknown", str(error)
+        except GoneError as error:
+            outcome, body = "gone", str(error)
+        except MemoryError:
+            limit = self._settings.memory_bytes / 2**30
+            outcome, body = "user", f"this needs more than the {limit:g} GiB of limits.processor_memory_gib"
+        except Exception as error:  # an edge: data of all kinds meets libraries of all kinds here
+            logger.exception("%s failed", request.header["op"])
+            outcome, body = self._unexpected(error)
+        return pack({**header, "outcome": outcome, "live": len(self._bench.objects)}, body.encode())
+
+    def _answer(self, request: Frame, header: dict[str, Any]) -> str:
+        match request.header["op"]:
+            case "create":
+                header["processor_id"] = self._bench.create(request.body)
+                return ""
+            case "call":
+                return '{"result": ' + self._within_limit(self._bench.call(request.body)) + "}"
+            case "batch":
+                return self._bench.batch(request.header["processor_id"], request.header["number"])
+        raise AssertionError(request.header)
+
+    def _within_limit(self, text: str) -> str:
+        if len(text) > self._settings.answer_bytes:  # JSON as we write it is ASCII
+            raise UserError(f"result: {len(text)} bytes of JSON, allowed: at most {self._settings.answer_bytes}")
+        return text
+
+    def _unexpected(self, error: Exception) -> tuple[Outcome, str]:
+        """Most are wrong data; whatever it was, the log has all of it."""
+        if isinstance(error, OSError) and not isinstance(error, TwinkleError):
+            return "failed", "the server could not read or write a file; its log has the details"
+        return "user", f"{type(error).__name__}: {_OUR_PATHS.sub('…', self._shown(error))[:2000]}"
+
+    def _shown(self, error: Exception) -> str:
+        """Without the folders of served models."""
+        text = str(error)
+        for name, folder in self._settings.tokenizers.items():
+            text = text if folder is None else text.replace(folder, name)
+        return text
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # the server's terminal, or the server is gone
+        main()

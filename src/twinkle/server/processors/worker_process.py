@@ -1,0 +1,108 @@
+"""A worker as the server sees it: a process that is asked, one question at a time, and may end at any moment."""
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import NotFoundError
+from twinkle.server.processors.frames import Frame, Settings, pack, receive_frame
+
+__all__ = ["WorkerEndedError", "WorkerProcess"]
+
+_READ_AHEAD = 2**20
+
+
+class WorkerEndedError(NotFoundError):
+    """The process is gone, and all objects in it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("processor", why)
+        self.args = (f"the worker of this session ended ({why}): create the dataset, and what else you need, again",)
+
+
+class WorkerProcess:
+    """Made by :meth:`start`. ``ended`` is called once, when the process is gone for whatever reason."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self._turn = asyncio.Lock()
+        self._why: str | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, settings: Settings, directory: Path, ended: Callable[["WorkerProcess"], None]
+    ) -> "WorkerProcess":
+        """``directory`` gets one for this worker: a cache, and an empty place to be in, where no name means a file."""
+        own = Path(tempfile.mkdtemp(dir=directory))
+        (own / "cache").mkdir()
+        (own / "empty").mkdir()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # nothing is imported from the working directory
+            "-m",
+            "twinkle.server.processors.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=own / "empty",
+            start_new_session=True,  # Ctrl-C is for the server, which ends its workers itself
+            limit=_READ_AHEAD,
+        )
+        worker = cls(process, own)
+        worker._watching = asyncio.create_task(worker._watch(ended))
+        assert process.stdin is not None
+        process.stdin.writelines(pack(replace(settings, cache_dir=str(own / "cache")).to_header()))
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def why(self) -> str:
+        """What ended it."""
+        if self._why is not None:
+            return self._why
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"{signal.Signals(-code).name}; it may have needed more memory than limits.processor_memory_gib"
+        return f"exit status {code}"
+
+    async def ask(self, header: Mapping[str, Any], body: bytes, seconds: float) -> Frame:
+        """Its answer, after those to earlier questions. One that takes longer than ``seconds`` ends the worker."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        async with self._turn:
+            try:
+                self._process.stdin.writelines(pack(header, body))
+                async with asyncio.timeout(seconds):
+                    await self._process.stdin.drain()
+                    return await receive_frame(self._process.stdout)
+            except TimeoutError:
+                await self.end(f"a call took longer than {seconds:g} s")
+            except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
+                # RuntimeError: uvloop's word for a pipe that was closed before
+                await self._process.wait()
+        raise WorkerEndedError(self.why)
+
+    async def end(self, why: str) -> None:
+        """Nothing of it is worth waiting for."""
+        if self._process.returncode is None:
+            self._why = self._why or why
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        if self._watching is not None:
+            await asyncio.shield(self._watching)
+
+    async def _watch(self, ended: Callable[["WorkerProcess"], None]) -> None:
+        await self._process.wait()
+        ended(self)
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
