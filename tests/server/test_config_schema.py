@@ -31,6 +31,10 @@ def sampler(name="sampler", **args):
     return {"name": name, "import_path": "sampler", "args": {"model_id": "org/m", "sampler_type": "torch"} | args}
 
 
+def processor(name="processor", **args):
+    return {"name": name, "import_path": "processor", "args": args}
+
+
 def problems(*applications):
     """Where and what, for these applications."""
     return {one.field: one.allowed for one in find_problems({"applications": list(applications)})}
@@ -44,6 +48,10 @@ def test_defaults_of_limits():
         "max_waiting_samples_per_tenant": 4096,
         "max_rank": 128,
         "max_tokens_per_request": 1_048_576,
+        "max_processors_per_tenant": 20,
+        "max_processor_sessions_per_tenant": 4,
+        "processor_memory_gib": 4.0,
+        "processor_call_seconds": 600.0,
         "session_timeout_seconds": 1800.0,
         "parked_adapter_seconds": 7 * 24 * 3600.0,
         "result_retention_seconds": 600.0,
@@ -180,7 +188,8 @@ def test_more_than_one_device_comes_with_ray(args, key):
 @pytest.mark.parametrize(
     ("applications", "field", "allowed"),
     [
-        ([{"name": "p", "import_path": "processor"}], "[0].import_path", "comes with the native protocol"),
+        ([processor(), processor("two")], "[1].import_path", "one processor application"),
+        ([processor() | {"route_prefix": "/api/v1"}], "[0].route_prefix", "null or /api/v1/processor"),
         ([server(), server() | {"name": "two"}], "[1].import_path", "one server application"),
         ([server(), model("server")], "[1].name", "no other application has"),
         ([model(), model("two")], "[1].args.model_id", "one model application"),

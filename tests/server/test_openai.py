@@ -14,7 +14,7 @@ from fastapi import Request
 from running import MODEL, Server, Tenant, key_for, mock_config
 
 from twinkle.errors import CapacityError
-from twinkle.server.openai import events
+from twinkle.server import json_stream
 from twinkle.server.routes import openai as openai_routes
 
 CHAT = [{"role": "user", "content": "hello there"}]
@@ -505,7 +505,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
 
 def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket takes no more: what was asked for ends, and the connection with it."""
-    monkeypatch.setattr(events, "_UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(json_stream, "_UNREAD_SECONDS", 0.05)
     ended = []
 
     async def bodies() -> AsyncGenerator[dict[str, object], None]:
@@ -524,7 +524,8 @@ def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     async def main() -> None:
-        await asyncio.wait_for(events.EventStream(bodies())({"type": "http"}, receive, send), 10)
+        stream = json_stream.JsonStream(bodies(), json_stream.EVENTS)
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
 
     asyncio.run(main())
     assert ended == [True]

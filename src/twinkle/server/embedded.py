@@ -28,6 +28,7 @@ from twinkle.server.model_service import ModelService
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
+from twinkle.server.templates import Templates
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +143,10 @@ def _services(
     model: ServedModel, merge: bool, config: ServerConfig, store: Store, compute: Compute, files: DataDir
 ) -> Services:
     limits = config.limits
+    templates = Templates(model)
     training = ModelService(
         model,
+        templates,
         store,
         compute,
         files,
@@ -154,7 +157,7 @@ def _services(
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
     )
     if model.sampler is None:
-        return Services(model, training, None)
+        return Services(model, training, None, templates)
     sampling = SamplerService(
         model.sampler,
         compute,
@@ -164,7 +167,7 @@ def _services(
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         completion_streams=config.clients.batched_sample_polls,
     )
-    return Services(model, training, sampling)
+    return Services(model, training, sampling, templates)
 
 
 async def _keep_house(gateway: Gateway) -> None:

@@ -5,6 +5,7 @@ journal/                                 bodies and outcomes of ops
 snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
 checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
 samplers/<session>-<run>-<seq>/          unnamed sampler versions, by op <seq> of the session's run <run>
+processors/<worker>/                     what a session's datasets keep on disk, as long as their process runs
 server.log                               what a server says that ``launch --no-wait`` started
 """
 

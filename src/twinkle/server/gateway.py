@@ -29,11 +29,11 @@ from twinkle.server.files import DataDir
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
-from twinkle.server.native_sampling.templates import Templates
 from twinkle.server.processors.service import ProcessorService
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.state import Store
+from twinkle.server.templates import Templates
 from twinkle.server.types import (
     CheckpointRecord,
     CreateAdapter,
@@ -57,6 +57,7 @@ class Services:
     model: ServedModel
     training: ModelService
     sampling: SamplerService | None
+    templates: Templates
 
 
 class Gateway:
@@ -80,7 +81,6 @@ class Gateway:
         self._heartbeats: dict[str, float] = {}
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
         self._sampling_clients = SamplingClients(store.sampling_sessions)
-        self.templates = Templates()  # for sampling
 
     # --- who ----------------------------------------------------------------------------------------------------------
 
@@ -157,12 +157,12 @@ class Gateway:
         """Adapters of a session that ended leave the device; their last state is kept as a checkpoint for a while."""
         await self.store.sessions.set_state(session.session_id, "finished" if state == "finished" else "expired")
         self._heartbeats.pop(session.session_id, None)
+        if self.processors is not None:
+            await self.processors.end_session(session.session_id)
         for run in await self.store.runs.of_session(session.session_id):
             await self._park(run, state)
         for sampling in await self.store.sampling_sessions.of_session(session.session_id):
             await self._release(sampling)
-        if self.processors is not None:
-            await self.processors.end_session(session.session_id)
 
     async def _release(self, sampling: SamplingSessionRecord) -> None:
         """Its weights leave the device unless others sample from them; until its files go, it may come back."""
@@ -368,6 +368,8 @@ class Gateway:
     def release_waiters(self) -> None:
         """Answer every long poll now: the server is about to end."""
         self.stopping = True
+        if self.processors is not None:
+            self.processors.release_waiters()
         for entry in self.services.values():
             entry.training.release_waiters()
             if entry.sampling is not None:

@@ -28,6 +28,7 @@ from twinkle.server.op_runner import OpRunner
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
+from twinkle.server.templates import Templates
 from twinkle.server.types import Op, Outcome, RunRecord, digest
 from twinkle.server.wire import responses
 
@@ -43,6 +44,7 @@ class ModelService:
     def __init__(
         self,
         model: ServedModel,
+        templates: Templates,
         store: Store,
         compute: Compute,
         files: DataDir,
@@ -59,7 +61,9 @@ class ModelService:
         self._futures = futures or Futures()
         self._max_queued_ops = max_queued_ops
         self._max_unfetched_bytes = max_unfetched_bytes
-        self._runner = OpRunner(model, store, compute, files, self._futures, merge=merge, allowed_dirs=allowed_dirs)
+        self._runner = OpRunner(
+            model, templates, store, compute, files, self._futures, merge=merge, allowed_dirs=allowed_dirs
+        )
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
         self._live_versions = LiveVersions(model, self._runner, compute)
@@ -178,10 +182,6 @@ class ModelService:
                 raise NotFoundError("model", run_id)
             rows = await asyncio.to_thread(self._runner.native.adapters.encode, run_id, rows)
         return await asyncio.to_thread(checked_rows, rows, max_tokens)
-
-    async def make_template(self, name: str, options: Mapping[str, object]) -> None:
-        """Have it ready before the compute thread asks for it."""
-        await asyncio.to_thread(lambda: self._runner.native.adapters.template(name, options))
 
     async def _comes_too_late(self, op: Op) -> bool:
         """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""

@@ -25,6 +25,7 @@ from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import StorageFullError, Store
+from twinkle.server.templates import Templates
 from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
 from twinkle.server.wire import responses
 
@@ -39,6 +40,7 @@ class OpRunner:
     def __init__(
         self,
         model: ServedModel,
+        templates: Templates,
         store: Store,
         compute: Compute,
         files: DataDir,
@@ -49,7 +51,7 @@ class OpRunner:
     ) -> None:
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
-        self.native = NativeHost(model)
+        self.native = NativeHost(model, templates)
         self.checkpoints = Checkpoints(model, self.native, store, compute, files, allowed_dirs)
         self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.busy_seconds = 0.0

@@ -34,10 +34,10 @@ class AdapterRequest(OpenWire):
 
 
 class AddAdapterRequest(OpenWire):
-    """``config``: the fields of PEFT's LoraConfig as JSON text."""
+    """``config``: the fields of PEFT's LoraConfig, as JSON text or as they are."""
 
     adapter_name: str
-    config: str
+    config: str | dict[str, Any]
     save_dir: str | None = None
 
 

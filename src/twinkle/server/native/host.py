@@ -4,14 +4,16 @@ import threading
 from typing import TYPE_CHECKING
 
 from twinkle.server.backend import ServedModel
+from twinkle.server.templates import Templates
 
 if TYPE_CHECKING:
     from twinkle.server.native.adapters import NativeAdapters
 
 
 class NativeHost:
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, templates: Templates) -> None:
         self._model = model
+        self._templates = templates
         self._adapters: NativeAdapters | None = None
         self._lock = threading.Lock()
 
@@ -21,7 +23,7 @@ class NativeHost:
             if self._adapters is None:
                 from twinkle.server.native.adapters import NativeAdapters
 
-                self._adapters = NativeAdapters(self._model)
+                self._adapters = NativeAdapters(self._model, self._templates)
             return self._adapters
 
     # Of an adapter that may be of the other protocol, so that torch is not loaded for nothing:

@@ -1,5 +1,6 @@
 """Native requests against adapters: from what a client sent to an op, and from its outcome to an answer."""
 
+import asyncio
 import json
 import secrets
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from twinkle.server.allowed_dirs import allowed_path
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.native.codec import create_op, lora_config
 from twinkle.server.native.verbs import verb_named
+from twinkle.server.templates import SetTemplate
 from twinkle.server.types import Outcome, RunRecord
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
@@ -75,7 +77,7 @@ async def run_verb(
             inputs = await _inputs(gateway, tenant_id, session_id, fields["inputs"])
             return {**fields, "inputs": await training.rows(run.run_id, inputs, limits.max_tokens_per_request)}
         if verb == "set_template":
-            await _prepare_template(gateway, run, fields)
+            return await _chosen_template(gateway.serving(run.model_name), fields)
         return fields
 
     request_id = await training.submit_verb(run.run_id, _number(fields), verb, sent, meant)
@@ -115,18 +117,12 @@ async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: obj
     return await gateway.processors.batch(tenant_id, session_id, reference.processor_id, reference.number)
 
 
-async def _prepare_template(gateway: Gateway, run: RunRecord, fields: Mapping[str, Any]) -> None:
-    """Templates are made for the tokenizer of the served model, whatever name it is called by."""
-    services = gateway.serving(run.model_name)
-    wanted = fields.get("model_id")
-    if wanted is not None and wanted.rpartition("://")[2] not in {
-        name.rpartition("://")[2] for name in (services.model.name, *services.model.aliases)
-    }:
-        raise InvalidInputError("model_id", wanted, f"a name of the served model: {services.model.name}")
-    request = check(types.SetTemplateRequest, fields)
-    options = {name: value for name, value in request.arguments.items() if name != "model_id"}
-    if "://" not in request.template_cls:  # which is refused later, in its place
-        await services.training.make_template(request.template_cls, options)
+async def _chosen_template(services: Services, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Checked, and built before the compute thread asks for it."""
+    given = {name: value for name, value in fields.items() if name != "seq_id"}
+    choice = check(SetTemplate, given).choice(services.model)
+    await asyncio.to_thread(services.templates.get, choice)
+    return {"adapter_name": fields["adapter_name"], **choice.model_dump()}
 
 
 async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:

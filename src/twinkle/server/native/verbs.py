@@ -130,8 +130,6 @@ def _arguments(name: str, verb: Verb, request: types.AdapterRequest) -> dict[str
     else:
         extras, rest = _options(verb, request.arguments)
         _refuse(name, rest, verb)
-    if name == "set_template":
-        extras = {key: value for key, value in extras.items() if key != "model_id"}  # checked where models are known
     return {**extras, **arguments}
 
 

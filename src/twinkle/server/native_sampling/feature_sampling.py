@@ -12,9 +12,9 @@ from twinkle.sampler.features import engine_request, response_of
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.generating import generate_together, results_of
 from twinkle.server.native_sampling.inputs import Row, plain
-from twinkle.server.native_sampling.templates import SamplingTemplate
 from twinkle.server.openai.choices import Choice
 from twinkle.server.sampler_service import SamplerService
+from twinkle.server.templates import SamplingTemplate
 from twinkle.server.text_codec import TextCodec
 from twinkle.server.types import SamplingSessionRecord
 from twinkle_client.types import SampledSequenceModel, SampleResponseModel

@@ -9,7 +9,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import InvalidInputError
 from twinkle.model.types import IntArray
 from twinkle.sampler.features import refuse_unsupported
-from twinkle.server.native_sampling.templates import SamplingTemplate
+from twinkle.server.templates import SamplingTemplate
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
 
 Row = Mapping[str, Any]

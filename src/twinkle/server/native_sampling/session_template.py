@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from twinkle.server.backend import ServedModel
-from twinkle.server.native_sampling.templates import TemplateChoice
 from twinkle.server.state import Store
+from twinkle.server.templates import TemplateChoice
 from twinkle.server.types import SessionRecord
 
 # In the user_metadata of a session: choices by the name of the model.

@@ -5,6 +5,7 @@ rows. A template's system prompt that looks like either stays text.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +21,7 @@ __all__ = ["DROPPED", "Context", "Reader", "Readers", "read_arguments"]
 
 _PROCESSOR = "pid:"
 _LARGEST = 2**53
+_REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.A)  # it becomes part of a path in the hub's cache
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ def read_arguments(what: str, readers: Readers, given: Mapping[str, Any], contex
 def text(field: str, value: Any, _: Context) -> str:
     if not isinstance(value, str) or "\x00" in value:
         raise InvalidInputError(field, value, "text")
+    return value
+
+
+def revision(field: str, value: Any, _: Context) -> str:
+    if not isinstance(value, str) or not _REVISION.fullmatch(value) or ".." in value:
+        raise InvalidInputError(field, value, "a branch, tag or commit")
     return value
 
 

@@ -89,7 +89,7 @@ _CLOSE = {"close": Function(do.close, {})}
 
 _LOAD: Readers = {
     "dataset_meta": a.optional(a.dataset_meta),
-    "revision": a.optional(a.text),
+    "revision": a.optional(a.revision),
     "token": a.optional(a.text),
 }
 _MAP: Readers = {
@@ -97,7 +97,7 @@ _MAP: Readers = {
     "batched": a.boolean,
     "desc": a.text,
     "keep_in_memory": a.boolean,
-    "load_from_cache_file": a.boolean,
+    "load_from_cache_file": a.only(False),  # each worker has a cache of its own, and one pass over it
     "num_proc": a.only(None, 1),
     "remove_columns": a.names,
     "writer_batch_size": a.count,

@@ -15,8 +15,8 @@ __all__ = ["Frame", "Outcome", "Settings", "pack", "read_frame", "receive_frame"
 
 _LENGTHS = struct.Struct(">IQ")
 
-# What became of a request: its answer follows, or the user's mistake, no such processor, something that is over, or a
-# mistake of ours.
+# What became of a request: its answer follows, or the user's mistake, the name of the argument that is no processor of
+# the session, something that is over, or a mistake of ours.
 Outcome = Literal["ok", "user", "unknown", "gone", "failed"]
 
 

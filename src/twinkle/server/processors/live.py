@@ -18,6 +18,7 @@ class UnknownProcessorError(NotFoundError):
 
     def __init__(self, field: str) -> None:
         super().__init__("processor", field)
+        self.field = field
         self.args = (
             f"{field}: no such processor in this session; none outlives its session, the session's worker or the "
             "server: create it again",

@@ -23,6 +23,7 @@ __all__ = ["ProcessorLimits", "ProcessorService"]
 
 _LONGEST_KEY = 256
 _MOST_WAITING = 64  # requests of one session
+_SHUTDOWN = "the server is shutting down"
 _AT_ONCE = 2**20  # bytes that are hashed or parsed on the event loop
 
 
@@ -67,8 +68,15 @@ class ProcessorService:
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory.mkdir(mode=0o700, parents=True)
 
-    async def stop(self) -> None:
+    def release_waiters(self) -> None:
+        """Answer every request now: the server is about to end, and no processor outlives it."""
         self._stopping = True
+        for session in self._sessions.values():
+            if session.worker is not None:
+                session.worker.kill(_SHUTDOWN)
+
+    async def stop(self) -> None:
+        self.release_waiters()
         await asyncio.gather(*(self.end_session(session_id) for session_id in list(self._sessions)))
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
@@ -103,7 +111,7 @@ class ProcessorService:
         if session is not None:
             session.over = True
             if session.worker is not None:
-                await session.worker.end("the server is shutting down" if self._stopping else "the session is over")
+                await session.worker.end(_SHUTDOWN if self._stopping else "the session is over")
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ def _opened(frame: Frame) -> Frame:
         case "user":
             raise UserError(frame.body.decode())
         case "unknown":
-            raise UnknownProcessorError("processor_id")
+            raise UnknownProcessorError(frame.body.decode())
         case "gone":
             raise GoneError(frame.body.decode())
     raise TwinkleServerError(frame.body.decode())

@@ -67,7 +67,7 @@ class Sources:
                 if folder is None:
                     raise UnsupportedError(f"model_id: {text!r} is served here without a tokenizer")
                 return folder
-        if _MODEL.fullmatch(text):
+        if _MODEL.fullmatch(text) and ".." not in text:
             return text
         if text.startswith("/"):
             return str(self.path("model_id", text))

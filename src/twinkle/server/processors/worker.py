@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from twinkle.environment import read_environment, set_variable_defaults
-from twinkle.errors import GoneError, NotFoundError, TwinkleError, UserError
+from twinkle.errors import GoneError, TwinkleError, UserError
 from twinkle.server.processors.frames import Frame, Outcome, Settings, pack, read_frame
+from twinkle.server.processors.live import UnknownProcessorError
 from twinkle.server.processors.sources import Sources
 from twinkle.server.processors.workbench import Workbench
 
@@ -100,8 +101,8 @@ class _Desk:
             body = self._answer(request, header)
         except UserError as error:
             outcome, body = "user", self._shown(error)
-        except NotFoundError as error:
-            outcome, body = "unknown", str(error)
+        except UnknownProcessorError as error:
+            outcome, body = "unknown", error.field
         except GoneError as error:
             outcome, body = "gone", str(error)
         except MemoryError:

@@ -94,13 +94,17 @@ class WorkerProcess:
         raise WorkerEndedError(self.why)
 
     async def end(self, why: str) -> None:
-        """Nothing of it is worth waiting for."""
+        """Returns when it is gone, with all that it had on disk."""
+        self.kill(why)
+        if self._watching is not None:
+            await asyncio.shield(self._watching)
+
+    def kill(self, why: str) -> None:
+        """Nothing of it is worth waiting for. Whoever asked it is told why."""
         if self._process.returncode is None:
             self._why = self._why or why
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-        if self._watching is not None:
-            await asyncio.shield(self._watching)
 
     async def _watch(self, ended: Callable[["WorkerProcess"], None]) -> None:
         await self._process.wait()

@@ -26,10 +26,10 @@ from twinkle.server.native_sampling.feature_sampling import FeatureSampling
 from twinkle.server.native_sampling.inputs import encoded, sampling_params
 from twinkle.server.native_sampling.session_template import choose_template, chosen_template
 from twinkle.server.native_sampling.targets import target_of
-from twinkle.server.native_sampling.templates import SetTemplate
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of
 from twinkle.server.routes.native_gateway import wire_response
 from twinkle.server.routes.native_http import SESSION_HEADER, caller_of, native_tenant_of
+from twinkle.server.templates import SetTemplate
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire import fields
 from twinkle_client import types
@@ -58,9 +58,10 @@ async def create(request: Request) -> Response:
 @router.post("/set_template")
 async def set_template(request: Request) -> Response:
     caller = await caller_of(request)
-    gateway, model = gateway_of(request), _services(request).model
+    gateway, services = gateway_of(request), _services(request)
+    model = services.model
     choice = (await _read(SetTemplate, request, JSON_BYTES)).choice(model)
-    await gateway.templates.get(model, choice)  # what cannot be built is refused now
+    await asyncio.to_thread(services.templates.get, choice)  # what cannot be built is refused now
     await choose_template(gateway.store, await gateway.session(caller.session_id, caller.tenant_id), model, choice)
     return wire_response(types.SetTemplateResponse())
 
@@ -150,7 +151,8 @@ class AskedSamples:
     async def _understood(self) -> FeatureSampling:
         """The weights last: they are to be those of now."""
         gateway, model, wanted = self._gateway, self._services.model, self._wanted
-        template = await gateway.templates.get(model, chosen_template(self._session, model))
+        choice = chosen_template(self._session, model)
+        template = await asyncio.to_thread(self._services.templates.get, choice)
         features = await asyncio.to_thread(encoded, wanted.inputs, template, self._params)
         target = await target_of(
             gateway, self._services, self._tenant_id, self._session, wanted.adapter_uri, wanted.adapter_name

@@ -1,6 +1,6 @@
-"""Templates that sessions chose for sampling. A choice is small and kept; templates are built from it when needed."""
+"""Templates that tenants chose. A choice is small and kept; templates are built from it when needed."""
 
-import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -10,7 +10,7 @@ from pydantic import Field
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.sampler.features import CompletionTemplate
 from twinkle.server.backend import ServedModel
-from twinkle.server.native_sampling.codec_template import CodecTemplate
+from twinkle.server.codec_template import CodecTemplate
 from twinkle.server.wire.fields import Parameters
 
 TEMPLATES = ("DeepseekV4Template", "Qwen3Template", "Qwen3_5Template", "Template")
@@ -43,7 +43,7 @@ class TemplateChoice(Parameters):
 
 
 class SetTemplate(TemplateChoice):
-    """The body of set_template. The template is the session's, whatever adapter it names."""
+    """The body of set_template. A sampler's is its session's, whatever adapter it names."""
 
     template_cls: Text
     max_length: Annotated[int, Field(ge=0, lt=2**31)] | None = 8192  # as the library has it
@@ -56,30 +56,27 @@ class SetTemplate(TemplateChoice):
             raise UnknownNameError("template", self.template_cls, TEMPLATES)
         names = (model.name, *model.aliases)
         if self.model_id is not None and _plain(self.model_id) not in map(_plain, names):
-            raise InvalidInputError("model_id", self.model_id, f"the model of this sampler: {', '.join(names)}")
+            raise InvalidInputError("model_id", self.model_id, f"the served model: {', '.join(names)}")
         return TemplateChoice.model_validate(self.model_dump(include=set(TemplateChoice.model_fields)))
 
 
 class Templates:
-    """Built templates by model and choice; sessions that chose the same share one."""
+    """Built templates of one model; those who chose the same share one. Used from several threads."""
 
-    def __init__(self) -> None:
-        self._built: OrderedDict[tuple[str, TemplateChoice], asyncio.Future[SamplingTemplate]] = OrderedDict()
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._built: OrderedDict[TemplateChoice, SamplingTemplate] = OrderedDict()
+        self._lock = threading.Lock()
 
-    async def get(self, model: ServedModel, choice: TemplateChoice) -> SamplingTemplate:
-        key = model.name, choice
-        if key not in self._built:
-            self._built[key] = asyncio.ensure_future(asyncio.to_thread(_build, model, choice))
+    def get(self, choice: TemplateChoice) -> SamplingTemplate:
+        """Loading a tokenizer takes a while: not for the event loop."""
+        with self._lock:
+            if choice not in self._built:
+                self._built[choice] = _build(self._model, choice)
+            self._built.move_to_end(choice)
             while len(self._built) > _KEPT:
                 self._built.popitem(last=False)
-        self._built.move_to_end(key)
-        building = self._built[key]
-        try:
-            return await asyncio.shield(building)  # others may wait for it too
-        finally:
-            failed = building.done() and (building.cancelled() or building.exception() is not None)
-            if failed and self._built.get(key) is building:  # the next one tries again
-                del self._built[key]
+            return self._built[choice]
 
 
 def _build(model: ServedModel, choice: TemplateChoice) -> SamplingTemplate:

@@ -32,6 +32,9 @@ class CodecTemplate:
         if feature.get("messages"):
             answer = {"role": "assistant", "content": self._codec.decode(new_tokens)}
             grown["messages"] = [*feature["messages"], answer]
+        for name, value in (("completion_mask", 1), ("mm_token_type_ids", 0)):
+            if feature.get(name) is not None:
+                grown[name] = np.concatenate([feature[name], np.full(len(new_tokens), value)])
         grown["labels"] = shift_labels(np.concatenate([unshift_labels(labels), new_tokens]).astype(np.int64))
         return _with_positions(grown, np.concatenate([before, new_tokens]).astype(np.int64))
 

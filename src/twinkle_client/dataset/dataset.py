@@ -1,0 +1,177 @@
+"""The library's datasets on the server. Methods change them there and return nothing; rows stay until asked for."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Unpack
+
+from twinkle_client.client import TwinkleClient
+from twinkle_client.dataset.meta import DatasetMeta
+from twinkle_client.dataset.options import FilterOptions, LoadOptions, MapOptions
+from twinkle_client.errors import invalid
+from twinkle_client.iteration import next_of
+from twinkle_client.remote import RemoteObject, component, function_argument
+
+__all__ = ["Dataset", "IterableDataset", "IterablePackingDataset", "LazyDataset", "PackingDataset", "Row"]
+
+Row = dict[str, Any]
+
+
+class Dataset(RemoteObject):
+    """A table of rows. What ``map`` and ``filter`` apply is named, or is an object of :mod:`twinkle_client`."""
+
+    processor_type: ClassVar[str] = "dataset"
+
+    def __init__(
+        self,
+        dataset_meta: DatasetMeta | None = None,
+        *,
+        client: TwinkleClient | None = None,
+        **load_options: Unpack[LoadOptions],
+    ) -> None:
+        self._make(dataset_meta, client, dict(load_options))
+
+    def _make(self, meta: DatasetMeta | None, client: TwinkleClient | None, options: Mapping[str, Any]) -> None:
+        described = {} if meta is None else {"dataset_meta": _checked(meta)}
+        RemoteObject.__init__(self, client=client, **described, **options)
+        _ = self.processor_id  # now: data that is not there is an error here, as on a local dataset
+
+    def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
+        """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
+        self.call("add_dataset", dataset_meta=_checked(dataset_meta), **load_options)
+
+    def mix_dataset(self, interleave: bool = True) -> None:
+        """Make one dataset of all: in turn until the first is used up, or one after another."""
+        self.call("mix_dataset", interleave=interleave)
+
+    def set_template(self, template_func: object, **init_args: Any) -> None:
+        """The template that encodes: a name, or a template of :mod:`twinkle_client.template`."""
+        name, options = component("template_func", template_func, init_args)
+        self.call("set_template", template_func=name, **options)
+
+    def map(
+        self,
+        preprocess_func: object,
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **map_options: Unpack[MapOptions],
+    ) -> None:
+        """Replace columns by what a preprocessor makes of them."""
+        function = function_argument("preprocess_func", preprocess_func)
+        which: dict[str, Any] = {"dataset_meta": dataset_meta, "init_args": init_args}
+        self.call("map", preprocess_func=function, **which, **map_options)
+
+    def filter(
+        self,
+        filter_func: object,
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **filter_options: Unpack[FilterOptions],
+    ) -> None:
+        """Keep the rows for which a filter says yes."""
+        function = function_argument("filter_func", filter_func)
+        which: dict[str, Any] = {"dataset_meta": dataset_meta, "init_args": init_args}
+        self.call("filter", filter_func=function, **which, **filter_options)
+
+    def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
+        """Tokenise every row with the template; rows it leaves nothing of are dropped."""
+        self.call("encode", add_generation_prompt=add_generation_prompt, **map_options)
+
+    def check(self, **filter_options: Unpack[FilterOptions]) -> None:
+        """Keep the rows that the template can encode, without encoding the dataset."""
+        self.call("check", **filter_options)
+
+    def cast_column(self, column: str, decode: bool = True) -> None:
+        self.call("cast_column", column=column, decode=decode)
+
+    def save_as(
+        self, output_path: str, format: str | None = None, batch_size: int = 1000, mode: str = "immediate"
+    ) -> None:
+        """Write the rows to a file of the server's, in a directory that it allows."""
+        self.call("save_as", output_path=str(output_path), format=format, batch_size=batch_size, mode=mode)
+
+    def flush_save(self) -> None:
+        self.call("flush_save")
+
+    def __getitem__(self, idx: int) -> Row:
+        row: Row = self.call("__getitem__", idx=idx)
+        return row
+
+    def __len__(self) -> int:
+        return int(self.call("__len__"))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+
+class LazyDataset(Dataset):
+    """Maps and encodes one row at a time, when it is asked for."""
+
+
+class PackingDataset(Dataset):
+    """Encode, then :meth:`pack_dataset`: rows joined up to the template's ``max_length``."""
+
+    def __init__(
+        self,
+        dataset_meta: DatasetMeta | None = None,
+        packing_num_proc: int = 1,
+        *,
+        client: TwinkleClient | None = None,
+        **load_options: Unpack[LoadOptions],
+    ) -> None:
+        self._make(dataset_meta, client, {"packing_num_proc": packing_num_proc, **load_options})
+
+    def pack_dataset(self) -> None:
+        self.call("pack_dataset")
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = self.call("__getitem__", index=index)
+        return row
+
+
+class IterableDataset(Dataset):
+    """A stream of rows: map, filter and encode happen as it is read. Each iteration reads it from the start."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return _stream(self)
+
+
+class IterablePackingDataset(Dataset):
+    """A stream of packs. Set a template, :meth:`pack_dataset`, iterate; rows are encoded while they are read."""
+
+    def __init__(
+        self,
+        dataset_meta: DatasetMeta | None = None,
+        packing_interval: int = 128,
+        packing_num_proc: int = 1,
+        cyclic: bool = False,
+        *,
+        client: TwinkleClient | None = None,
+        **load_options: Unpack[LoadOptions],
+    ) -> None:
+        packing: dict[str, Any] = {"packing_interval": packing_interval, "packing_num_proc": packing_num_proc}
+        self._make(dataset_meta, client, {**packing, "cyclic": cyclic, **load_options})
+
+    # The library calls this argument by another name here.
+    def set_template(self, template_cls: object, **init_args: Any) -> None:  # type: ignore[override]
+        name, options = component("template_cls", template_cls, init_args)
+        self.call("set_template", template_cls=name, **options)
+
+    def pack_dataset(self) -> None:
+        self.call("pack_dataset")
+
+    def __iter__(self) -> Iterator[Row]:
+        return _stream(self)
+
+
+def _stream(dataset: Dataset) -> Iterator[Row]:
+    dataset.call("__iter__")
+    try:
+        while True:
+            yield next_of(dataset)
+    except StopIteration:
+        return
+
+
+def _checked(meta: object) -> DatasetMeta:
+    if not isinstance(meta, DatasetMeta):
+        raise invalid("dataset_meta", meta, "a twinkle_client.dataset.DatasetMeta")
+    return meta

@@ -1,0 +1,75 @@
+"""Which rows a dataset is made of."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinkle_client.dataset.local_file import read_rows
+from twinkle_client.errors import InvalidRequestError, invalid
+from twinkle_client.wire_json import encode
+
+__all__ = ["DatasetMeta"]
+
+
+@dataclass(frozen=True)
+class DatasetMeta:
+    """A dataset of a hub (``hf://…``, ``ms://…``), a file, or data in memory.
+
+    A file of this machine is read here, and its rows are sent; a path that does not exist here is one of the server's.
+    ``data`` is a list of rows, a dict of columns, or a dataset of the ``datasets`` library. ``data_slice`` selects rows
+    by number; numbers beyond the end start over.
+    """
+
+    dataset_id: str = ""
+    subset_name: str = "default"
+    split: str = "train"
+    data_slice: Iterable[int] | None = None
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.dataset_id and self.data is None:
+            raise invalid("dataset_id", self.dataset_id, "a dataset's id or a path, unless data is given")
+        if self.dataset_id and self.data is not None:
+            raise invalid("data", type(self.data).__name__, f"nothing beside dataset_id {self.dataset_id!r}")
+        if self.data_slice is not None and not isinstance(self.data_slice, range):
+            object.__setattr__(self, "data_slice", [int(number) for number in self.data_slice])
+
+    def to_wire(self) -> str:
+        dataset_id, data = self.dataset_id, self.data
+        if data is None and (path := self._local_path()) is not None:
+            dataset_id, data = "", read_rows(path)
+        return encode(
+            {
+                "dataset_id": dataset_id,
+                "subset_name": self.subset_name,
+                "split": self.split,
+                "data_slice": _slice(self.data_slice),
+                "data": None if data is None else _in_memory(data),
+                "_TWINKLE_TYPE_": "DatasetMeta",
+            }
+        ).decode()
+
+    def _local_path(self) -> Path | None:
+        if "://" in self.dataset_id:
+            return None
+        path = Path(self.dataset_id).expanduser()
+        return path if path.exists() else None
+
+
+def _slice(numbers: Iterable[int] | None) -> dict[str, Any] | None:
+    if numbers is None:
+        return None
+    if isinstance(numbers, range):
+        return {"_slice_type_": "range", "start": numbers.start, "stop": numbers.stop, "step": numbers.step}
+    return {"_slice_type_": "list", "values": list(numbers)}
+
+
+def _in_memory(data: Any) -> Any:
+    if callable(data):
+        raise InvalidRequestError("data: a function is code of this program, which is never shipped; give its rows")
+    if isinstance(data, Mapping):
+        return dict(data)
+    if not isinstance(data, Iterable) or isinstance(data, str):
+        raise invalid("data", data, "a list of rows, or a dict of columns")
+    return list(data)

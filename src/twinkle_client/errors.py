@@ -1,0 +1,102 @@
+"""Everything that a client raises. Each error is a :class:`TwinkleClientError`, most are also a standard type.
+
+What a server answered has ``status``, ``detail`` (the server's own words) and ``url``.
+"""
+
+from collections.abc import Iterable
+
+__all__ = [
+    "AuthenticationError",
+    "ConnectionLostError",
+    "GoneError",
+    "InvalidRequestError",
+    "LimitError",
+    "MissingPackageError",
+    "NotFoundError",
+    "ResponseError",
+    "ServerError",
+    "SessionLostError",
+    "TwinkleClientError",
+    "invalid",
+    "unknown",
+]
+
+
+class TwinkleClientError(Exception):
+    """Base of all errors of the client."""
+
+
+class InvalidRequestError(TwinkleClientError, ValueError):
+    """The request is wrong: the server said so (400, 409, 413, 422), or it was never sent (``status`` is None)."""
+
+    def __init__(self, message: str, status: int | None = None, url: str = "") -> None:
+        super().__init__(message if status is None else f"{message} (status {status} of {url})")
+        self.status = status
+        self.detail = message
+        self.url = url
+
+
+class ConnectionLostError(TwinkleClientError, ConnectionError):
+    """The server could not be reached, or did not answer in time, until the deadline of the retries was over."""
+
+    def __init__(self, message: str, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class SessionLostError(TwinkleClientError, ConnectionError):
+    """The server ended the session, and with it its adapters and processors. Saved checkpoints are still there."""
+
+    def __init__(self, session_id: str, reason: str) -> None:
+        super().__init__(
+            f"session {session_id} is gone: {reason}. To go on: make a new client with init_twinkle_client(), add the "
+            "adapter again, and model.resume_from_checkpoint('twinkle://…') with an address that save() returned or "
+            f"that client.list_checkpoints('{session_id}-<adapter name>') lists"
+        )
+        self.session_id = session_id
+        self.reason = reason
+
+
+class MissingPackageError(TwinkleClientError, ImportError):
+    """An optional package is needed for this and is not installed."""
+
+
+class ResponseError(TwinkleClientError):
+    """The server answered with an error."""
+
+    def __init__(self, status: int, detail: str, url: str) -> None:
+        super().__init__(f"{detail or 'no detail given'} (status {status} of {url})")
+        self.status = status
+        self.detail = detail
+        self.url = url
+
+
+class AuthenticationError(ResponseError, PermissionError):
+    """401 or 403: the token is missing, unknown, or not allowed to do this."""
+
+
+class NotFoundError(ResponseError, LookupError):
+    """404: nothing of this token's has that name."""
+
+
+class GoneError(ResponseError, LookupError):
+    """410: it was there, and will not come back."""
+
+
+class LimitError(ResponseError, RuntimeError):
+    """429: a limit of this token's, which waiting until the deadline did not change."""
+
+
+class ServerError(ResponseError, RuntimeError):
+    """The server failed, or gave an answer that nobody can read."""
+
+
+def invalid(field: str, value: object, allowed: str) -> InvalidRequestError:
+    """A request that is not worth sending."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 120 else shown[:119] + "…"
+    return InvalidRequestError(f"{field}: got {shown}, allowed: {allowed}")
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> InvalidRequestError:
+    return InvalidRequestError(f"unknown {kind} {name!r}, known: {', '.join(sorted(known)) or 'none'}")

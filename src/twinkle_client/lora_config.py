@@ -1,0 +1,62 @@
+"""What an adapter is to be like, in whatever form a script has it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+from twinkle_client.errors import invalid
+
+__all__ = ["LoraConfig", "config_text"]
+
+_TYPE = "_TWINKLE_TYPE_"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The fields of ``peft.LoraConfig`` that matter here, for programs without peft."""
+
+    r: int = 8
+    lora_alpha: int = 8
+    target_modules: str | Iterable[str] | None = "all-linear"
+    lora_dropout: float = 0.0
+
+
+@runtime_checkable
+class _PeftConfig(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def config_text(config: object, target_modules: str | Iterable[str]) -> str:
+    """The ``config`` of add_adapter_to_model: JSON text. ``target_modules`` are those of a config that names none."""
+    if isinstance(config, LoraConfig):
+        fields: Mapping[str, Any] = asdict(config)
+    elif isinstance(config, Mapping):
+        fields = config
+    elif isinstance(config, _PeftConfig):
+        fields = config.to_dict()
+    else:
+        raise invalid("config", config, "a LoraConfig (peft's, or twinkle_client.LoraConfig), or its fields")
+    said = {str(name): _value(value) for name, value in fields.items() if _can_be_said(value)}
+    if said.get("target_modules") is None:
+        said["target_modules"] = _value(target_modules)
+    return json.dumps({**said, _TYPE: "LoraConfig"}, allow_nan=False)
+
+
+def _can_be_said(value: object) -> bool:
+    """PEFT keeps objects for its own use beside the numbers."""
+    return value is None or isinstance(value, str | int | float | bool | Mapping | list | tuple | AbstractSet)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _value(item) for key, item in value.items() if _can_be_said(item)}
+    if isinstance(value, AbstractSet):
+        return sorted(value)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    return [_value(item) for item in value]

@@ -1,0 +1,335 @@
+"""LoRA adapters on a server's model, through the verbs of the library's own MultiLoraTransformersModel.
+
+Every verb is one request that returns when the server has done it. Verbs of one adapter run in the order in which they
+are called, whatever is lost on the way: see :mod:`twinkle_client.adapter_sequence`.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from twinkle_client.client import TwinkleClient, parsed
+from twinkle_client.default_client import default_client
+from twinkle_client.errors import InvalidRequestError, ServerError, invalid, unknown
+from twinkle_client.lora_config import config_text
+from twinkle_client.model.results import Number, Result, SaveResult, Text
+from twinkle_client.model_path import model_name, service_path
+from twinkle_client.remote import class_name, component
+from twinkle_client.types import (
+    AddAdapterResponse,
+    CalculateMetricResponse,
+    ForwardResponse,
+    SaveResponse,
+    TextResponse,
+    TrainingProgressResponse,
+    UploadStatusResponse,
+    UploadToHubResponse,
+)
+from twinkle_client.wire_json import encode
+
+__all__ = ["MultiLoraTransformersModel"]
+
+logger = logging.getLogger(__name__)
+
+Inputs = Any  # features or trajectories, one or several, or a RemoteBatch
+
+
+class MultiLoraTransformersModel:
+    """Adapters of this session on the model ``model_id`` (with or without ``ms://`` or the like before it).
+
+    ``adapter_name`` of a verb is that of the adapter that was added last, unless it is given. An adapter whose config
+    names no target modules gets ``target_modules``. The options after it are accepted so that local scripts run as they
+    are, and not used: where the model is, and how much fits, is the server's business.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        *,
+        client: TwinkleClient | None = None,
+        target_modules: str | Iterable[str] = "all-linear",
+        mixed_precision: str | None = None,
+        max_loras: int | None = None,
+        max_r: int | None = None,
+        max_length: int | None = None,
+        device: object = None,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.client = default_client() if client is None else client
+        self.model_id = model_name(model_id)
+        self.target_modules = target_modules
+        self.adapter_name: str | None = None
+        self._adapters: list[str] = []
+        self._path = service_path("model", self.model_id)
+        self.server_url = self.client.base_url + self._path
+        self.client.post(f"{self._path}/create", encode({}))
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_adapter_to_model(
+        self,
+        adapter_name: str,
+        config: object,
+        *,
+        gradient_accumulation_steps: int = 1,
+        seed: int | None = None,
+        save_dir: str | None = None,
+    ) -> None:
+        """config: a ``peft.LoraConfig``, a ``twinkle_client.LoraConfig``, or a mapping of the same fields.
+
+        seed: of the adapter's first weights, else made from the client's. save_dir: a directory that the server allows.
+        """
+        if not isinstance(adapter_name, str) or not adapter_name:
+            raise invalid("adapter_name", adapter_name, "a name")
+        if seed is None:
+            seed = self.client.adapter_seed(self.model_id, adapter_name)
+        body: dict[str, Any] = {
+            "adapter_name": adapter_name,
+            "config": config_text(config, self.target_modules),
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            **_given(seed=seed, save_dir=save_dir),
+        }
+        answer = self.client.post(f"{self._path}/add_adapter_to_model", encode(body))
+        parsed(AddAdapterResponse, answer, self.server_url)
+        if adapter_name not in self._adapters:
+            self._adapters.append(adapter_name)
+        self.adapter_name = adapter_name
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
+        """The model's outputs; further keywords are temperature, return_logits, task, and those of the loss."""
+        return self._outputs("forward", inputs, adapter_name, kwargs)
+
+    def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
+        """The same for evaluation, without gradients; ``disable_lora=True`` is the base model."""
+        return self._outputs("forward_only", inputs, adapter_name, kwargs)
+
+    def forward_backward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
+        """forward, calculate_loss and backward; "loss" in the outputs is a number."""
+        return self._outputs("forward_backward", inputs, adapter_name, kwargs)
+
+    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> Number:
+        answer = self._verb("calculate_loss", adapter_name, kwargs)
+        return Number(_result(answer, self.server_url))
+
+    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        self._verb("backward", adapter_name, _given(gradient_accumulation_steps=gradient_accumulation_steps))
+
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> Number | None:
+        """The gradient's norm before clipping, or None inside a window of accumulated gradients."""
+        body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
+        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
+        return _norm(self._verb("clip_grad_norm", adapter_name, {**body, **given}))
+
+    def step(
+        self,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        optim_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = _given(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
+        self._verb("step", adapter_name, given)
+
+    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        self._verb("zero_grad", adapter_name, _given(gradient_accumulation_steps=gradient_accumulation_steps))
+
+    def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        self._verb("lr_step", adapter_name, _given(gradient_accumulation_steps=gradient_accumulation_steps))
+
+    def clip_grad_and_step(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        optim_params: Mapping[str, Any] | None = None,
+    ) -> Number | None:
+        """clip_grad_norm, step, zero_grad and lr_step; the norm before clipping where the server says it."""
+        body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
+        given = _given(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
+        return _norm(self._verb("clip_grad_and_step", adapter_name, {**body, **given}))
+
+    # --- setting up ---------------------------------------------------------------------------------------------------
+
+    def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        """The name of one of the library's losses, with options of its constructor."""
+        self._verb("set_loss", adapter_name, {"loss_cls": class_name("loss_cls", loss_cls), **options})
+
+    def set_optimizer(
+        self,
+        optimizer_cls: object,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        *,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """A name in ``torch.optim``; without lr and weight_decay they are the library's, 1e-5 and 0.01."""
+        given = _given(lr=lr, weight_decay=weight_decay)
+        body = {"optimizer_cls": class_name("optimizer_cls", optimizer_cls), **given, **options}
+        self._verb("set_optimizer", adapter_name, body)
+
+    def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        body = {"scheduler_cls": class_name("scheduler_cls", scheduler_cls), **options}
+        self._verb("set_lr_scheduler", adapter_name, body)
+
+    def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        """What trajectories are encoded with: a name, or a template of :mod:`twinkle_client.template`."""
+        name, options = component("template_cls", template_cls, options)
+        self._verb("set_template", adapter_name, {"template_cls": name, "model_id": self.model_id, **options})
+
+    def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        name, options = component("processor_cls", processor_cls, options)
+        self._verb("set_processor", adapter_name, {"processor_cls": name, **options})
+
+    def add_metric(
+        self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
+    ) -> None:
+        """To training, to evaluation, or (None) to both."""
+        body = {"metric_cls": class_name("metric_cls", metric_cls), "is_training": is_training}
+        self._verb("add_metric", adapter_name, {**body, **options})
+
+    def apply_patch(self, patch_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        self._verb("apply_patch", adapter_name, {"patch_cls": class_name("patch_cls", patch_cls), **options})
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def calculate_metric(self, is_training: bool = True, *, adapter_name: str | None = None) -> Result:
+        """What all metrics saw since they were last asked."""
+        answer = self._verb("calculate_metric", adapter_name, {"is_training": is_training})
+        return Result(parsed(CalculateMetricResponse, answer, self.server_url).result)
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> Text:
+        return Text(parsed(TextResponse, self._verb("get_train_configs", adapter_name, {}), self.server_url).result)
+
+    def get_state_dict(self, *, adapter_name: str | None = None) -> Result:
+        answer = self._verb("get_state_dict", adapter_name, {})
+        return Result(parsed(CalculateMetricResponse, answer, self.server_url).result)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+        is_sampler: bool = False,
+    ) -> SaveResult | None:
+        """The address of the new checkpoint; None where the steps so far are no multiple of ``interval``.
+
+        is_sampler: weights for a sampler, of which the server keeps the newest. The server keeps checkpoints under
+        their name: ``output_dir``, a directory of this machine, stays as it is, and the log says so.
+        """
+        if output_dir is not None:
+            logger.warning("output_dir %s is not written to: the server keeps checkpoints itself", output_dir)
+        body: dict[str, Any] = {"name": name, "save_optimizer": save_optimizer}
+        if is_sampler:
+            body["is_sampler"] = True
+        if consumed_train_samples:
+            body["consumed_train_samples"] = consumed_train_samples
+        if interval != 1:
+            body["interval"] = interval
+        answer = self._verb("save", adapter_name, body)
+        if answer is None or not answer.get("twinkle_path"):
+            return None
+        return SaveResult(parsed(SaveResponse, answer, self.server_url).twinkle_path)
+
+    def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
+        """name: a checkpoint's address, or a hub's id."""
+        self._verb("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
+
+    def resume_from_checkpoint(
+        self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        """Goes on where ``save(save_optimizer=True)`` was: cur_step, consumed_train_samples, and the window."""
+        body = {"name": str(name), "resume_only_model": resume_only_model}
+        answer = self._verb("resume_from_checkpoint", adapter_name, body)
+        return dict(parsed(TrainingProgressResponse, answer, self.server_url).result)
+
+    def upload_to_hub(
+        self,
+        checkpoint_dir: str | Mapping[str, Any],
+        hub_model_id: str,
+        hub_token: str | None = None,
+        async_upload: bool = True,
+        poll_interval: float = 5.0,
+    ) -> None:
+        """Push a checkpoint to a repository, and wait until it is there.
+
+        async_upload: whether the server does it beside its other work; this call returns at the end either way.
+        """
+        address = str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir)
+        body: dict[str, Any] = {"checkpoint_dir": address, "hub_model_id": hub_model_id, "hub_token": hub_token}
+        answer = self.client.post(
+            f"{self._path}/upload_to_hub", encode({**body, "async_upload": async_upload}), once=True
+        )
+        request_id = parsed(UploadToHubResponse, answer, self.server_url).request_id
+        logger.info("upload of %s to %s has begun", checkpoint_dir, hub_model_id)
+        while True:
+            answer = self.client.get(f"{self._path}/upload_status/{request_id}")
+            status = parsed(UploadStatusResponse, answer, self.server_url)
+            if status.status == "failed":
+                raise ServerError(200, f"upload_to_hub failed: {status.error}", self.server_url)
+            if status.status == "completed":
+                return
+            time.sleep(poll_interval)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _verb(self, verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> Any:
+        name = self._adapter(adapter_name)
+        content = encode({**body, "adapter_name": name})
+        sequence = self.client.sequence(self.model_id, name)
+        return sequence.send(f"{self._path}/{verb}", content, self.client.post)
+
+    def _outputs(self, verb: str, inputs: Inputs, adapter_name: str | None, kwargs: Mapping[str, Any]) -> Result:
+        if "inputs" in kwargs:
+            raise TypeError(f"{verb}: inputs are given twice")
+        answer = self._verb(verb, adapter_name, {"inputs": inputs, **kwargs})
+        result = parsed(ForwardResponse, answer, self.server_url).result
+        if not isinstance(result, dict):
+            raise ServerError(200, f"{verb}: the outputs are a {type(result).__name__}", self.server_url)
+        return Result(result)
+
+    def _adapter(self, adapter_name: str | None) -> str:
+        name = self.adapter_name if adapter_name is None else adapter_name
+        if name is None:
+            raise InvalidRequestError("adapter_name: there is no adapter yet, call add_adapter_to_model first")
+        if name not in self._adapters:
+            raise unknown("adapter", name, self._adapters)
+        return name
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """What is not None: older servers need not know of the others."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _result(answer: Any, url: str) -> float:
+    result = answer.get("result") if isinstance(answer, dict) else None
+    if not isinstance(result, int | float):
+        raise ServerError(200, f"a number was expected, not {result!r}", url)
+    return float(result)
+
+
+def _norm(answer: Any) -> Number | None:
+    """A number, its text, or nothing."""
+    result = answer.get("result") if isinstance(answer, dict) else None
+    return None if result in (None, "", "None") else Number(result)

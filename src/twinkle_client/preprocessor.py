@@ -1,0 +1,65 @@
+"""The library's preprocessors, on the server: for :meth:`Dataset.map`, or to be called on columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from twinkle_client.remote import RemoteObject
+
+__all__ = [
+    "AlpacaProcessor",
+    "CLEVRProcessor",
+    "CompetitionMathGRPOProcessor",
+    "CompetitionMathProcessor",
+    "CountdownProcessor",
+    "EmojiDPOProcessor",
+    "GSM8KProcessor",
+    "OlympiadBenchProcessor",
+    "Preprocessor",
+    "SelfCognitionProcessor",
+]
+
+
+class Preprocessor(RemoteObject):
+    """Turns a batch of columns into a batch of new columns."""
+
+    processor_type: ClassVar[str] = "preprocessor"
+
+    def __call__(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        new: dict[str, list[Any]] = self.call("__call__", columns=columns)
+        return new
+
+
+class AlpacaProcessor(Preprocessor):
+    pass
+
+
+class CLEVRProcessor(Preprocessor):
+    parameters: ClassVar[tuple[str, ...]] = ("system",)
+
+
+class CompetitionMathGRPOProcessor(Preprocessor):
+    pass
+
+
+class CompetitionMathProcessor(Preprocessor):
+    pass
+
+
+class CountdownProcessor(Preprocessor):
+    pass
+
+
+class EmojiDPOProcessor(Preprocessor):
+    parameters: ClassVar[tuple[str, ...]] = ("system", "chosen_key", "rejected_key", "prompt_key")
+
+
+class GSM8KProcessor(Preprocessor):
+    parameters: ClassVar[tuple[str, ...]] = ("system", "add_assistant")
+
+
+class OlympiadBenchProcessor(Preprocessor):
+    parameters: ClassVar[tuple[str, ...]] = ("system", "language")
+
+
+class SelfCognitionProcessor(Preprocessor):
+    parameters: ClassVar[tuple[str, ...]] = ("model_name", "model_author")

@@ -1,0 +1,114 @@
+"""Objects of the library that live on the server: made by class name, called by method name.
+
+An object is made when it is first needed. Given as an argument it travels as its id. Code never does.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from twinkle_client.client import TwinkleClient, parsed
+from twinkle_client.default_client import default_client
+from twinkle_client.errors import InvalidRequestError, invalid
+from twinkle_client.types import ProcessorCallResponse, ProcessorCreateResponse
+from twinkle_client.wire_json import encode
+
+__all__ = ["RemoteObject", "component", "function_argument"]
+
+_PATH = "/processor/twinkle"
+# Classes of these packages are known to every server by name.
+_KNOWN_PACKAGES = frozenset({"torch", "twinkle", "twinkle_client"})
+
+
+class RemoteObject:
+    """An object of the class ``class_type`` on the server, with ``options`` for its constructor.
+
+    ``parameters`` are the names of the constructor's positional arguments. ``class_type`` is the name of the Python
+    class unless a class says otherwise.
+    """
+
+    processor_type: ClassVar[str]
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *arguments: Any, client: TwinkleClient | None = None, **options: Any) -> None:
+        self.class_type = type(self).__name__
+        self.options = _named(self.class_type, self.parameters, arguments, options)
+        self._given_client = client
+        self._client: TwinkleClient | None = None
+        self._processor_id: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def client(self) -> TwinkleClient:
+        if self._client is None:
+            self._client = default_client() if self._given_client is None else self._given_client
+        return self._client
+
+    @property
+    def processor_id(self) -> str:
+        """``pid:…``; asking for it makes the object."""
+        with self._lock:
+            if self._processor_id is None:
+                fields = {"processor_type": self.processor_type, "class_type": self.class_type, **self.options}
+                answer = self.client.post(f"{_PATH}/create", encode(fields), once=True)
+                self._processor_id = parsed(ProcessorCreateResponse, answer, self.client.base_url).processor_id
+            return self._processor_id
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """The result of a method."""
+        fields = {"processor_id": self.processor_id, "function": function, **arguments}
+        answer = self.client.post(f"{_PATH}/call", encode(fields), once=True)
+        return parsed(ProcessorCallResponse, answer, self.client.base_url).result
+
+    def close(self) -> None:
+        """Drops the object on the server; the end of the session does it, too."""
+        with self._lock:
+            made = self._processor_id is not None
+        if made:
+            self.call("close")
+            with self._lock:
+                self._processor_id = None
+
+    def to_wire(self) -> str:
+        return self.processor_id
+
+    def __repr__(self) -> str:
+        return f"{self.class_type}({self._processor_id or 'not made yet'})"
+
+
+def component(field: str, what: object, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A class's name and its constructor's arguments, from a name, a class of the library, or a remote object."""
+    if isinstance(what, RemoteObject):
+        return what.class_type, {**what.options, **options}
+    return class_name(field, what), dict(options)
+
+
+def function_argument(field: str, what: object) -> "str | RemoteObject":
+    """What a dataset's map and filter take: a name or a remote object."""
+    return what if isinstance(what, RemoteObject) else class_name(field, what)
+
+
+def class_name(field: str, what: object) -> str:
+    if isinstance(what, str):
+        return what
+    if isinstance(what, type) and what.__module__.split(".")[0] in _KNOWN_PACKAGES:
+        return what.__name__
+    if callable(what):
+        raise InvalidRequestError(
+            f"{field}: {what!r} is code of this program, which is never shipped to the server. Give the name of one of "
+            "the library's classes, or apply it here and send the rows: DatasetMeta(data=[…])"
+        )
+    raise invalid(field, what, "the name of one of the library's classes")
+
+
+def _named(
+    class_type: str, parameters: tuple[str, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments travel by name."""
+    if len(arguments) > len(parameters):
+        raise TypeError(f"{class_type}: {len(arguments)} positional arguments, at most {len(parameters)} are known")
+    named = dict(zip(parameters, arguments, strict=False))
+    for name in options:
+        if name in named:
+            raise TypeError(f"{class_type}: {name} is given twice")
+    return {**named, **options}

@@ -1,0 +1,110 @@
+"""Generating with a server's model, as it is or with an adapter."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from twinkle_client.client import TwinkleClient, parsed
+from twinkle_client.data_format import sampling_fields
+from twinkle_client.default_client import default_client
+from twinkle_client.lora_config import config_text
+from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
+from twinkle_client.model_path import model_name, service_path
+from twinkle_client.remote import component
+from twinkle_client.template import Template
+from twinkle_client.types import AddAdapterResponse, SampleResponseModel, SampleResponseModelList, SetTemplateResponse
+from twinkle_client.wire_json import encode
+
+__all__ = ["LocalSampler", "Sampler", "vLLMSampler"]
+
+Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class Sampler:
+    """The sampler of a model: ``model_id`` is its id, or a model handle, whose client is used.
+
+    ``template`` encodes the trajectories and decodes tokens: the name of one of the library's, or one of
+    :mod:`twinkle_client.template`.
+    """
+
+    def __init__(
+        self,
+        model_id: str | MultiLoraTransformersModel,
+        template: object = None,
+        *,
+        client: TwinkleClient | None = None,
+    ) -> None:
+        if isinstance(model_id, MultiLoraTransformersModel):
+            client = model_id.client if client is None else client
+            model_id = model_id.model_id
+        self.client = default_client() if client is None else client
+        self.model_id = model_name(model_id)
+        self._path = service_path("sampler", self.model_id)
+        self.server_url = self.client.base_url + self._path
+        self._template = Template(self.model_id, client=self.client)
+        self.client.post(f"{self._path}/create", encode({}))
+        if template is not None:
+            self.set_template(template)
+
+    @property
+    def template(self) -> Template:
+        """The same template as an object on the server, to decode with."""
+        return self._template
+
+    def set_template(self, template_cls: object, adapter_name: str = "", **options: Any) -> SetTemplateResponse:
+        name, options = component("template_cls", template_cls, options)
+        options = {"model_id": self.model_id, **options}
+        body = {"template_cls": name, "adapter_name": adapter_name, **options}
+        answer = self.client.post(f"{self._path}/set_template", encode(body))
+        self._template = Template(client=self.client, **options)
+        self._template.class_type = name
+        return parsed(SetTemplateResponse, answer or {}, self.server_url)
+
+    def sample(
+        self,
+        inputs: Inputs,
+        sampling_params: object = None,
+        adapter_name: str | None = "",
+        adapter_uri: str | None = None,
+        num_samples: int | None = None,
+    ) -> list[SampleResponseModel]:
+        """One response for each input, in order, with ``num_samples`` sequences.
+
+        sampling_params: a SamplingParams (ours or the library's), or a mapping of its fields. adapter_uri: what
+        ``save`` returned; adapter_name: an adapter of this session as it is now; neither: the base model.
+        """
+        body: dict[str, Any] = {
+            # The rows themselves: a sampler does not look into dataloaders.
+            "inputs": dict(inputs) if isinstance(inputs, Mapping) else list(inputs),
+            "sampling_params": None if sampling_params is None else sampling_fields(sampling_params),
+            "adapter_name": adapter_name or "",
+        }
+        if adapter_uri is not None:
+            body["adapter_uri"] = str(adapter_uri)
+        if num_samples is not None:
+            body["num_samples"] = num_samples
+        answer = self.client.post(f"{self._path}/sample", encode(body))
+        return parsed(SampleResponseModelList, answer, self.server_url).samples
+
+    async def asample(
+        self,
+        inputs: Inputs,
+        sampling_params: object = None,
+        adapter_name: str | None = "",
+        adapter_uri: str | None = None,
+        num_samples: int | None = None,
+    ) -> list[SampleResponseModel]:
+        """The same for many at once: the server batches what waits together."""
+        call = partial(self.sample, inputs, sampling_params, adapter_name, adapter_uri, num_samples)
+        return await asyncio.get_running_loop().run_in_executor(self.client.thread_pool, call)
+
+    def add_adapter_to_sampler(self, adapter_name: str, config: object) -> AddAdapterResponse:
+        body = {"adapter_name": adapter_name, "config": config_text(config, "all-linear")}
+        answer = self.client.post(f"{self._path}/add_adapter_to_sampler", encode(body))
+        return parsed(AddAdapterResponse, answer, self.server_url)
+
+
+# What scripts call it: the server's sampler may be vLLM or another one, and is never in this process.
+vLLMSampler = Sampler  # noqa: N816
+LocalSampler = Sampler

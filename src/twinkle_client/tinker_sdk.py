@@ -1,0 +1,127 @@
+"""The tinker SDK, versions 0.16 to 0.36, against a Twinkle server.
+
+Where the server is and who asks are variables that the SDK reads itself. Three of its methods check what is said to
+them more narrowly than our server does; they are wrapped, not replaced, so that the rest of them stays the version's:
+
+- a key need not begin with ``tml-``. The SDK's check gets one that does, requests carry the real one, and a header by
+  which the server knows that any key will do where it issues none;
+- addresses may begin with ``twinkle://``, which is ``tinker://`` to both sides.
+"""
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from twinkle_client.environment import set_tinker_variables, tinker_key
+from twinkle_client.errors import MissingPackageError
+
+__all__ = ["init_tinker_client"]
+
+_KEY_PREFIXES = ("tml-", "eyJ")
+_MARK = "_twinkle_wrapped"
+_AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; before that the client checks its key itself
+
+
+def init_tinker_client(base_url: str | None = None, api_key: str | None = None) -> None:
+    """Call it before ``tinker.ServiceClient()``; calling it again changes the server and the key.
+
+    Without arguments: TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN, else TINKER_BASE_URL and TINKER_API_KEY, else a
+    server on this machine that issues no keys.
+    """
+    if find_spec("tinker") is None:
+        raise MissingPackageError("init_tinker_client needs the tinker SDK: pip install 'tinker>=0.16,<0.37'")
+    set_tinker_variables(base_url, api_key)
+    if find_spec(_AUTH_MODULE) is not None:
+        _wrap_key_provider(import_module(_AUTH_MODULE))
+    else:
+        _wrap_client(import_module("tinker._client"))
+    _wrap_sampling(import_module("tinker.lib.internal_client_holder"))
+    _wrap_paths(import_module("tinker.types.checkpoint"))
+
+
+def _wrap_key_provider(module: ModuleType) -> None:
+    """0.18 and later: an object of the class adds the key to each request."""
+    provider = module.ApiKeyAuthProvider
+    if _is_wrapped(provider.__init__):
+        return
+    check: Callable[..., None] = provider.__init__
+    flow: Callable[..., AsyncIterator[Any]] = provider.async_auth_flow
+
+    @functools.wraps(check)
+    def init(self: Any, api_key: str | None = None) -> None:
+        key = api_key or tinker_key()
+        check(self, _acceptable(key))
+        self._token = key
+
+    async def async_auth_flow(self: Any, request: Any) -> AsyncIterator[Any]:
+        request.headers["Twinkle-Authorization"] = f"Bearer {self._token}"
+        async for sent in flow(self, request):
+            yield sent
+
+    provider.__init__ = _wrapped(init)
+    provider.async_auth_flow = async_auth_flow
+
+
+def _wrap_client(module: ModuleType) -> None:
+    """Up to 0.16."""
+    client = module.AsyncTinker
+    if _is_wrapped(client.__init__):
+        return
+    original: Callable[..., None] = client.__init__
+
+    @functools.wraps(original)
+    def init(
+        self: Any, *, api_key: str | None = None, default_headers: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        key = api_key or tinker_key()
+        headers = {**(default_headers or {}), "X-API-Key": key, "Twinkle-Authorization": f"Bearer {key}"}
+        original(self, api_key=_acceptable(key), default_headers=headers, **options)
+        self.api_key = key
+
+    client.__init__ = _wrapped(init)
+
+
+def _wrap_sampling(module: ModuleType) -> None:
+    holder = module.InternalClientHolder
+    if _is_wrapped(holder._create_sampling_session):
+        return
+    original: Callable[..., Awaitable[str]] = holder._create_sampling_session
+
+    @functools.wraps(original)
+    async def create(self: Any, model_path: str | None = None, base_model: str | None = None) -> str:
+        path = None if model_path is None else _tinker_path(model_path)
+        return await original(self, model_path=path, base_model=base_model)
+
+    holder._create_sampling_session = _wrapped(create)
+
+
+def _wrap_paths(module: ModuleType) -> None:
+    parsed = module.ParsedCheckpointTinkerPath
+    if _is_wrapped(parsed.from_tinker_path):
+        return
+    original: Callable[[str], Any] = parsed.from_tinker_path
+
+    def from_tinker_path(tinker_path: str) -> Any:
+        return original(_tinker_path(tinker_path))
+
+    parsed.from_tinker_path = staticmethod(_wrapped(from_tinker_path))
+
+
+def _acceptable(key: str) -> str:
+    return key if key.startswith(_KEY_PREFIXES) else f"tml-{key}"
+
+
+def _tinker_path(path: str) -> str:
+    return f"tinker://{path.removeprefix('twinkle://')}" if path.startswith("twinkle://") else path
+
+
+def _wrapped(function: Any) -> Any:
+    setattr(function, _MARK, True)
+    return function
+
+
+def _is_wrapped(function: Any) -> bool:
+    return hasattr(function, _MARK)

@@ -1,0 +1,161 @@
+"""One server over HTTP: a pool of connections, retries, and the one place where answers become errors."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from twinkle_client.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    GoneError,
+    InvalidRequestError,
+    LimitError,
+    NotFoundError,
+    ServerError,
+    TwinkleClientError,
+)
+from twinkle_client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
+
+__all__ = ["Call", "Transport"]
+
+logger = logging.getLogger(__name__)
+
+_API = "/api/v1"
+_LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=30.0)
+_CONNECT_SECONDS = 10.0
+# What a server that works would not do; the next try may find one that does.
+_RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
+_REFUSED = (400, 405, 409, 411, 413, 415, 422)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, which may be sent several times. ``path`` comes after /api/v1; ``body`` is JSON."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Transport:
+    """Sends calls to ``base_url`` in the name of ``api_key``. Threads may share it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        retries: RetryPolicy,
+        timeout: float,
+        http_transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """timeout: seconds without a byte of the answer; http_transport: instead of the network, for tests."""
+        self.base_url = with_api(base_url)
+        self.retries = retries
+        bearer = f"Bearer {api_key}"
+        self._http = httpx.Client(
+            headers={"Authorization": bearer, "Twinkle-Authorization": bearer, "User-Agent": "twinkle-client"},
+            timeout=httpx.Timeout(timeout, connect=min(_CONNECT_SECONDS, timeout)),
+            limits=_LIMITS,
+            # Reading all certificates takes longer than most requests, and is needed for TLS alone.
+            verify=self.base_url.startswith("https:"),
+            transport=http_transport,
+        )
+
+    def send(self, call: Call, retries: RetryPolicy | None = None) -> Any:
+        """The answer's JSON; None for an empty one."""
+        backoff = Backoff(retries or self.retries)
+        while True:
+            server_asked: float | None = None
+            try:
+                response = self._once(call)
+            except _RETRIED_ERRORS as error:
+                failure: TwinkleClientError = _connection_lost(error, self._url(call), backoff.failures)
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise InvalidRequestError(f"base_url: {error}", url=self._url(call)) from None
+            except httpx.HTTPError as error:
+                raise _connection_lost(error, self._url(call), backoff.failures) from error
+            else:
+                if response.status_code not in RETRIED_STATUSES:
+                    return _content(response)
+                server_asked = retry_after_seconds(response.headers)
+                failure = error_of(response)
+            wait = backoff.next_wait(server_asked)
+            if wait is None:
+                raise failure
+            if backoff.failures == 1:
+                logger.warning("%s; trying again for up to %g s", failure, (retries or self.retries).deadline)
+            time.sleep(wait)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _once(self, call: Call) -> httpx.Response:
+        headers = dict(call.headers)
+        if call.body is not None:
+            headers["Content-Type"] = "application/json"
+        return self._http.request(
+            call.method, self._url(call), content=call.body, params=call.query or None, headers=headers
+        )
+
+    def _url(self, call: Call) -> str:
+        return self.base_url + call.path
+
+
+def with_api(base_url: str) -> str:
+    """``http://host:8000``, with or without a slash or /api/v1 behind it, to the address that routes are under."""
+    address = base_url.rstrip("/")
+    return address if address.endswith(_API) else address + _API
+
+
+def error_of(response: httpx.Response) -> TwinkleClientError:
+    status, detail, url = response.status_code, _detail(response), str(response.url)
+    if status in (401, 403):
+        return AuthenticationError(status, detail, url)
+    if status == 404:
+        return NotFoundError(status, detail, url)
+    if status == 410:
+        return GoneError(status, detail, url)
+    if status == 429:
+        return LimitError(status, detail, url)
+    if status in _REFUSED:
+        return InvalidRequestError(detail, status, url)
+    return ServerError(status, detail, url)
+
+
+def _content(response: httpx.Response) -> Any:
+    if not response.is_success:
+        raise error_of(response)
+    if not response.content:
+        return None
+    try:
+        return json.loads(response.content)
+    except ValueError:
+        text = response.text[:200]
+        raise ServerError(response.status_code, f"the answer is not JSON: {text!r}", str(response.url)) from None
+
+
+def _detail(response: httpx.Response) -> str:
+    """The server's own words: the field ``detail``, else the text of a proxy in between."""
+    try:
+        content = json.loads(response.content)
+    except ValueError:
+        return response.text.strip()[:500]
+    if not isinstance(content, dict) or "detail" not in content:
+        return response.text.strip()[:500]
+    detail = content["detail"]
+    return detail if isinstance(detail, str) else json.dumps(detail)
+
+
+def _connection_lost(error: httpx.HTTPError, url: str, failures: int) -> ConnectionLostError:
+    what = "no answer in time from" if isinstance(error, httpx.TimeoutException) else "lost the connection to"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        what = "cannot connect to"
+    tries = f" in {failures + 1} tries" if failures else ""
+    return ConnectionLostError(f"{what} {url}{tries}: {error or type(error).__name__}", url)

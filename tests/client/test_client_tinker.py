@@ -1,0 +1,75 @@
+"""The tinker SDK that is installed, against a stub: in a process of its own, for it is changed there."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from twinkle_client.environment import set_tinker_variables, tinker_key
+
+pytest.importorskip("tinker")
+
+SCRIPT = """
+import json
+import twinkle_client
+twinkle_client.init_tinker_client(*{arguments})
+twinkle_client.init_tinker_client(*{arguments})
+import tinker
+for options in {clients}:
+    tinker.ServiceClient(**options).create_sampling_client(model_path="twinkle://run/weights/x")
+for scheme in ("twinkle", "tinker"):
+    print(tinker.ParsedCheckpointTinkerPath.from_tinker_path(scheme + "://run/weights/x").checkpoint_id)
+"""
+
+
+def run(stub, arguments, clients, **variables):
+    """What a script printed, and the requests for a session to sample with."""
+    for path, answer in {
+        "/client/config": {},
+        "/client/dynamic_config": {},
+        "/create_session": {"type": "create_session", "session_id": "s1"},
+        "/session_heartbeat": {"type": "session_heartbeat"},
+        "/create_sampling_session": {"type": "create_sampling_session", "sampling_session_id": "x1"},
+        "/telemetry": {"status": "accepted"},
+    }.items():
+        stub.answer(path, answer)
+    script = SCRIPT.format(arguments=json.dumps(arguments), clients=json.dumps(clients))
+    environment = {**os.environ, **variables}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), stub.asked("/create_sampling_session")
+
+
+def test_any_key_and_both_schemes(stub):
+    checkpoints, (first, second) = run(stub, [stub.url + "/api/v1", "no-prefix"], [{}, {"api_key": "of-the-program"}])
+    assert checkpoints == ["weights/x", "weights/x"]
+    assert first.body["model_path"] == "tinker://run/weights/x"
+    for asked, key in ((first, "no-prefix"), (second, "of-the-program")):
+        assert asked.headers["x-api-key"] == key
+        assert asked.headers["twinkle-authorization"] == f"Bearer {key}"
+
+
+def test_our_variables_come_before_the_sdks(stub):
+    ours = {"TWINKLE_SERVER_URL": stub.url, "TWINKLE_SERVER_TOKEN": "ours"}
+    _, (asked,) = run(stub, [], [{}], **ours, TINKER_BASE_URL="http://127.0.0.1:9", TINKER_API_KEY="tml-theirs")
+    assert asked.headers["x-api-key"] == "ours"
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "key"),
+    [
+        ({}, "http://127.0.0.1:8000", "EMPTY_TOKEN"),
+        ({"TINKER_BASE_URL": "http://t", "TINKER_API_KEY": "tml-t"}, "http://t", "tml-t"),
+        ({"TWINKLE_SERVER_URL": "http://w/api/v1/", "TINKER_API_KEY": "tml-t"}, "http://w", "tml-t"),
+    ],
+)
+def test_variables(monkeypatch, given, url, key):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    # so that they are put back, whatever set_tinker_variables writes
+    monkeypatch.setenv("TINKER_BASE_URL", given.get("TINKER_BASE_URL", ""))
+    monkeypatch.setenv("TINKER_API_KEY", given.get("TINKER_API_KEY", ""))
+    set_tinker_variables(None, None)
+    assert (os.environ["TINKER_BASE_URL"], tinker_key()) == (url, key)

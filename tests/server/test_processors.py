@@ -1,0 +1,405 @@
+"""What a worker makes of requests, without a server; and workers that are asked too much."""
+
+import asyncio
+import inspect
+import json
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset as Table
+from datasets import Features, Image, List, Value
+
+import twinkle.dataset
+import twinkle.preprocessor
+import twinkle.reward
+import twinkle.template
+from twinkle.dataset import DatasetMeta
+from twinkle.errors import GoneError, InvalidInputError, QuotaError, UnsupportedError, UserError
+from twinkle.server.processors import catalog, sources
+from twinkle.server.processors.answers import Answers
+from twinkle.server.processors.frames import Settings
+from twinkle.server.processors.live import Batches, Pass
+from twinkle.server.processors.plain import to_json
+from twinkle.server.processors.service import ProcessorLimits, ProcessorService
+from twinkle.server.processors.sources import Sources
+from twinkle.server.processors.workbench import Workbench
+from twinkle.server.processors.worker_process import WorkerEndedError
+
+ENDLESS = [{"messages": [{"role": "assistant", "content": "<think>" * 100_000}]}]  # to find the ends of
+
+
+def _concrete(package: Any, base: type) -> set[str]:
+    found = {name: getattr(package, name) for name in package.__all__}
+    return {
+        name
+        for name, value in found.items()
+        if inspect.isclass(value) and issubclass(value, base) and not inspect.isabstract(value)
+    }
+
+
+def test_the_catalog_has_all_classes_of_the_library() -> None:
+    assert set(catalog.PREPROCESSORS) == _concrete(twinkle.preprocessor, twinkle.preprocessor.Preprocessor)
+    assert set(catalog.FILTERS) == _concrete(twinkle.preprocessor, twinkle.preprocessor.DataFilter)
+    assert set(catalog.REWARDS) == _concrete(twinkle.reward, twinkle.reward.Reward)
+    assert set(catalog.TEMPLATES) == _concrete(twinkle.template, twinkle.template.Template)
+    assert set(catalog.CATALOG["dataset"]) == _concrete(twinkle.dataset, twinkle.dataset.Dataset)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, classes in catalog.CATALOG.items() for name in classes]
+)
+def test_what_the_catalog_names_exists(kind: str, name: str) -> None:
+    """Every option is one of a constructor, every function a method, every argument one of its parameters."""
+    entry = catalog.CATALOG[kind][name]
+    made = getattr(__import__(entry.home, fromlist=[name]), name)
+    for function, described in entry.functions.items():
+        if function in ("close", "get_batch") or (function == "__next__" and kind == "dataset"):
+            continue
+        parameters = inspect.signature(getattr(made, function)).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) or function == "__next__":
+            continue
+        assert set(described.arguments) <= set(parameters) - {"self"}, function
+    known = set(inspect.signature(made).parameters) | {"remote_group", "device_mesh", "revision", "token"}
+    if kind in ("dataloader", "template", "processor", "dataset"):
+        assert set(entry.options) <= known
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_json() -> None:
+    torch = pytest.importorskip("torch")
+    value = {
+        "array": np.arange(3),
+        "nested": [np.float32(0.5), (1, np.int64(2))],
+        "tensor": torch.tensor([[1.5, math.inf]], dtype=torch.bfloat16),
+        "nan": math.nan,
+        "when": datetime(2024, 5, 1),
+        "text": "\ud800 \x00 é",
+        "none": None,
+    }
+    assert json.loads(to_json(value)) == {
+        "array": [0, 1, 2],
+        "nested": [0.5, [1, 2]],
+        "tensor": [[1.5, None]],
+        "nan": None,
+        "when": "2024-05-01T00:00:00",
+        "text": "\ud800 \x00 é",
+        "none": None,
+    }
+    for thing in (b"bytes", object(), {"image": [b"x"]}, [math.nan, b"x"]):
+        with pytest.raises(UnsupportedError, match="cannot be sent as JSON"):
+            to_json(thing)
+
+
+def test_a_pass_that_failed_does_not_look_like_its_end() -> None:
+    def items() -> Any:
+        yield 1
+        raise ValueError("a bad row")
+
+    class Rows:
+        def __iter__(self) -> Any:
+            return items()
+
+    course = Pass()
+    assert course.next(Rows()) == 1
+    with pytest.raises(ValueError, match="a bad row"):
+        course.next(Rows())
+    with pytest.raises(InvalidInputError, match="begins a new pass"):
+        course.next(Rows())
+    course.begin(Rows())
+    assert course.next(Rows()) == 1
+    course.begin([])
+    for _ in range(2):
+        with pytest.raises(GoneError, match="Iterator exhausted"):
+            course.next([])
+
+
+def test_the_last_batches_are_kept() -> None:
+    batches = Batches()
+    with pytest.raises(InvalidInputError, match="no batch was served"):
+        batches.get(0)
+    assert [batches.add(str(number)) for number in range(20)] == list(range(20))
+    assert batches.get(4) == "4"
+    with pytest.raises(GoneError, match="now from 4"):
+        batches.get(3)
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """As much of a dataset's builder as is looked at, and whether it went on."""
+
+    def __init__(self, *files: str) -> None:
+        self.config = type("Config", (), {"data_files": {"train": list(files)}})
+        self.prepared = False
+
+    def download_and_prepare(self) -> None:
+        self.prepared = True
+
+    def as_dataset(self, split: str) -> Table:
+        assert self.prepared
+        return Table.from_list([{"split": split}, {"split": "x"}])
+
+    def as_streaming_dataset(self, split: str) -> Any:
+        return Table.from_list([{"split": split}]).to_iterable_dataset()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[_Builder], list[dict[str, Any]]]:
+    """Puts a builder in the place of what the hub has; returns what it was asked for."""
+
+    def install(builder: _Builder) -> list[dict[str, Any]]:
+        asked: list[dict[str, Any]] = []
+
+        def load(place: str, **options: Any) -> _Builder:
+            asked.append({"place": place, **options})
+            return builder
+
+        monkeypatch.setattr("datasets.load_dataset_builder", load)
+        return asked
+
+    return install
+
+
+def test_rows_of_a_hub(hub: Callable[[_Builder], list[dict[str, Any]]], tmp_path: Path) -> None:
+    asked = hub(_Builder("hf://datasets/org/name@abc/train.jsonl"))
+    bench = Sources([], {}, tmp_path)
+    meta = bench.meta(DatasetMeta("hf://org/name", subset_name="sub", split="test", data_slice=range(1)))
+    dataset = twinkle.dataset.Dataset()
+    bench.add(dataset, meta, revision="abc")
+    assert asked[0]["token"] is False  # not the server's own
+    assert (asked[0]["place"], asked[0]["name"], asked[0]["revision"]) == ("org/name", "sub", "abc")
+    assert list(dataset) == [{"split": "test"}]
+    dataset.map(lambda columns: {"split": [text.upper() for text in columns["split"]]}, meta)  # under the same name
+    assert list(dataset) == [{"split": "TEST"}]
+    stream = twinkle.dataset.IterableDataset()
+    bench.add(stream, meta, token="theirs")
+    assert asked[1]["token"] == "theirs"
+    assert list(stream) == [{"split": "test"}]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/etc/passwd",
+        "https://example.org/x.jsonl",
+        "hf://datasets/org/other@abc/x.jsonl",
+        "hf://datasets/org/name@abc/../../../x.jsonl",
+        "zip://x.jsonl::hf://datasets/org/name@abc/x.zip",
+        "hf://datasets/org/name@abc/x.zip::/etc/x.zip",
+    ],
+)
+def test_a_hubs_dataset_cannot_name_other_files(
+    hub: Callable[[_Builder], list[dict[str, Any]]], tmp_path: Path, file: str
+) -> None:
+    builder = _Builder("hf://datasets/org/name@abc/train.jsonl", file)
+    hub(builder)
+    bench = Sources([], {}, tmp_path)
+    with pytest.raises(InvalidInputError, match="names files of its own only"):
+        bench.add(twinkle.dataset.Dataset(), bench.meta(DatasetMeta("hf://org/name")))
+    assert not builder.prepared
+
+
+def test_modelscopes_dataset_cannot_name_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library's own reading of a repository's card."""
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (tmp_path / "secret.jsonl").write_text('{"a": 1}\n')
+    (folder / "own.jsonl").write_text('{"a": 2}\n')
+    monkeypatch.setattr(sources.HubOperation, "download_file", lambda *_, **__: str(folder))
+    bench = Sources([], {}, tmp_path / "cache")
+
+    def load(data_files: str) -> list[Any]:
+        card = f"---\nconfigs:\n- config_name: default\n  data_files: {data_files}\n---\n"
+        (folder / "README.md").write_text(card)
+        dataset = twinkle.dataset.Dataset()
+        bench.add(dataset, bench.meta(DatasetMeta("ms://org/name")))
+        return list(dataset)
+
+    for outside in (f"{tmp_path}/secret.jsonl", "../secret.jsonl"):
+        with pytest.raises(InvalidInputError, match="names files of its own only"):
+            load(outside)
+    assert load("own.jsonl") == [{"a": 2}]
+
+
+def test_columns_of_images_are_refused(tmp_path: Path) -> None:
+    bench = Sources([tmp_path], {}, tmp_path / "cache")
+    features = Features({"text": Value("string"), "pictures": List(Image())})
+    Table.from_list([{"text": "x", "pictures": []}], features).to_parquet(tmp_path / "rows.parquet")
+    for kind in (twinkle.dataset.Dataset, twinkle.dataset.IterableDataset):
+        dataset = kind()
+        with pytest.raises(UnsupportedError, match="column 'pictures' is Image"):
+            bench.add(dataset, bench.meta(DatasetMeta(str(tmp_path / "rows.parquet"))))
+        assert dataset.dataset is None
+
+
+def test_a_served_model_is_known_by_its_names(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    bench = Sources([tmp_path], {"hf://org/m": "/models/m", "m": "/models/m", "mock": None}, tmp_path)
+    assert bench.model_folder("m") == bench.model_folder("ms://m") == bench.model_folder("hf://org/m") == "/models/m"
+    assert bench.model_folder("hf://org/other@v1") == "hf://org/other@v1"
+    assert bench.model_folder(f"{tmp_path}/x/../m") == str(tmp_path / "m")
+    for wrong in (
+        "/models/m",
+        "other",
+        "../m",
+        "file:///models/m",
+        "hf:///models/m",
+        "~",
+        ".",
+        "random://a/b",
+        "a/b@c/../d",
+    ):
+        with pytest.raises(InvalidInputError, match="model_id"):
+            bench.model_folder(wrong)
+
+
+# --- a bench ----------------------------------------------------------------------------------------------------------
+
+
+def _bench(tmp_path: Path) -> Workbench:
+    return Workbench(Sources([], {}, tmp_path))
+
+
+def _body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_no_pipe_of_objects_between_types(tmp_path: Path) -> None:
+    bench = _bench(tmp_path)
+    reward = bench.create(_body(processor_type="reward", class_type="FormatReward"))
+    with pytest.raises(InvalidInputError, match="the id of a dataset"):
+        bench.create(_body(processor_type="dataloader", class_type="DataLoader", dataset=reward, batch_size=1))
+    with pytest.raises(InvalidInputError, match="a dataloader"):
+        bench.batch(reward, 0)
+    assert len(bench.objects) == 1
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_of_errors_are_kept_and_refusals_are_not() -> None:
+    calls: list[str] = []
+
+    def work(name: str, error: Exception | None) -> Callable[[], Awaitable[bytes]]:
+        async def run() -> bytes:
+            calls.append(name)
+            if error is not None:
+                raise error
+            return name.encode()
+
+        return run
+
+    async def main() -> None:
+        answers = Answers()
+        for _ in range(2):
+            with pytest.raises(UserError, match="wrong"):
+                await answers.once("a", b"", work("a", UserError("wrong")))
+        for _ in range(2):
+            with pytest.raises(QuotaError):
+                await answers.once("b", b"", work("b", QuotaError("things", 1, 1)))
+        assert await answers.once("b", b"", work("b", None)) == b"b"
+        assert calls == ["a", "b", "b", "b"]
+        for number in range(100):
+            await answers.once(str(number), b"", work("x", None))
+        calls.clear()
+        await answers.once("99", b"", work("kept", None))
+        await answers.once("a", b"", work("forgotten", None))
+        assert calls == ["forgotten"]
+
+    asyncio.run(main())
+
+
+def test_large_answers_are_not_kept_for_long() -> None:
+    async def large() -> bytes:
+        return bytes(12 * 2**20)
+
+    async def main() -> None:
+        answers = Answers()
+        for key in "abcd":
+            await answers.once(key, b"", large)
+        assert list(answers._entries) == ["c", "d"]
+
+    asyncio.run(main())
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def _service(directory: Path, seconds: float = 60.0, memory_bytes: int = 2**30) -> ProcessorService:
+    settings = Settings((), {}, "", memory_bytes, answer_bytes=1000)
+    return ProcessorService(directory / "processors", settings, ProcessorLimits(5, 5, 5, seconds))
+
+
+def _reward(processor_id: str, trajectories: Any) -> bytes:
+    return _body(processor_id=processor_id, function="__call__", trajectories=trajectories)
+
+
+def test_calls_that_take_too_much(tmp_path: Path) -> None:
+    """Memory, time, and the answer's size."""
+
+    async def main() -> None:
+        service = _service(tmp_path, seconds=5.0, memory_bytes=200 * 2**20)
+        await service.start()
+        made = await service.create("t", "s", _body(processor_type="reward", class_type="FormatReward"), None)
+        with pytest.raises(UserError, match=r"more than the 0\.195312 GiB of limits\.processor_memory_gib"):
+            await service.call("t", "s", _reward(made, [{}] * 4_000_000), None)
+        short = [{"messages": [{"role": "assistant", "content": ""}]}]
+        with pytest.raises(UserError, match="bytes of JSON, allowed: at most 1000"):
+            await service.call("t", "s", _reward(made, short * 500), None)
+        assert await service.call("t", "s", _reward(made, short), None) == b'{"result": [0.0]}'
+        with pytest.raises(WorkerEndedError, match="took longer than 5 s"):
+            await service.call("t", "s", _reward(made, ENDLESS), None)
+        assert service.status() == {"workers": 0, "processors": 0}
+        with pytest.raises(WorkerEndedError, match="took longer than 5 s"):
+            await service.call("t", "s", _reward(made, short), None)
+        await service.stop()
+        assert not (tmp_path / "processors").exists()
+
+    asyncio.run(main())
+
+
+def test_one_session_waits_for_itself_only(tmp_path: Path) -> None:
+    """Calls of a session are answered in order, while those of another go on; so many may wait, and no more."""
+
+    async def main() -> None:
+        service = _service(tmp_path)
+        await service.start()
+        create = _body(processor_type="reward", class_type="FormatReward")
+        slow, quick = await service.create("t", "slow", create, None), await service.create("t", "quick", create, None)
+        first = asyncio.create_task(service.call("t", "slow", _reward(slow, ENDLESS), None))
+        await asyncio.sleep(0.1)
+        others = [asyncio.create_task(service.call("t", "slow", _reward(slow, []), None)) for _ in range(64)]
+        assert await service.call("t", "quick", _reward(quick, []), None) == b'{"result": []}'
+        with pytest.raises(QuotaError, match="waiting requests of this session: 64 of 64"):
+            await others[-1]
+        assert not first.done()
+        await service.end_session("slow")
+        for waiting in (first, *others[:-1]):
+            with pytest.raises(WorkerEndedError, match="the session is over"):
+                await waiting
+        assert service.status() == {"workers": 1, "processors": 1}
+        await service.stop()
+
+    asyncio.run(main())
+
+
+def test_a_worker_imports_nothing_heavy_for_light_work(tmp_path: Path) -> None:
+    code = (
+        "import sys; from twinkle.server.processors import worker; "
+        "print([name for name in ('torch', 'datasets', 'transformers', 'pydantic', 'fastapi') if name in sys.modules])"
+    )
+
+    async def main() -> str:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        return (await process.communicate())[0].decode().strip()
+
+    assert asyncio.run(main()) == "[]"
