@@ -26,7 +26,7 @@ from twinkle.server.config.sections import names_this_machine
 from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway import Gateway
 from twinkle.server.native.errors import SequenceConflictError
-from twinkle.server.state import StorageFullError
+from twinkle.server.state import DatabaseUnavailableError, StorageFullError
 from twinkle.server.wire import fields
 from twinkle.server.wire.errors import BodyTooLargeError
 
@@ -53,6 +53,7 @@ _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (UserError, 400),
     (CapacityError, 503),
     (ShuttingDownError, 503),
+    (DatabaseUnavailableError, 503),
 )
 
 
