@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -220,20 +221,26 @@ def train(server, crash):
         return model.forward_only(inputs=[feature(1, 2, 3, 4)])["logps"]
 
 
+@pytest.mark.slow
 def test_a_script_does_not_notice_that_the_server_was_killed(tmp_path):
     server = Server(tmp_path, mock_config()).start()
-    restarts = []
+    reached, killed = threading.Event(), threading.Event()
 
-    def kill_and_restart(step):
+    def wait_for_the_end(step):
         if step == 2:
-            server.kill()
-            restarts.append(threading.Timer(0.5, server.start))
-            restarts[-1].start()
+            reached.set()
+            assert killed.wait(60)
 
     try:
         undisturbed = train(server, lambda step: None)
-        disturbed = train(server, kill_and_restart)
-        restarts[0].join()
+        # A server ends with the thread that started it, so the script is what runs in another one.
+        with ThreadPoolExecutor(1) as pool:
+            script = pool.submit(train, server, wait_for_the_end)
+            assert reached.wait(60)
+            server.kill()
+            killed.set()
+            server.start()
+            disturbed = script.result(120)
     finally:
         server.close()
     assert disturbed == undisturbed

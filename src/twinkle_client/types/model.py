@@ -37,7 +37,7 @@ class AddAdapterRequest(OpenWire):
     """``config``: the fields of PEFT's LoraConfig, as JSON text or as they are."""
 
     adapter_name: str
-    config: str | dict[str, Any]
+    config: str | dict[str, Any] | None = None
     save_dir: str | None = None
 
 

@@ -64,8 +64,10 @@ def _op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], body: bytes
     return Op(run_id, seq, kind, payload, body, sent)
 
 
-def lora_config(sent: str | Mapping[str, Any]) -> dict[str, Any]:
+def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """What a client sent as LoraConfig. Sets come as lists in any order: here they are sorted."""
+    if sent is None:
+        raise UserError("config: got None, allowed: a LoraConfig with at least r and target_modules")
     try:
         config = json.loads(sent) if isinstance(sent, str) else dict(sent)
     except ValueError:

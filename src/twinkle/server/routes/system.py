@@ -15,6 +15,8 @@ router = APIRouter(prefix=PREFIX)
 _CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": False,
+    "proto_write_fwdbwd": True,  # up to 0.25 the SDK writes JSON, which we do not read, unless it is told to
+    "fwd_via_fwdbwd": True,
     "pjwt_auth_enabled": False,
     "create_model_via_load_weights": False,
     "custom_loss_server_side": False,
