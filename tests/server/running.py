@@ -9,6 +9,8 @@
         server.kill()
         server.start()
 
+Where TWINKLE_TEST_POSTGRES names a cluster (make test-postgres), servers keep their state in databases there.
+
 Answers are plain httpx responses; requests are dictionaries, and protobuf where the protocol wants that.
 """
 
@@ -29,6 +31,7 @@ from typing import Any
 import httpx
 import numpy as np
 import yaml
+from postgres_cluster import cluster_url, new_database
 
 from twinkle.server.wire import tinker_pb2 as pb
 
@@ -71,12 +74,16 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.tuning = tuning
         self.process: subprocess.Popen[bytes] | None = None
+        cluster = cluster_url()
+        self.database = None if cluster is None else new_database(cluster)  # None: SQLite's default
         self.configure(config or mock_config())
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """What the next start reads."""
         http = {"host": "127.0.0.1", "port": self.port}
         content = {"data_dir": str(self.data_dir), "http_options": http, **config}
+        if self.database is not None:
+            content = {"persistence": {"url": self.database}, **content}
         (self.directory / "config.yaml").write_text(json.dumps(content))  # JSON is YAML
 
     @property

@@ -1,11 +1,18 @@
-"""Records to store, and a store to put them in, for the tests of the state."""
+"""Records to store, and a store to put them in, for the tests of the state.
+
+Tests with the fixture ``backend`` run on SQLite and, where TWINKLE_TEST_POSTGRES names a cluster, on PostgreSQL: there
+each data directory has a database of its own.
+"""
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
+
+import postgres_cluster
 
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.state import Store
@@ -21,10 +28,57 @@ from twinkle.server.types import (
 
 T = TypeVar("T")
 
+BACKENDS = ("sqlite",) if postgres_cluster.cluster_url() is None else ("sqlite", "postgresql")
+
+_urls: dict[Path, str] | None = None  # of the test's data directories; None on SQLite
+
+
+@contextmanager
+def on_backend(name: str) -> Iterator[None]:
+    """Where stores that are opened here have their database."""
+    global _urls
+    _urls = {} if name == "postgresql" else None
+    try:
+        yield
+    finally:
+        _urls = None
+
+
+def url_of(data_dir: Path) -> str | None:
+    """What to open ``data_dir`` with; None is SQLite's default."""
+    if _urls is None:
+        return None
+    if data_dir not in _urls:
+        cluster = postgres_cluster.cluster_url()
+        assert cluster is not None
+        _urls[data_dir] = postgres_cluster.new_database(cluster)
+    return _urls[data_dir]
+
+
+def query(data_dir: Path, sql: str) -> list[tuple]:
+    """Ask the database behind the store's back."""
+    url = url_of(data_dir)
+    if url is not None:
+        return postgres_cluster.execute(url, sql)
+    connection = sqlite3.connect(data_dir / "state.db", isolation_level=None)
+    try:
+        return connection.execute(sql).fetchall()
+    finally:
+        connection.close()
+
+
+def integrity_error() -> type[Exception]:
+    """What the driver raises when a constraint is violated."""
+    if _urls is None:
+        return sqlite3.IntegrityError
+    import psycopg  # of our extra `postgres`
+
+    return psycopg.IntegrityError
+
 
 @asynccontextmanager
 async def opened(data_dir: Path, lock: bool = True, segment_bytes: int = 1 << 26) -> AsyncIterator[Store]:
-    store = await Store.open(data_dir, lock=lock, segment_bytes=segment_bytes)
+    store = await Store.open(data_dir, url_of(data_dir), lock=lock, segment_bytes=segment_bytes)
     try:
         yield store
     finally:

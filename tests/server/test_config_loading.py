@@ -1,5 +1,6 @@
 """Files become configurations, or errors that name every problem in them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_full_file(load):
     assert isinstance(config.limits.session_timeout_seconds, float)
     assert config.public_url == "https://twinkle.example.org"
     assert config.allowed_dirs == ()
-    assert config.database_path == Path("/data/state.db")
+    assert config.database_url == "sqlite:////data/state.db"
     assert config.listed_names == ("Qwen/Qwen3-0.6B", "tiny")
     (served,) = config.served_models
     assert served.names == ("ms://Qwen/Qwen3-0.6B", "tiny", "Qwen/Qwen3-0.6B", "small/one")
@@ -120,7 +121,7 @@ def test_nothing_given_is_all_defaults(load, text):
     assert notes == []
     assert config.applications == ()
     assert config.data_dir == Path("~/.local/share/twinkle").expanduser()
-    assert config.database_path == config.data_dir / "state.db"
+    assert config.database_url == f"sqlite:///{config.data_dir}/state.db"
 
 
 def test_from_yaml_is_load_config(tmp_path):
@@ -139,7 +140,7 @@ def test_interpolation(load, monkeypatch):
     """
     config, _ = load(text)
     assert config.data_dir == Path("/tmp/other")
-    assert config.database_path == Path("/tmp/other/more.db")
+    assert config.database_url == "sqlite:////tmp/other/more.db"
     assert config.http_options.port == 4321
 
 
@@ -233,11 +234,37 @@ def test_rules_between_sections_are_listed_beside_wrong_sections(problems):
     assert [line.split(":")[0] for line in found] == ["limits.x", "http_options.host"]
 
 
-def test_passwords_are_not_shown(problems):
-    (line,) = problems("persistence: {url: 'postgresql://me:secret@host/db'}")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@host",
+        "postgresql://me:secret@host/",
+        "postgresql://me:secret@host:port/db",
+        "postgresql://me:secret@host/db/more",
+        "postgresql://me:secret@secret@host/db",
+        "postgresql://me:sec/secret@host/db",
+        "postgresql://me:sec'secret?@host/db",
+        "postgresql://host/db?password=secret",
+        "postgresql://host/db?sslpassword=secret&sslmode=require",
+        "mysql://me:secret@host/db",
+    ],
+)
+def test_passwords_are_not_shown(problems, url):
+    (line,) = problems(json.dumps({"persistence": {"url": url}}))
+    assert "persistence.url" in line
     assert "secret" not in line
-    assert "sqlite:///PATH" in line
-    assert "not yet postgresql" in line
+    assert "postgresql://USER:PASSWORD@HOST:PORT/DATABASE" in line
+
+
+def test_a_database_of_postgresql_and_its_password(load, monkeypatch):
+    monkeypatch.setenv("TEST_PASSWORD", "hush%40hush")
+    config, _ = load("persistence: {url: 'postgresql://me:${oc.env:TEST_PASSWORD}@host:5433/db?sslmode=require'}")
+    assert config.database_url == "postgresql://me:hush%40hush@host:5433/db?sslmode=require"
+    assert "hush" not in repr(config)
+    assert "hush" not in describe(config)
+    assert 'url: "postgresql://me:***@host:5433/db?sslmode=require"' in describe(config)
+    for url in ("postgresql://host/db", "postgresql:///db", "postgresql:///db?host=/run/postgresql"):
+        assert load(f"persistence: {{url: '{url}'}}")[0].database_url == url
 
 
 def test_processors_of_the_ray_runtime(load):

@@ -80,7 +80,7 @@ def test_defaults_of_limits():
         (HttpOptions, {"host": None}),
         (AuthConfig, {"mode": "none"}),
         (AuthConfig, {"allow_open_on_network": "yes"}),
-        (PersistenceConfig, {"url": "postgresql://host/db"}),
+        (PersistenceConfig, {"url": "postgresql://host"}),
         (PersistenceConfig, {"url": "sqlite://"}),
         (PersistenceConfig, {"url": "sqlite:///:memory:"}),
         (PersistenceConfig, {"url": "redis://host"}),

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from postgres_cluster import execute
 from running import Server, Tenant, environment, free_port, key_for, mock_config, sample_body, training_body
 
 GAP = 3.0
@@ -574,9 +575,13 @@ def test_a_session_that_was_ending(own_server: Callable[..., Server]) -> None:
     model = tenant.model(session)
     results(tenant, train(tenant, model, "fb os"))
     server.kill()
-    with closing(sqlite3.connect(server.data_dir / "state.db")) as database:
-        database.execute("UPDATE sessions SET state = 'finished' WHERE session_id = ?", (session,))
-        database.commit()
+    statement = f"UPDATE sessions SET state = 'finished' WHERE session_id = '{session}'"
+    if server.database is not None:
+        execute(server.database, statement)
+    else:
+        with closing(sqlite3.connect(server.data_dir / "state.db")) as database:
+            database.execute(statement)
+            database.commit()
     server.start()
     path = f"tinker://{model}/weights/parked"
     wait_until(lambda: checkpoints(tenant) == [path])

@@ -1,42 +1,47 @@
 """The writer: many callers, few transactions, in order, each failing alone."""
 
 import asyncio
-import sqlite3
 import threading
+import time
 
 import pytest
-from sqlalchemy import bindparam, insert, select
-from state_samples import accept, begin, op, session, with_store
+from sqlalchemy import bindparam, insert, make_url, select
+from state_samples import accept, begin, integrity_error, op, opened, session, url_of, with_store
 
 from twinkle.server.state import StorageFullError, Store, StoreClosedError
 from twinkle.server.state import sqlite as sqlite_module
 from twinkle.server.state.database import Cursor, Database
-from twinkle.server.state.migrations import migrate
-from twinkle.server.state.sqlite import BEGIN_WRITE, database_url, open_engine
+from twinkle.server.state.sqlite import SqliteDriver, default_url
+from twinkle.server.state.store import _driver
 from twinkle.server.state.tables import SCHEMA_VERSION, SESSIONS
 
 ADD = insert(SCHEMA_VERSION)
 ALL = select(SCHEMA_VERSION).order_by(SCHEMA_VERSION.c.version)
 
 
-def with_database(tmp_path, test):
+pytestmark = pytest.mark.usefixtures("backend")
+on_sqlite = pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+
+
+def with_database(tmp_path, test, is_new=True):
     """A database with a table of integers to play with."""
+    if is_new:
+        with_store(tmp_path, _nothing)
 
     async def main():
-        url = database_url(tmp_path, None)
-        engine = open_engine(url)
-        with engine.connect() as connection:
-            connection.exec_driver_sql(BEGIN_WRITE)
-            migrate(connection)
-            connection.commit()
-        engine.dispose()
-        database = Database(url, asyncio.get_running_loop())
+        url = url_of(tmp_path)
+        driver = SqliteDriver(default_url(tmp_path)) if url is None else _driver(make_url(url), is_server=True)
+        database = Database(driver, asyncio.get_running_loop())
         try:
             await test(database)
         finally:
             await database.close()
 
     asyncio.run(main())
+
+
+async def _nothing(store: Store) -> None:
+    del store
 
 
 async def numbers(database: Database) -> list[int]:
@@ -71,8 +76,10 @@ def test_a_failing_caller_fails_alone_and_leaves_nothing(tmp_path):
         works[20] = fail_after_adding
         works[30] = lambda cursor: cursor.execute(ADD, {"version": None})
         results = await asyncio.gather(*map(database.write, works), return_exceptions=True)
-        failures = {index: type(result) for index, result in enumerate(results) if isinstance(result, Exception)}
-        assert failures == {20: ArithmeticError, 30: sqlite3.IntegrityError}
+        failures = {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
+        assert failures.keys() == {20, 30}
+        assert isinstance(failures[20], ArithmeticError)
+        assert isinstance(failures[30], integrity_error())
         assert await numbers(database) == [10 + number for number in range(50) if number not in (20, 30)]
 
     with_database(tmp_path, check)
@@ -83,7 +90,7 @@ def test_the_same_session_twice_is_an_error_of_the_second(tmp_path):
         same = await asyncio.gather(
             *(store.sessions.create(session("same", created_at=float(n))) for n in range(5)), return_exceptions=True
         )
-        assert [isinstance(result, sqlite3.IntegrityError) for result in same] == [False, True, True, True, True]
+        assert [isinstance(result, integrity_error()) for result in same] == [False, True, True, True, True]
 
     with_store(tmp_path, check)
 
@@ -120,6 +127,28 @@ def test_a_cancelled_caller_disturbs_nobody(tmp_path):
     with_database(tmp_path, check)
 
 
+def test_a_server_and_a_tool_that_write_wait_for_each_other(tmp_path):
+    """Looking before writing is safe: nobody writes in between."""
+    under_way = threading.Event()
+    seen: list[str] = []
+
+    def look_and_write(cursor: Cursor) -> None:
+        seen.append("server looks")
+        under_way.set()
+        time.sleep(0.3)
+        seen.append("server writes")
+
+    async def main():
+        async with opened(tmp_path) as server, opened(tmp_path, lock=False) as tool:
+            slow = asyncio.create_task(server._database.write(look_and_write))
+            await asyncio.to_thread(under_way.wait)
+            await tool._database.write(lambda _: seen.append("tool"))
+            await slow
+
+    asyncio.run(main())
+    assert seen == ["server looks", "server writes", "tool"]
+
+
 def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path):
     async def check(database: Database):
         tasks = [asyncio.create_task(database.write(add(10 + number))) for number in range(100)]
@@ -137,18 +166,10 @@ def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path):
     async def look(database: Database):
         assert await numbers(database) == [10 + number for number in range(100)]
 
-    with_database_again(tmp_path, look)
+    with_database(tmp_path, look, is_new=False)
 
 
-def with_database_again(tmp_path, test):
-    async def main():
-        database = Database(database_url(tmp_path, None), asyncio.get_running_loop())
-        await test(database)
-        await database.close()
-
-    asyncio.run(main())
-
-
+@on_sqlite
 def test_a_full_disk_under_the_database_is_a_typed_error(tmp_path):
     async def check(database: Database):
         def limit(cursor: Cursor) -> None:
@@ -175,6 +196,7 @@ def test_a_missing_parameter_is_an_error(tmp_path):
     with_database(tmp_path, check)
 
 
+@on_sqlite
 def test_the_log_is_copied_into_the_database_behind_the_writers_back(tmp_path, monkeypatch):
     threads = []
     real = sqlite_module.checkpoint

@@ -4,10 +4,12 @@ import asyncio
 import re
 
 import pytest
-from state_samples import opened, with_store
+from state_samples import opened, query, with_store
 
 from twinkle.server.state import Store
 from twinkle.server.state import keys as keys_module
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def test_a_key_belongs_to_its_tenant_until_it_is_revoked(tmp_path):
@@ -49,6 +51,8 @@ def test_keys_survive_and_are_stored_nowhere(tmp_path):
             for key in made[:2]:
                 assert key.encode() not in content, path
                 assert key.removeprefix("tml-").encode() not in content, path
+        for row in query(tmp_path, "SELECT * FROM api_keys"):
+            assert not any(key.removeprefix("tml-") in str(row) for key in made[:2])
 
     async def look(store: Store):
         assert await store.keys.tenant_of(made[0]) == "alice"

@@ -3,25 +3,28 @@
 import asyncio
 import os
 import signal
-import sqlite3
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection
-from state_samples import begin, opened, run, with_store
+from sqlalchemy import Connection, make_url
+from state_samples import begin, opened, query, run, url_of, with_store
 
 from twinkle.errors import UnsupportedError
 from twinkle.server.state import DataDirInUseError, SchemaVersionError, Store
 from twinkle.server.state.migrations import MIGRATIONS, migrate
-from twinkle.server.state.sqlite import BEGIN_WRITE, database_url, open_engine
+from twinkle.server.state.sqlite import SqliteDriver, default_url
+from twinkle.server.state.store import _driver
 
 VERSION = 1 + len(MIGRATIONS)
 
+pytestmark = pytest.mark.usefixtures("backend")
+on_sqlite = pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 
-def test_everything_is_private(tmp_path):
+
+def test_everything_is_private(tmp_path, backend):
     data_dir = tmp_path / "new" / "data"
 
     async def check(store: Store):
@@ -31,15 +34,17 @@ def test_everything_is_private(tmp_path):
             for path in (data_dir, *data_dir.rglob("*"))
         }
         directories = {".", "journal", "journal/bodies", "journal/outcomes"}
-        assert modes.keys() == directories | {"state.db", "state.db-wal", "state.db-shm", "secret", "lock"}
+        database = {"state.db", "state.db-wal", "state.db-shm"} if backend == "sqlite" else set()
+        assert modes.keys() == directories | database | {"secret", "lock"}
         assert {modes[name] for name in modes.keys() & directories} == {0o700}
         assert {modes[name] for name in modes.keys() - directories} == {0o600}
 
     with_store(data_dir, check)
 
 
+@on_sqlite
 def test_sqlite_is_set_up_as_documented(tmp_path):
-    engine = open_engine(database_url(tmp_path, None))
+    engine = SqliteDriver(default_url(tmp_path)).engine
     with engine.connect() as connection:
         for pragma, value in {
             "journal_mode": "wal",
@@ -55,11 +60,11 @@ def test_a_second_server_is_refused_and_the_next_one_is_not(tmp_path):
     async def main():
         async with opened(tmp_path):
             with pytest.raises(DataDirInUseError, match=str(tmp_path)):
-                await Store.open(tmp_path)
+                await Store.open(tmp_path, url_of(tmp_path))
             async with opened(tmp_path, lock=False):
                 pass
             with pytest.raises(DataDirInUseError):
-                await Store.open(tmp_path)
+                await Store.open(tmp_path, url_of(tmp_path))
         async with opened(tmp_path):
             pass
 
@@ -72,41 +77,45 @@ import asyncio, sys
 from pathlib import Path
 from twinkle.server.state import DataDirInUseError, Store
 try:
-    asyncio.run(Store.open(Path(sys.argv[1])))
+    asyncio.run(Store.open(Path(sys.argv[1]), sys.argv[2] or None))
 except DataDirInUseError:
     sys.exit(7)
 """
 
     async def check(store: Store):
         del store
-        done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program, str(tmp_path)], check=False)
+        command = [sys.executable, "-c", program, str(tmp_path), url_of(tmp_path) or ""]
+        done = await asyncio.to_thread(subprocess.run, command, check=False)
         assert done.returncode == 7
 
     with_store(tmp_path, check)
 
 
-def test_a_database_can_be_elsewhere_and_must_be_a_file_of_sqlite(tmp_path):
+@on_sqlite
+def test_a_database_can_be_elsewhere_and_must_be_a_file_or_postgresql(tmp_path):
     async def main():
         store = await Store.open(tmp_path / "data", f"sqlite+aiosqlite:///{tmp_path}/other.db")
         await begin(store)
         await store.close()
         assert (tmp_path / "other.db").exists()
         assert not (tmp_path / "data" / "state.db").exists()
-        for url in ("postgresql://host/db", "sqlite://", "sqlite:///:memory:"):
-            with pytest.raises(UnsupportedError, match="database url"):
+        for url in ("mysql://me:hush@host/db", "sqlite://", "sqlite:///:memory:", "state.db"):
+            with pytest.raises(UnsupportedError, match="database url") as caught:
                 await Store.open(tmp_path / "data", url)
+            assert "hush" not in str(caught.value)
 
     asyncio.run(main())
 
 
 def migrated(data_dir: Path, *more) -> None:
     """Open the database as a Twinkle would that knows more migrations."""
-    engine = open_engine(database_url(data_dir, None))
-    with engine.connect() as connection:
-        connection.exec_driver_sql(BEGIN_WRITE)
+    url = url_of(data_dir)
+    driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), is_server=True)
+    with driver.connect() as connection:
+        driver.begin_migration(connection)
         migrate(connection, [*MIGRATIONS, *more])
-        connection.commit()
-    engine.dispose()
+        driver.finish_migration(connection)
+    driver.engine.dispose()
 
 
 def add_color(connection: Connection) -> None:
@@ -122,14 +131,6 @@ def fail(connection: Connection) -> None:
     raise ArithmeticError
 
 
-def query(data_dir: Path, sql: str) -> list[tuple]:
-    connection = sqlite3.connect(data_dir / "state.db")
-    try:
-        return connection.execute(sql).fetchall()
-    finally:
-        connection.close()
-
-
 def test_an_older_database_is_migrated_step_by_step_and_keeps_its_data(tmp_path):
     with_store(tmp_path, begin)
     migrated(tmp_path, add_color)
@@ -139,13 +140,22 @@ def test_an_older_database_is_migrated_step_by_step_and_keeps_its_data(tmp_path)
     assert query(tmp_path, "SELECT version FROM schema_version") == [(VERSION + 2,)]
 
 
-def test_version_1_gets_the_tables_of_a_new_database(tmp_path):
-    tables = "SELECT m.name, c.name, c.type, c.pk FROM sqlite_master m JOIN pragma_table_info(m.name) c ORDER BY 1, 2"
+TABLES = {
+    "sqlite": "SELECT m.name, c.name, c.type, c.pk FROM sqlite_master m JOIN pragma_table_info(m.name) c ORDER BY 1, 2",
+    "postgresql": """
+        SELECT c.table_name, c.column_name, c.data_type, c.is_nullable, k.ordinal_position
+        FROM information_schema.columns c LEFT JOIN information_schema.key_column_usage k
+        USING (table_schema, table_name, column_name) WHERE c.table_schema = 'public' ORDER BY 1, 2, 5
+    """,
+}
+
+
+def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
+    tables = TABLES[backend]
     with_store(tmp_path, begin)
     new = query(tmp_path, tables)
-    connection = sqlite3.connect(tmp_path / "state.db")
-    connection.executescript("DROP TABLE sampling_clients; UPDATE schema_version SET version = 1")
-    connection.close()
+    query(tmp_path, "DROP TABLE sampling_clients")
+    query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):
         assert await store.runs.get("s1:train:1") == run(1)
@@ -171,9 +181,8 @@ def test_a_newer_database_is_refused_and_left_alone(tmp_path, lock):
     with_store(tmp_path, begin)
     migrated(tmp_path, add_color)
     with pytest.raises(SchemaVersionError, match=f"version {VERSION + 1}, .* up to {VERSION}"):
-        asyncio.run(Store.open(tmp_path, lock=lock))
+        asyncio.run(Store.open(tmp_path, url_of(tmp_path), lock=lock))
     assert query(tmp_path, "SELECT version FROM schema_version") == [(VERSION + 1,)]
-    query(tmp_path, f"UPDATE schema_version SET version = {VERSION}")
 
 
 def test_a_tool_creates_the_database_only_when_no_server_is_about_to(tmp_path):
@@ -209,7 +218,7 @@ async def client(store, number):
         print("finished", adapter, seq, flush=True)
 
 async def main():
-    store = await Store.open(Path(sys.argv[1]), segment_bytes=1_000_000)
+    store = await Store.open(Path(sys.argv[1]), sys.argv[3] or None, segment_bytes=1_000_000)
     await begin(store, *range(8))
     await asyncio.gather(*(client(store, number) for number in range(8)))
 
@@ -221,7 +230,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("lines", [5, 333, 1500])
 def test_everything_acknowledged_survives_sigkill(tmp_path, lines):
     data_dir = tmp_path / "data"
-    command = [sys.executable, "-c", KILLED, str(data_dir), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KILLED, str(data_dir), str(Path(__file__).parent), url_of(data_dir) or ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         printed = [process.stdout.readline() for _ in range(lines)]
         os.kill(process.pid, signal.SIGKILL)

@@ -5,12 +5,14 @@ import errno
 import os
 
 import pytest
-from state_samples import accept, begin, digest, op, opened, run, session, with_store
+from state_samples import accept, begin, digest, integrity_error, op, opened, run, session, with_store
 
 from twinkle.server.state import JournalError, StorageFullError, Store, StoreClosedError
 from twinkle.server.types import Encoding, OpKind, Outcome, SnapshotRecord
 
 ADAPTER = "s1:train:1"
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def done(body: bytes = b"{}", failed: bool = False) -> Outcome:
@@ -66,7 +68,7 @@ def test_a_run_and_its_first_op_are_accepted_together_and_once(tmp_path):
     create = op(0, b"create", kind=OpKind.CREATE)
 
     async def check(store: Store):
-        with pytest.raises(Exception, match="FOREIGN KEY"):
+        with pytest.raises(integrity_error(), match=r"(?i)foreign key"):
             await store.ops.accept_run(run(1), create, digest(b"create"), 1.0)
         assert await store.ops.get(ADAPTER, 0) is None
         await store.sessions.create(session())

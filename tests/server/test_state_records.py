@@ -1,15 +1,16 @@
 """Sessions, runs, checkpoints, sampling sessions and snapshots: round trips, order, idempotency."""
 
 import asyncio
-import sqlite3
 from dataclasses import replace
 
 import pytest
-from state_samples import begin, checkpoint, opened, run, sampling_session, session, with_store
+from state_samples import begin, checkpoint, integrity_error, opened, run, sampling_session, session, with_store
 
 from twinkle.model.types import LoraSpec
 from twinkle.server.state import CheckpointExistsError, Page, Store
 from twinkle.server.types import SnapshotRecord
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def test_every_record_comes_back_as_it_was_also_after_reopening(tmp_path):
@@ -138,7 +139,7 @@ def test_a_run_is_added_once_for_a_number(tmp_path):
         assert await store.runs.get("s1:train:1") == run(1, state="failed", note="out of luck")
         assert await store.runs.in_state("live") == ()
         assert await store.runs.in_state("failed") == (run(1, state="failed", note="out of luck"),)
-        with pytest.raises(sqlite3.IntegrityError):
+        with pytest.raises(integrity_error()):
             await store.runs.add(run(1, session_id="nobody"))
 
     with_store(tmp_path, check)

@@ -10,7 +10,7 @@ import sys
 from twinkle.server import cli, embedded, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
 from twinkle.server.scheduler import Scheduler
-from twinkle.server.state import keys
+from twinkle.server.state import database, keys
 
 TUNING = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
@@ -18,6 +18,7 @@ TUNING = {
     "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
+    "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 

@@ -24,7 +24,7 @@ from twinkle.server.native.host import NativeHost
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
-from twinkle.server.state import StorageFullError, Store
+from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Store
 from twinkle.server.templates import Templates
 from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
 from twinkle.server.wire import responses
@@ -270,13 +270,13 @@ class OpRunner:
             self.snapshots.note(op.adapter_id, time.monotonic())
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
-        """Write an outcome down, however long the disk is full."""
+        """Write an outcome down, however long the disk is full or the database away."""
         while True:
             try:
                 await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
                 adapter.unrecorded.discard(op.seq)
                 return
-            except StorageFullError as error:
+            except (StorageFullError, DatabaseUnavailableError) as error:
                 adapter.unrecorded.add(op.seq)
                 logger.error("outcome of %s is not on record: %s", op.request_id, error)
                 if self.stopping:

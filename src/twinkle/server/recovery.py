@@ -17,6 +17,7 @@ from twinkle.server.wire.requests import (
     to_op,
 )
 from twinkle.server.wire.training import decode_forward_backward
+from twinkle.server.wire.training_json import decode_json_pass, is_json
 
 _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     request.kind: request
@@ -66,6 +67,8 @@ def _decode(run: RunRecord, record: OpRecord, body: bytes) -> Op:
     if record.kind is OpKind.CREATE:
         return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
     try:
+        if record.kind.is_pass and is_json(body):
+            return decode_json_pass(body, record.kind, max_tokens=_UNLIMITED)
         return (
             decode_forward_backward(body, max_tokens=_UNLIMITED)
             if record.kind.is_pass

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from twinkle.errors import ConfigProblem
 from twinkle.server.config.allowed import allowed_by, element_of, in_words, section_of
 from twinkle.server.config.applications import ARGUMENTS, ApplicationSpec
+from twinkle.server.config.passwords import without_passwords
 from twinkle.server.config.rules import Broken, application_rules, network_rules
 from twinkle.server.config.sections import AuthConfig, HttpOptions
 from twinkle.server.config.server_config import ServerConfig
@@ -20,7 +21,6 @@ __all__ = ["find_problems", "path_of", "problem", "unknown_key"]
 
 Location = Sequence[str | int]
 
-_SECRET = re.compile(r"(://[^:/@\s'\"]*:)[^@\s'\"]*@")
 _QUOTED_SCALAR = re.compile(r"\s*([+-]?\d[\d_.eE+-]*|true|false|null)\s*", re.I)
 _LONGEST = 120
 _APPLICATIONS = TypeAdapter(tuple[ApplicationSpec, ...])
@@ -56,7 +56,7 @@ def path_of(location: Location) -> str:
 
 
 def _shown(value: object) -> str:
-    text = _SECRET.sub(r"\1***@", repr(list(value) if isinstance(value, tuple) else value))
+    text = without_passwords(repr(list(value) if isinstance(value, tuple) else value))
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 

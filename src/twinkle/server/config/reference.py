@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from twinkle.server.config.allowed import allowed_by, element_of, section_of
 from twinkle.server.config.applications import ARGUMENTS, ApplicationSpec
 from twinkle.server.config.older_form import OLDER_KEYS
+from twinkle.server.config.passwords import without_passwords
 from twinkle.server.config.placement import (
     AutoscalingConfig,
     DeploymentOptions,
@@ -40,7 +41,7 @@ _ONLY_GIVEN = (AutoscalingConfig, DeploymentOptions, DeviceGroup, DeviceMesh, Ra
 
 
 def describe(config: ServerConfig) -> str:
-    """``config`` as YAML that loads to an equal one, each key under its explanation."""
+    """``config`` as YAML that loads to an equal one, each key under its explanation. Passwords are not shown."""
     return "\n".join(_section_lines(config, indent="")) + "\n"
 
 
@@ -67,7 +68,7 @@ def _value_lines(head: str, value: object, holder: BaseModel, name: str, indent:
             yield from lines
     else:
         plain = holder.model_dump(mode="json", include={name})[name]
-        yield f"{head} {_scalar(plain)}"
+        yield f"{head} {_scalar(without_passwords(plain) if isinstance(plain, str) else plain)}"
 
 
 def _scalar(value: Any) -> str:

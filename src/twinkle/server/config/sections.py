@@ -5,7 +5,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -25,6 +25,7 @@ __all__ = [
 _DAY = 86_400.0
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 _SQLITE = "sqlite:///"
+_POSTGRESQL = "postgresql://"
 
 
 def _host(text: str) -> str:
@@ -54,9 +55,22 @@ def _not_blank(value: object) -> object:
     return value
 
 
-def _sqlite_url(text: str) -> str:
+def _database_url(text: str) -> str:
+    if text.startswith(_POSTGRESQL):
+        return _postgresql_url(text)
     if not text.startswith(_SQLITE) or len(text) == len(_SQLITE) or "?" in text or text.endswith((":memory:", "/")):
         raise ValueError
+    return text
+
+
+def _postgresql_url(text: str) -> str:
+    """Without a host it is a socket of this machine; options of libpq may follow, but none that is a secret."""
+    parts = urlsplit(text)
+    database = parts.path.removeprefix("/")
+    secrets = [name for name in parse_qs(parts.query, strict_parsing=bool(parts.query)) if "password" in name]
+    if not database or "/" in database or parts.netloc.count("@") > 1 or parts.fragment or secrets:
+        raise ValueError
+    _ = parts.port  # raises ValueError unless it is a number
     return text
 
 
@@ -67,7 +81,12 @@ Directory = Annotated[
     Path, Field(strict=False), BeforeValidator(_not_blank), Rule(_directory, "the path of a directory")
 ]
 DatabaseUrl = Annotated[
-    str, Rule(_sqlite_url, "sqlite:///PATH (not yet postgresql://…: it comes with the Ray runtime)")
+    str,
+    Rule(
+        _database_url,
+        "sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/DATABASE "
+        "(a password with @ as %40, / as %2F and so on)",
+    ),
 ]
 
 NotYet = Annotated[bool, Later({True: "export by OTLP comes later"})]
@@ -179,12 +198,24 @@ class PersistenceConfig(BaseModel):
 
     model_config = STRICT
 
-    url: DatabaseUrl | None = Field(default=None, description="The state's database; null is `state.db` in `data_dir`.")
+    url: DatabaseUrl | None = Field(
+        default=None,
+        repr=False,  # it may hold a password
+        description="The state's database; null is `state.db` in `data_dir`. `data_dir` holds the rest in any case.",
+    )
 
     @property
     def path(self) -> Path | None:
         """The SQLite file that was named, if one was."""
-        return None if self.url is None else _directory(Path(self.url.removeprefix(_SQLITE)))
+        if self.url is None or self.url.startswith(_POSTGRESQL):
+            return None
+        return _directory(Path(self.url.removeprefix(_SQLITE)))
+
+    def url_in(self, data_dir: Path) -> str:
+        """The database of a server with this ``data_dir``, with its password: not for people to see."""
+        if self.url is not None and self.url.startswith(_POSTGRESQL):
+            return self.url
+        return f"{_SQLITE}{self.path or data_dir / 'state.db'}"
 
 
 class TelemetryConfig(BaseModel):

@@ -75,13 +75,9 @@ class ServerConfig(BaseModel):
         return self.model_dump(mode="json")
 
     @property
-    def database_path(self) -> Path:
-        """The SQLite file of the state."""
-        return self.persistence.path or self.data_dir / "state.db"
-
-    @property
     def database_url(self) -> str:
-        return f"sqlite:///{self.database_path}"
+        """Of the state, with its password, if it has one: not for people to see."""
+        return self.persistence.url_in(self.data_dir)
 
     @property
     def served_models(self) -> tuple[ServedModelConfig, ...]:

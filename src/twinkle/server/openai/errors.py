@@ -12,6 +12,7 @@ from twinkle.errors import (
     UnauthorizedError,
     UserError,
 )
+from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.fields import short
 
@@ -64,7 +65,8 @@ def refusal_of(error: TwinkleError) -> Refusal | None:
             return Refusal(413, text)
         case QuotaError():
             return Refusal(429, text, "rate_limit_error", code="rate_limit_exceeded")
-        case GoneError() | CapacityError() | ShuttingDownError():  # the next try may go well
+        case GoneError() | CapacityError() | ShuttingDownError() | DatabaseUnavailableError():
+            # The next try may go well.
             return Refusal(503, text, "server_error")
         case RequestError():
             return Refusal(400, text, param=error.param, code=error.code)

@@ -20,6 +20,7 @@ from twinkle.server.routes.http import (
 )
 from twinkle.server.types import Outcome
 from twinkle.server.wire import fields, responses
+from twinkle.server.wire.json_results import as_json
 from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
 router = APIRouter(prefix=PREFIX)
@@ -37,6 +38,8 @@ async def retrieve_future(request: Request) -> Response:
     outcome = await _outcome(gateway_of(request), wanted.request_id, tenant_id)
     if outcome is None:
         return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
+    if not _reads_protobuf(request):
+        outcome = await asyncio.to_thread(as_json, outcome, sample=":sample:" in wanted.request_id)
     if wanted.allow_metadata_only and len(outcome.body) > _LARGE_RESULT:
         return json_response({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
     return Response(outcome.body, media_type=outcome.encoding.value)
@@ -77,6 +80,11 @@ async def cancel_future(request: Request) -> Response:
     session = await gateway.sampling_session(parts[0], tenant_id)
     gateway.sampler_of(session).cancel(request_id)
     return json_response({})
+
+
+def _reads_protobuf(request: Request) -> bool:
+    """SDKs before protobuf ask for JSON alone; a client that asks for nothing gets what there is."""
+    return request.headers.get("accept", "*/*").strip() != "application/json"
 
 
 def _completion(done: Completion) -> dict[str, object]:

@@ -18,7 +18,7 @@ from twinkle.server.routes.http import (
     parsed,
     tenant_of,
 )
-from twinkle.server.types import Op
+from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields
 from twinkle.server.wire.requests import (
     CreateModelRequest,
@@ -32,6 +32,7 @@ from twinkle.server.wire.requests import (
     to_op,
 )
 from twinkle.server.wire.training import decode_forward_backward, decompress
+from twinkle.server.wire.training_json import decode_json_pass, is_json
 
 router = APIRouter(prefix=PREFIX)
 
@@ -73,6 +74,16 @@ async def get_info(request: Request) -> Response:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> Response:
+    return await _pass(request, OpKind.FORWARD_BACKWARD)
+
+
+@router.post("/forward")
+async def forward(request: Request) -> Response:
+    """Of SDKs before protobuf, in which a field of forward_backward says the same."""
+    return await _pass(request, OpKind.FORWARD)
+
+
+async def _pass(request: Request, kind: OpKind) -> Response:
     tenant_id = await tenant_of(request)
     limits = gateway_of(request).config.limits
     raw = await body_of(request)
@@ -80,7 +91,10 @@ async def forward_backward(request: Request) -> Response:
 
     def decode() -> Op:
         body = decompress(raw, encoding, limits.max_request_bytes)
-        op = decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)
+        if kind is OpKind.FORWARD or is_json(body):
+            op = decode_json_pass(body, kind, max_tokens=limits.max_tokens_per_request)
+        else:
+            op = decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)
         _ = op.digest  # computed and kept: hashing a large body is not for the event loop either
         return op
 

@@ -4,6 +4,9 @@ from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.database import Page
 from twinkle.server.state.errors import (
     CheckpointExistsError,
+    DatabaseConnectionError,
+    DatabaseInUseError,
+    DatabaseUnavailableError,
     DataDirInUseError,
     JournalError,
     SchemaVersionError,
@@ -24,6 +27,9 @@ __all__ = [
     "CheckpointExistsError",
     "Checkpoints",
     "DataDirInUseError",
+    "DatabaseConnectionError",
+    "DatabaseInUseError",
+    "DatabaseUnavailableError",
     "JournalError",
     "KeyRecord",
     "Keys",

@@ -14,24 +14,33 @@ So SQLAlchemy declares the tables, writes the SQL for the dialect and opens the 
 driver's cursor. A caller hands a function to the writer's queue; the thread takes all functions that wait, runs them in
 one transaction, commits, and wakes their callers with a single call into the event loop. Commits happen in the order of
 the calls.
+
+A connection that is lost is made again, and what ran on it runs again: reads, and transactions that did not take place.
+Callers wait that long, up to half a minute; then they hear that the database is unavailable. Only a transaction that
+may have taken place or not holds on to its callers until the database can say.
 """
 
 import asyncio
-import errno
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import URL, Engine, PoolProxiedConnection, Select
+from sqlalchemy import Engine, PoolProxiedConnection, Select
 from sqlalchemy.sql.dml import UpdateBase
 
-from twinkle.server.state import sqlite
-from twinkle.server.state.errors import StorageFullError, StoreClosedError
+from twinkle.server.state.driver import Driver
+from twinkle.server.state.errors import (
+    DatabaseConnectionError,
+    DatabaseInUseError,
+    DatabaseUnavailableError,
+    StoreClosedError,
+)
 
 __all__ = ["Cursor", "Database", "Page", "Row"]
 
@@ -42,7 +51,10 @@ Parameters = Mapping[str, object]
 
 _GROUP = 512  # most writes of one transaction
 _READERS = 4
-_CHECKPOINT_WRITES = 256  # each changes a few pages of 4 KiB
+_MAINTENANCE_WRITES = 256  # each changes a few pages of 4 KiB
+_OUTAGE_SECONDS = 30.0  # how long callers wait for a database that is away
+_RECONNECT_PAUSE = 0.2
+_ATTEMPTS = 3  # of something on whose way the connection is lost each time
 
 _logger = logging.getLogger(__name__)
 
@@ -104,10 +116,6 @@ class Cursor:
         self.driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
         return int(self.driver_cursor.rowcount)
 
-    def command(self, sql: str) -> None:
-        """Transaction control."""
-        self.driver_cursor.execute(sql)
-
     def _compile(self, statement: Statement) -> _Compiled:
         known = self._compiled.get(statement)
         if known is None:
@@ -137,35 +145,56 @@ class _Failure:
     error: BaseException
 
 
+class _Line:
+    """A connection and the cursor on it, both made anew when they were lost."""
+
+    def __init__(self, connect: Callable[[], PoolProxiedConnection], cursor: Callable[[Any], Cursor]) -> None:
+        self._connect = connect
+        self._cursor = cursor
+        self._open()
+
+    def connect_again(self) -> None:
+        if self.connection.is_valid:
+            self.connection.invalidate()  # a lost one that is merely dropped is a complaint in the log
+        self._open()
+
+    def _open(self) -> None:
+        self.connection = self._connect()
+        self.cursor = self._cursor(self.connection.cursor())
+
+
 class Database:
     """The connections. Made in any thread (it blocks), used from one event loop."""
 
-    def __init__(self, url: URL, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
         self.transactions = 0  # committed by the writer
-        self._writes = 0  # since the last checkpoint
+        self._writes = 0  # since the last maintenance
+        self._away_since: float | None = None  # the database
+        self._is_missed = False  # for longer than callers wait
         self._loop = loop
-        self._engine = sqlite.open_engine(url)
+        self._driver = driver
         self._compiled: dict[Statement, _Compiled] = {}
-        self._connections = [self._engine.raw_connection() for _ in range(1 + _READERS)]
+        self._idle: queue.SimpleQueue[_Line] = queue.SimpleQueue()  # one for each reader
+        for _ in range(_READERS):
+            self._idle.put(_Line(driver.connect_reader, self._cursor))
+        self._written = _Line(driver.connect_writer, self._cursor)  # last: it may hold a lock on the database
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="state-reader")
-        self._idle: queue.SimpleQueue[Cursor] = queue.SimpleQueue()  # one for each reader
-        for connection in self._connections[1:]:
-            self._idle.put(self._cursor(connection))
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closed = False
         self._writer = threading.Thread(target=self._write_groups, name="state-writer", daemon=True)
         self._writer.start()
 
     async def read(self, work: Callable[[Cursor], T]) -> T:
-        """Run ``work`` in a reader's thread. It sees every write that was awaited before."""
+        """Run ``work`` in a reader's thread, again if its connection is lost. It sees all writes awaited before."""
         self._check_open()
         return await self._loop.run_in_executor(self._readers, self._read, work)
 
     async def write(self, work: Callable[[Cursor], T]) -> T:
         """Run ``work`` in the writer's thread and return when it is committed.
 
-        If it raises, what it wrote is undone and the error is this caller's alone. It may be run twice, the first time
-        without effect on the database. A caller that is cancelled stops waiting; its work is done all the same.
+        If it raises, what it wrote is undone and the error is this caller's alone. It may be run several times, all but
+        the last without effect on the database. A caller that is cancelled stops waiting; its work is done all the
+        same.
         """
         self._check_open()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -186,28 +215,43 @@ class Database:
     def _join(self) -> None:
         self._writer.join()
         self._readers.shutdown()
-        for connection in self._connections:
-            connection.close()
-        self._engine.dispose()
+        with suppress(Exception):  # a database that is away hears it from the next writer
+            self._driver.leave(self._written.cursor.driver_cursor)
+        for line in (self._written, *(self._idle.get() for _ in range(_READERS))):
+            if line.connection.is_valid and self._driver.is_lost(line.connection):
+                line.connection.invalidate()
+            line.connection.close()
+        self._driver.engine.dispose()
 
-    def _cursor(self, connection: PoolProxiedConnection) -> Cursor:
-        return Cursor(connection.cursor(), self._engine, self._compiled)
+    def _cursor(self, driver_cursor: Any) -> Cursor:
+        return Cursor(driver_cursor, self._driver.engine, self._compiled)
 
     def _read(self, work: Callable[[Cursor], T]) -> T:
-        cursor = self._idle.get()
+        line = self._idle.get()
+        attempts = 0
         try:
-            return work(cursor)
+            while True:
+                attempts += 1
+                try:
+                    return work(line.cursor)
+                except Exception as error:
+                    if self._driver.is_lost(line.connection):
+                        self._reconnect(line, error)
+                        if attempts < _ATTEMPTS:
+                            continue
+                    typed = self._driver.typed(error)
+                    if typed is error:
+                        raise
+                    raise typed from error
         finally:
-            self._idle.put(cursor)
+            self._idle.put(line)
 
     def _write_groups(self) -> None:
-        connection = self._connections[0]
-        cursor = self._cursor(connection)
         last = False
         while not last:
             group, last = self._next_group()
             if group:
-                results = self._commit(group, connection, cursor)
+                results = self._commit(group)
                 self._wake(group, results)
                 self._maintain(len(group))
 
@@ -224,29 +268,92 @@ class Database:
             group.append(write)
         return group, False
 
-    def _commit(self, group: Sequence[_Write], connection: PoolProxiedConnection, cursor: Cursor) -> list[Any]:
+    def _commit(self, group: Sequence[_Write]) -> list[Any]:
         """The results in order, failures as :class:`_Failure`: whatever goes wrong is the caller's, as in a pool.
 
         Hardly ever does one fail. If one does, nothing of the transaction is left, and each gets one of its own.
         """
         try:
-            return self._transact(group, connection, cursor)
+            return self._transact(group)
+        except (DatabaseInUseError, DatabaseUnavailableError) as error:  # nobody's own fault
+            return [_Failure(error)] * len(group)
         except Exception as error:  # noqa: BLE001
             if len(group) == 1:
-                return [_Failure(_typed(error))]
-        return [result for write in group for result in self._commit([write], connection, cursor)]
+                return [_Failure(_typed(error, self._driver))]
+        return [result for write in group for result in self._commit([write])]
 
-    def _transact(self, group: Sequence[_Write], connection: PoolProxiedConnection, cursor: Cursor) -> list[Any]:
-        try:
-            cursor.command(sqlite.BEGIN_WRITE)
-            results = [write.work(cursor) for write in group]
-            connection.commit()
-        except BaseException:
-            with suppress(Exception):  # if the transaction is still there, the next BEGIN fails
-                connection.rollback()
-            raise
-        self.transactions += 1
-        return results
+    def _transact(self, group: Sequence[_Write]) -> list[Any]:
+        attempts = 0
+        while True:
+            attempts += 1
+            line, results = self._written, None
+            try:
+                self._driver.begin(line.cursor.driver_cursor)
+                results = [write.work(line.cursor) for write in group]
+                self._driver.commit(line.cursor.driver_cursor)
+            except BaseException as error:
+                if not self._driver.is_lost(line.connection):
+                    with suppress(Exception):  # if the transaction is still there, the next BEGIN fails
+                        line.connection.rollback()
+                    raise
+                # With results, the commit was under way.
+                if not self._took_place(error, results is not None):
+                    if attempts == _ATTEMPTS:
+                        raise
+                    continue
+            assert results is not None
+            self.transactions += 1
+            return results
+
+    def _took_place(self, error: BaseException, maybe: bool) -> bool:
+        """Connect again, and say whether the transaction that lost its connection was committed; ``maybe`` it was."""
+        while True:
+            try:
+                self._reconnect(self._written, error)
+                return maybe and self._driver.is_committed(self._written.cursor.driver_cursor)
+            except DatabaseUnavailableError as unavailable:
+                if not maybe or self._closed:
+                    raise
+                self._refuse_waiting(unavailable)
+            except DatabaseInUseError:
+                raise
+            except Exception as again:
+                if not self._driver.is_lost(self._written.connection):
+                    raise
+                error = again
+
+    def _refuse_waiting(self, error: DatabaseUnavailableError) -> None:
+        refused: list[_Write] = []
+        with suppress(queue.Empty):
+            while (write := self._queue.get_nowait()) is not None:
+                refused.append(write)
+            self._queue.put(None)
+        self._wake(refused, [_Failure(error)] * len(refused))
+        time.sleep(_RECONNECT_PAUSE)
+
+    def _reconnect(self, line: _Line, error: BaseException) -> None:
+        """Connect until it works, or until the database has been away for too long: then once."""
+        since = self._away_since
+        if since is None:
+            since = self._away_since = time.monotonic()
+            _logger.warning("lost the connection to the database: %s", " ".join(str(error).split()))
+        while True:
+            try:
+                line.connect_again()
+                break
+            except DatabaseInUseError:
+                if time.monotonic() - since > _OUTAGE_SECONDS:
+                    raise
+            except DatabaseConnectionError as reason:
+                if time.monotonic() - since > _OUTAGE_SECONDS:
+                    if not self._is_missed:
+                        _logger.error("callers are turned away: %s", reason)
+                    self._is_missed = True
+                    raise DatabaseUnavailableError from reason
+            time.sleep(_RECONNECT_PAUSE)
+        if self._away_since is not None:
+            self._away_since, self._is_missed = None, False
+            _logger.warning("the database is back after %.1f s", time.monotonic() - since)
 
     def _wake(self, group: Sequence[_Write], results: Sequence[Any]) -> None:
         if not self._loop.is_closed():
@@ -255,23 +362,22 @@ class Database:
     def _maintain(self, writes: int) -> None:
         """Every now and then, let a reader's thread do what would otherwise delay a commit."""
         self._writes += writes
-        if self._writes >= _CHECKPOINT_WRITES:
+        if self._writes >= _MAINTENANCE_WRITES:
             self._writes = 0
-            self._readers.submit(self._checkpoint)
+            self._readers.submit(self._maintain_now)
 
-    def _checkpoint(self) -> None:
+    def _maintain_now(self) -> None:
         try:
-            self._read(lambda cursor: sqlite.checkpoint(cursor.driver_cursor))
+            self._read(lambda cursor: self._driver.maintain(cursor.driver_cursor))
         except Exception:  # nothing is lost: the next one does the work of this one
-            _logger.exception("checkpointing the database failed")
+            _logger.exception("maintenance of the database failed")
 
 
-def _typed(error: Exception) -> Exception:
-    if not sqlite.is_disk_full(error):
-        return error
-    full = StorageFullError(errno.ENOSPC, f"the database's disk is full: {error}")
-    full.__cause__ = error
-    return full
+def _typed(error: Exception, driver: Driver) -> Exception:
+    typed = driver.typed(error)
+    if typed is not error:
+        typed.__cause__ = error
+    return typed
 
 
 def _resolve(group: Sequence[_Write], results: Sequence[Any]) -> None:

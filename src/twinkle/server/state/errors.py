@@ -7,6 +7,9 @@ from twinkle.errors import TwinkleError, UserError
 __all__ = [
     "CheckpointExistsError",
     "DataDirInUseError",
+    "DatabaseConnectionError",
+    "DatabaseInUseError",
+    "DatabaseUnavailableError",
     "JournalError",
     "SchemaVersionError",
     "StorageFullError",
@@ -26,13 +29,34 @@ class DataDirInUseError(TwinkleError, OSError):
         self.data_dir = data_dir
 
 
+class DatabaseInUseError(TwinkleError, OSError):
+    """Another server works with this database."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"database {name} is in use by another server; stop it or choose another database")
+
+
+class DatabaseConnectionError(TwinkleError, OSError):
+    """The database does not answer, or does not let us in. Names machines of ours: not for clients."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"database {name} cannot be used: {reason}")
+
+
+class DatabaseUnavailableError(TwinkleError, OSError):
+    """The database has been away for too long. Nothing of the call was kept."""
+
+    def __init__(self) -> None:
+        super().__init__("the server's database does not answer: nothing was kept, send the request again")
+
+
 class SchemaVersionError(TwinkleError, RuntimeError):
     """The database was written by a newer Twinkle than this one."""
 
     def __init__(self, found: int, known: int) -> None:
         super().__init__(
             f"the database has schema version {found}, this Twinkle knows versions up to {known}; "
-            "install the newer Twinkle or choose another data directory"
+            "install the newer Twinkle or choose another database"
         )
         self.found = found
         self.known = known

@@ -18,15 +18,16 @@ Migration = Callable[[Connection], None]
 
 
 def _add_sampling_clients(connection: Connection) -> None:
+    layout = "WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
     connection.exec_driver_sql(
-        """
+        f"""
         CREATE TABLE sampling_clients (
             sampling_session_id VARCHAR NOT NULL REFERENCES sampling_sessions (sampling_session_id),
             client BIGINT NOT NULL,
             first_seq BIGINT NOT NULL,
             next_seq BIGINT NOT NULL,
             PRIMARY KEY (sampling_session_id, client)
-        ) WITHOUT ROWID
+        ) {layout}
         """
     )
 

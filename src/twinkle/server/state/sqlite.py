@@ -1,18 +1,20 @@
 """Everything that is true of SQLite only."""
 
+import errno
 import os
 import sqlite3
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, PoolProxiedConnection, create_engine, event
 
 from twinkle.errors import UnsupportedError
+from twinkle.server.state.errors import StorageFullError
 
-__all__ = ["BEGIN_WRITE", "checkpoint", "database_url", "is_disk_full", "open_engine"]
+__all__ = ["SqliteDriver", "default_url"]
 
 # The default BEGIN takes the write lock at the first write, and fails there when another process wrote in between.
-BEGIN_WRITE = "BEGIN IMMEDIATE"
+_BEGIN_WRITE = "BEGIN IMMEDIATE"
 
 _PRAGMAS = (
     "PRAGMA journal_mode=WAL",  # readers and the writer do not wait for each other
@@ -23,19 +25,67 @@ _PRAGMAS = (
 )
 
 
-def database_url(data_dir: Path, url: str | None) -> URL:
-    """``url``, or the default file in ``data_dir``."""
-    if url is None:
-        return URL.create("sqlite", database=str(data_dir / "state.db"))
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite":
-        raise UnsupportedError(f"database url: got {parsed!r}, allowed: sqlite:///path/to/file; others are to come")
-    if parsed.database in (None, "", ":memory:"):
-        raise UnsupportedError(f"database url: got {parsed!r}, allowed: sqlite:///path/to/file (state must outlive us)")
-    return parsed.set(drivername="sqlite")
+def default_url(data_dir: Path) -> URL:
+    return URL.create("sqlite", database=str(data_dir / "state.db"))
 
 
-def open_engine(url: URL) -> Engine:
+class SqliteDriver:
+    """A file. There is no connection to lose."""
+
+    def __init__(self, url: URL) -> None:
+        if url.database in (None, "", ":memory:"):
+            raise UnsupportedError(
+                f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must outlive us)"
+            )
+        self.engine: Engine = _open_engine(url.set(drivername="sqlite"))
+
+    def connect(self) -> Connection:
+        return self.engine.connect()
+
+    def begin_migration(self, connection: Connection) -> None:
+        connection.exec_driver_sql(_BEGIN_WRITE)
+
+    def finish_migration(self, connection: Connection) -> None:
+        connection.commit()
+
+    def connect_reader(self) -> PoolProxiedConnection:
+        return self.engine.raw_connection()
+
+    def connect_writer(self) -> PoolProxiedConnection:
+        return self.engine.raw_connection()
+
+    def begin(self, cursor: Any) -> None:
+        cursor.execute(_BEGIN_WRITE)
+
+    def commit(self, cursor: Any) -> None:
+        cursor.connection.commit()
+
+    def is_committed(self, cursor: Any) -> bool:
+        raise AssertionError("no connection to SQLite was ever lost")
+
+    def is_lost(self, connection: PoolProxiedConnection) -> bool:
+        del connection
+        return False
+
+    def typed(self, error: Exception) -> Exception:
+        if not isinstance(error, sqlite3.Error) or getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+            return error
+        return StorageFullError(errno.ENOSPC, f"the database's disk is full: {error}")
+
+    def maintain(self, cursor: Any) -> None:
+        checkpoint(cursor)
+
+    def leave(self, cursor: Any) -> None:
+        pass
+
+
+def checkpoint(cursor: Any) -> None:
+    """Copy what the WAL holds into the database, which takes some fsyncs, without getting in the writer's way."""
+    cursor.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    cursor.fetchall()
+
+
+def _open_engine(url: URL) -> Engine:
     """Connections that leave transactions to us and may move between threads (one at a time)."""
     assert url.database is not None
     # Created here for its mode, which SQLite gives to the WAL beside it too.
@@ -43,16 +93,6 @@ def open_engine(url: URL) -> Engine:
     engine = create_engine(url, connect_args={"check_same_thread": False})
     event.listen(engine, "connect", _configure)
     return engine
-
-
-def checkpoint(driver_cursor: Any) -> None:
-    """Copy what the WAL holds into the database, which takes some fsyncs, without getting in the writer's way."""
-    driver_cursor.execute("PRAGMA wal_checkpoint(PASSIVE)")
-    driver_cursor.fetchall()
-
-
-def is_disk_full(error: BaseException) -> bool:
-    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def _configure(connection: Any, _record: object) -> None:

@@ -1,6 +1,6 @@
 """Everything the server must still know after it was killed: a data directory, opened.
 
-state.db      the database (SQLite, WAL)
+state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
 secret        under which API keys are hashed
 lock          held by the one server that works here
@@ -10,11 +10,13 @@ import asyncio
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from sqlalchemy import URL, Engine
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
 
-from twinkle.server.state import sqlite
+from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.database import Database
+from twinkle.server.state.driver import Driver
 from twinkle.server.state.errors import DataDirInUseError
 from twinkle.server.state.journal import SEGMENT_BYTES, Journal
 from twinkle.server.state.keys import Keys, read_secret
@@ -24,6 +26,7 @@ from twinkle.server.state.runs import Runs
 from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
 from twinkle.server.state.snapshots import Snapshots
+from twinkle.server.state.sqlite import SqliteDriver, default_url
 
 __all__ = ["Store"]
 
@@ -38,19 +41,23 @@ class Store:
         self, data_dir: Path, url: str | None, lock: bool, segment_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """Blocks: use :meth:`open`."""
-        database_url = sqlite.database_url(data_dir, url)
+        database_url = default_url(data_dir) if url is None else _parsed(url)
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
         self._lock = _acquire(data_dir) if lock else None
+        driver = None
         try:
-            _update_schema(data_dir, database_url, self._lock)
+            driver = _driver(database_url, is_server=lock)
+            _update_schema(data_dir, driver, self._lock)
             secret = read_secret(data_dir / "secret")
             journal_dir = data_dir / "journal"
             journal_dir.mkdir(mode=0o700, exist_ok=True)
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable=lock)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable=lock)
-            self._database = Database(database_url, loop)
+            self._database = Database(driver, loop)
         except BaseException:
+            if driver is not None:
+                driver.engine.dispose()
             _release(self._lock)
             raise
         self.sessions = Sessions(self._database)
@@ -67,8 +74,9 @@ class Store:
     ) -> "Store":
         """Open the directory, creating or migrating what is in it.
 
-        A server takes the lock; a second one gets :class:`DataDirInUseError`. Command-line tools open without it, also
-        beside a running server: they may do everything but journal and prune ops.
+        A server takes the lock; a second one gets :class:`DataDirInUseError`, or :class:`DatabaseInUseError` if it has
+        another directory and the same PostgreSQL database. Command-line tools open without it, also beside a running
+        server: they may do everything but journal and prune ops.
         """
         return await asyncio.to_thread(cls, data_dir, url, lock, segment_bytes, asyncio.get_running_loop())
 
@@ -85,27 +93,41 @@ class Store:
         return self._database.transactions
 
 
-def _update_schema(data_dir: Path, url: URL, held: FileLock | None) -> None:
-    engine = sqlite.open_engine(url)
+def _parsed(url: str) -> URL:
     try:
-        with engine.connect() as connection:
-            outdated = needs_migration(connection)
-        if outdated:
-            # Tables never change under a running server, so that without the lock we need it for this moment.
-            momentary = _acquire(data_dir) if held is None else None
-            try:
-                _migrate(engine)
-            finally:
-                _release(momentary)
+        parsed = make_url(url)
+    except ArgumentError:
+        raise UnsupportedError("database url: cannot be read, allowed: sqlite:///PATH or postgresql://…") from None
+    backend = parsed.get_backend_name()
+    if backend not in ("sqlite", "postgresql"):
+        raise UnsupportedError(f"database url: got {backend}://…, allowed: sqlite:///PATH or postgresql://…")
+    return parsed
+
+
+def _driver(url: URL, is_server: bool) -> Driver:
+    if url.get_backend_name() == "sqlite":
+        return SqliteDriver(url)
+    try:
+        from twinkle.server.state.postgres import PostgresDriver  # needs a package that SQLite does not
+    except ImportError as error:
+        raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
+    return PostgresDriver(url, is_server)
+
+
+def _update_schema(data_dir: Path, driver: Driver, held: FileLock | None) -> None:
+    with driver.connect() as connection:
+        outdated = needs_migration(connection)
+    if not outdated:
+        return
+    # Tables never change under a running server, so that without the lock we need it for this moment.
+    momentary = _acquire(data_dir) if held is None else None
+    try:
+        with driver.connect() as connection:
+            driver.begin_migration(connection)
+            migrate(connection)
+            driver.finish_migration(connection)
     finally:
-        engine.dispose()
-
-
-def _migrate(engine: Engine) -> None:
-    with engine.connect() as connection:
-        connection.exec_driver_sql(sqlite.BEGIN_WRITE)
-        migrate(connection)
-        connection.commit()
+        _release(momentary)
 
 
 def _acquire(data_dir: Path) -> FileLock:

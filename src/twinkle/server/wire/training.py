@@ -5,10 +5,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
+from typing import Any
 
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
@@ -29,6 +31,8 @@ _MAX_SPARSE_BYTES = 2**27  # of all sparse tensors of a request, written out
 _PARTS_PER_DATUM = 64
 _SMALL_BODY = 65_536  # cannot hold enough parts to do harm
 _MAX_NAME = 256
+AnyArray = NDArray[Any]
+
 _INT32 = np.dtype("<i4")
 _DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
@@ -83,21 +87,35 @@ def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, max_tokens:
         if len(name) > _MAX_NAME:  # names are repeated in errors
             raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
     config = _loss_config(request)
-    left = _Allowance(tokens=max_tokens, sparse_bytes=_MAX_SPARSE_BYTES)
+    left = Allowance(tokens=max_tokens, sparse_bytes=_MAX_SPARSE_BYTES)
     data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(request.data))
     return TrainPass(data, request.loss_fn, config)
 
 
 @dataclass
-class _Allowance:
+class Allowance:
     """What is left of a request's limits while its datums are read."""
 
     tokens: int
     sparse_bytes: int
 
 
-def _datum(datum: pb.Datum, where: str, left: _Allowance) -> Datum:
-    tokens = _tokens(datum, where)
+def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
+    arrays = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        check_input_name(name, where)
+        arrays[name] = decode_tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]", left.sparse_bytes)
+        left.sparse_bytes -= sparse_bytes(tensor)
+    return datum_of(_tokens(datum, where), arrays, where, left)
+
+
+def check_input_name(name: str, where: str) -> None:
+    if name not in (TARGETS, WEIGHTS, *EXTRAS):
+        raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], (TARGETS, WEIGHTS, *EXTRAS))
+
+
+def datum_of(tokens: IntArray, arrays: dict[str, AnyArray], where: str, left: Allowance) -> Datum:
+    """tokens (T,); ``arrays``: the loss's inputs by name."""
     left.tokens -= len(tokens)
     if left.tokens < 0:
         raise InvalidInputError(
@@ -105,13 +123,6 @@ def _datum(datum: pb.Datum, where: str, left: _Allowance) -> Datum:
             f"{len(tokens)} tokens",
             f"{left.tokens + len(tokens)}: what is left of the request's limit",
         )
-    arrays = {}
-    for name, tensor in datum.loss_fn_inputs.items():
-        field = f"{where}.loss_fn_inputs[{name!r}]"
-        if name not in (TARGETS, WEIGHTS, *EXTRAS):
-            raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], (TARGETS, WEIGHTS, *EXTRAS))
-        arrays[name] = decode_tensor(tensor, field, left.sparse_bytes)
-        left.sparse_bytes -= sparse_bytes(tensor)
     if TARGETS not in arrays:
         raise InvalidInputError(
             f"{where}.loss_fn_inputs[{TARGETS!r}]", None, "int64 (N,) or (N, K): every loss needs it"

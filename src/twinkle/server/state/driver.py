@@ -1,0 +1,48 @@
+"""What differs between databases, for the code that works with any of them."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from sqlalchemy import Connection, Engine, PoolProxiedConnection
+
+__all__ = ["Driver"]
+
+
+class Driver(Protocol):
+    """Connections to one database, and what is said on them. All methods block; ``cursor`` is the driver's own."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def connect(self) -> AbstractContextManager[Connection]:
+        """SQLAlchemy's connection, for migrations."""
+
+    def begin_migration(self, connection: Connection) -> None:
+        """A transaction that nobody else writes beside."""
+
+    def finish_migration(self, connection: Connection) -> None:
+        """Make what this database needs beside the tables, and commit."""
+
+    def connect_reader(self) -> PoolProxiedConnection: ...
+
+    def connect_writer(self) -> PoolProxiedConnection: ...
+
+    def begin(self, cursor: Any) -> None:
+        """A transaction of the writer. Others that write, in this process or elsewhere, wait for its end."""
+
+    def commit(self, cursor: Any) -> None: ...
+
+    def is_committed(self, cursor: Any) -> bool:
+        """Whether the last transaction, whose connection was lost, took place. Asked on a new connection."""
+
+    def is_lost(self, connection: PoolProxiedConnection) -> bool:
+        """Whether an error means that the connection is of no use any more."""
+
+    def typed(self, error: Exception) -> Exception:
+        """One of our errors where the driver's says what we have a type for."""
+
+    def maintain(self, cursor: Any) -> None:
+        """What is to be done now and then, in a reader's thread."""
+
+    def leave(self, cursor: Any) -> None:
+        """The writer's last words."""

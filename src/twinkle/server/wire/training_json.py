@@ -1,0 +1,101 @@
+"""forward_backward and forward as SDKs before protobuf send them, in JSON."""
+
+import math
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from twinkle.errors import InvalidInputError, UserError
+from twinkle.server.types import Op, OpKind, Refused, TrainPass
+from twinkle.server.wire.fields import Id, Request, SequenceNumber, TokenIds, parse
+from twinkle.server.wire.training import MAX_DATUMS, MAX_TOKENS, Allowance, check_input_name, datum_of
+
+_INTEGERS = ("target_tokens",)  # what a bare list means
+
+
+class _Chunk(Request):
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: TokenIds
+
+
+class _Tensor(Request):
+    data: Annotated[list[float | int], Field(fail_fast=True)]
+    dtype: Literal["int64", "float32"] = "float32"
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=4)] | None = None
+
+
+def _as_tensor(value: object) -> object:
+    return {"data": value} if isinstance(value, list) else value
+
+
+class _ModelInput(Request):
+    chunks: Annotated[list[_Chunk], Field(fail_fast=True)]
+
+
+class _Datum(Request):
+    model_input: _ModelInput
+    loss_fn_inputs: dict[str, Annotated[_Tensor, BeforeValidator(_as_tensor)]]
+
+
+class _Pass(Request):
+    data: Annotated[list[_Datum], Field(fail_fast=True, max_length=MAX_DATUMS)]
+    loss_fn: Id
+    loss_fn_config: dict[Id, float] | None = None
+
+
+class _Sequenced(Request):
+    """Its place; what else it says is read afterwards, so that a mistake there uses up its number."""
+
+    model_id: Id
+    seq_id: SequenceNumber
+
+
+class _ForwardBackward(_Sequenced):
+    forward_backward_input: _Pass
+
+
+class _Forward(_Sequenced):
+    forward_input: _Pass
+
+
+def is_json(body: bytes) -> bool:
+    """No protobuf message of ours begins with a brace: it would be a group."""
+    return body.startswith(b"{")
+
+
+def decode_json_pass(body: bytes, kind: OpKind, *, max_tokens: int = MAX_TOKENS) -> Op:
+    """As :func:`~twinkle.server.wire.training.decode_forward_backward`."""
+    place = parse(_Sequenced, body)
+    payload: TrainPass | Refused
+    try:
+        if kind is OpKind.FORWARD:
+            asked = parse(_Forward, body).forward_input
+        else:
+            asked = parse(_ForwardBackward, body).forward_backward_input
+        left = Allowance(tokens=max_tokens, sparse_bytes=0)
+        data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
+        payload = TrainPass(data, asked.loss_fn, asked.loss_fn_config or {})
+    except UserError as error:
+        payload = Refused(str(error))
+    return Op(place.model_id, place.seq_id, kind, payload, body)
+
+
+def _datum(datum: _Datum, where: str, left: Allowance) -> Any:
+    tokens = np.array([token for chunk in datum.model_input.chunks for token in chunk.tokens], np.int64)
+    for name in datum.loss_fn_inputs:
+        check_input_name(name, where)
+    arrays = {
+        name: _array(name, tensor, f"{where}.loss_fn_inputs[{name!r}]") for name, tensor in datum.loss_fn_inputs.items()
+    }
+    return datum_of(tokens, arrays, where, left)
+
+
+def _array(name: str, tensor: _Tensor, field: str) -> Any:
+    dtype = "int64" if name in _INTEGERS and "dtype" not in tensor.model_fields_set else tensor.dtype
+    if dtype == "int64" and not all(type(value) is int for value in tensor.data):
+        raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
+    shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
+    if math.prod(shape) != len(tensor.data):
+        raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
+    return np.array(tensor.data, dtype).reshape(shape)
