@@ -22,7 +22,10 @@ pytest.importorskip("transformers")
 SRC = Path(__file__).parents[1] / "src"
 
 NAMES = {
-    "twinkle.infra": "initialize",
+    "twinkle": "DeviceGroup DeviceMesh GPU NPU Platform Plugin check_unsafe exists find_free_port find_node_ip "
+    "get_device_placement get_logger initialize is_master remote_class remote_function requires trust_remote_code",
+    "twinkle.infra": "initialize remote_class remote_function get_device_placement collect_tensor_dict",
+    "twinkle.notifier": "Notifier DingNotifier notify_exception",
     "twinkle.data_format": "InputFeature Message Tool ToolCall LossOutput ModelOutput SampledSequence SampleResponse "
     "SamplingParams Trajectory pack_value user_data_get",
     "twinkle.template": "Template DeepseekV4Template Qwen3_5Template ClineParser HermesQwenParser ReActParser "
@@ -59,6 +62,19 @@ _PUSH = "repo_id folder_path path_in_repo commit_message commit_description toke
 
 # Parameters in the order in which they may be given by position.
 SIGNATURES = {
+    "twinkle:initialize": "mode nproc_per_node ncpu_proc_per_node seed full_determinism groups global_device_mesh "
+    "lazy_collect name notifier",
+    "twinkle:DeviceMesh": "mesh mesh_dim_names ep_size etp_size ep_fsdp_size vpp_size ulysses_size sequence_parallel "
+    "device_type",
+    "twinkle:DeviceMesh.from_sizes": "world_size dp_size fsdp_size tp_size pp_size ulysses_size cp_size ep_size "
+    "etp_size ep_fsdp_size vpp_size device_type sequence_parallel",
+    "twinkle:DeviceGroup": "name ranks device_type gpus_per_worker visible_devices",
+    "twinkle:remote_class": "execute",
+    "twinkle:remote_function": "dispatch execute collect sync lazy_collect timeout",
+    "twinkle:get_device_placement": "device_group",
+    "twinkle.infra:collect_tensor_dict": "outputs device_mesh",
+    "twinkle.notifier:DingNotifier": "ding_url secret timeout",
+    "twinkle.notifier:notify_exception": "notifier context exc name",
     "twinkle.data_format:SamplingParams": "max_tokens seed stop temperature top_k top_p repetition_penalty logprobs "
     "prompt_logprobs num_samples",
     "twinkle.data_format:SampledSequence": "stop_reason tokens logprobs decoded new_input_feature routed_experts",
@@ -161,6 +177,15 @@ _VERBS = (
 )
 
 ATTRIBUTES = {
+    "twinkle:Platform": "get_platform get_platform_names visible_device_env device_prefix get_local_device "
+    "device_backend get_rank get_local_rank get_world_size get_local_world_size get_nnodes get_node_rank "
+    "is_local_master is_master is_last_rank get_peer_index get_device_rng_state set_device_rng_state",
+    "twinkle:DeviceMesh": "dp_rank fsdp_rank tp_rank pp_rank cp_rank ep_rank dp_world_size fsdp_world_size "
+    "tp_world_size pp_world_size cp_world_size ep_world_size etp_world_size world_size is_single_process order "
+    "data_rank data_world_size get_data_rank_from_global_rank get_slice get_tp_ranks get_tp_last_ranks "
+    "is_tp_last_rank get_pp_stage_ranks get_pp_first_ranks get_pp_last_ranks is_pp_first_rank is_pp_last_rank "
+    "get_collect_ranks has_dim get_dim_size create_process_group get_dim_group to_torch_device_mesh",
+    "twinkle.notifier:Notifier": "to_dict from_dict __call__",
     "twinkle.template:Template": "image_placeholder video_placeholder audio_placeholder pre_pipeline_names "
     "post_pipeline_names encode batch_encode concat_input_feature format_trajectory check batch_check decode "
     "batch_decode parse_tool_call clean_tool_call set_mm_position_ids get_vllm_input_ids pre_forward_hook "
@@ -204,17 +229,8 @@ LOSS_NAMES = (
     "dpo simpo cpo orpo infonce"
 )
 
-_ONE_PROCESS = "models run in one process for now"
 _WITH_MEDIA = "templates refuse images, video and audio"
 ABSENT = {
-    "twinkle:DeviceGroup": _ONE_PROCESS,
-    "twinkle:DeviceMesh": _ONE_PROCESS,
-    "twinkle:remote_class": _ONE_PROCESS,
-    "twinkle:remote_function": _ONE_PROCESS,
-    "twinkle.infra:collect_tensor_dict": _ONE_PROCESS,
-    "twinkle.infra:get_device_placement": _ONE_PROCESS,
-    "twinkle.infra:remote_class": _ONE_PROCESS,
-    "twinkle.infra:remote_function": _ONE_PROCESS,
     "twinkle.checkpoint_engine:CheckpointEngineManager": "weights go to samplers as checkpoints, without an engine",
     "twinkle.model:TransformersModel.prepare_checkpoint_engine": "there is no checkpoint engine",
     "twinkle.model:TransformersModel.send_weights": "there is no checkpoint engine",
@@ -222,7 +238,7 @@ ABSENT = {
     "twinkle.kernel:kernelize": "kernels are chosen by the trainer itself",
     "twinkle.model.multi_lora:MultiLora": "the Trainer keeps adapters in a store of its own, not in PEFT slots",
     "twinkle.model.multi_lora_target_parameters:TargetParameterLoraManager": "fused experts are not trained yet",
-    "twinkle.notifier:Notifier": "there are no notifiers yet",
+    "twinkle.infra:Platform.get_vllm_device_uuid": "there is no checkpoint engine",
     "twinkle.patch:apply_patch": "models run as transformers defines them; apply_patch says so",
     "twinkle.processor.base:PackedSeqParams": "a type of Megatron's, for which there is no backend",
     "twinkle.processor:InputProcessor.split_cp": "rows are not cut along the sequence",

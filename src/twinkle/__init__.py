@@ -16,16 +16,32 @@ from twinkle.errors import (
     InvalidInputError,
     MissingDependencyError,
     NonFiniteError,
+    ResourcesError,
     StreamError,
     TwinkleError,
     UnknownNameError,
     UnsupportedError,
     UploadError,
     UserError,
+    WorkerDiedError,
+    WorkerTimeoutError,
 )
 
 if TYPE_CHECKING:
-    from twinkle.infra import initialize
+    from twinkle.infra import (
+        CPU,
+        GPU,
+        NPU,
+        DeviceGroup,
+        DeviceMesh,
+        Platform,
+        get_device_placement,
+        initialize,
+        is_master,
+        remote_class,
+        remote_function,
+        shutdown,
+    )
     from twinkle.logger import get_logger
     from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainFailure, TrainItem, TrainResult
     from twinkle.network import find_free_port, find_node_ip
@@ -34,6 +50,9 @@ if TYPE_CHECKING:
     from twinkle.requirements import exists, requires
 
 __all__ = [
+    "CPU",
+    "GPU",
+    "NPU",
     "AdamParams",
     "AdapterExistsError",
     "AdapterNotFoundError",
@@ -41,12 +60,16 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "Datum",
+    "DeviceGroup",
+    "DeviceMesh",
     "DownloadError",
     "InvalidInputError",
     "LoraSpec",
     "MissingDependencyError",
     "NonFiniteError",
+    "Platform",
     "Plugin",
+    "ResourcesError",
     "StreamError",
     "TrainFailure",
     "TrainItem",
@@ -57,13 +80,20 @@ __all__ = [
     "UnsupportedError",
     "UploadError",
     "UserError",
+    "WorkerDiedError",
+    "WorkerTimeoutError",
     "check_unsafe",
     "exists",
     "find_free_port",
     "find_node_ip",
+    "get_device_placement",
     "get_logger",
     "initialize",
+    "is_master",
+    "remote_class",
+    "remote_function",
     "requires",
+    "shutdown",
     "trust_remote_code",
 ]
 
@@ -71,8 +101,14 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "AdamParams": "twinkle.model",
+    "CPU": "twinkle.infra",
     "Datum": "twinkle.model",
+    "DeviceGroup": "twinkle.infra",
+    "DeviceMesh": "twinkle.infra",
+    "GPU": "twinkle.infra",
     "LoraSpec": "twinkle.model",
+    "NPU": "twinkle.infra",
+    "Platform": "twinkle.infra",
     "Plugin": "twinkle.plugin",
     "TrainFailure": "twinkle.model",
     "TrainItem": "twinkle.model",
@@ -82,9 +118,14 @@ _LAZY = {
     "exists": "twinkle.requirements",
     "find_free_port": "twinkle.network",
     "find_node_ip": "twinkle.network",
+    "get_device_placement": "twinkle.infra",
     "get_logger": "twinkle.logger",
     "initialize": "twinkle.infra",
+    "is_master": "twinkle.infra",
+    "remote_class": "twinkle.infra",
+    "remote_function": "twinkle.infra",
     "requires": "twinkle.requirements",
+    "shutdown": "twinkle.infra",
     "trust_remote_code": "twinkle.remote_code",
 }
 

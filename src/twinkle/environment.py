@@ -7,7 +7,11 @@ TWINKLE_TRUST_REMOTE_CODE  a switch: plugins and functions from outside may run 
 TWINKLE_MODEL_ID_ALIASES   a JSON object, other names of models to their ids
 TWINKLE_SEED               the seed of whatever was given none
 LOG_LEVEL                  a name or number of Python's logging (default INFO)
+TWINKLE_SESSION_ID         the run that a process belongs to (default: its parent's process id, the launcher's)
+TWINKLE_CPU_PG_CPUS_PER_PROC  Ray CPUs that a worker of a CPU group reserves, a number > 0 (default 1)
 LOCAL_RANK                 this process's number on its machine, as torchrun sets it
+RANK, WORLD_SIZE           its number among all processes and how many there are; LOCAL_WORLD_SIZE, NNODES and NODE_RANK
+                           likewise; −1 is some launchers' way to say "not distributed"
 """
 
 import json
@@ -19,7 +23,16 @@ from pathlib import Path
 
 from twinkle.errors import InvalidInputError
 
-__all__ = ["Environment", "read_environment", "set_variable_defaults"]
+__all__ = [
+    "Environment",
+    "Launch",
+    "hides_devices",
+    "read_environment",
+    "read_launch",
+    "set_variable_defaults",
+    "set_variables",
+    "twinkle_variables",
+]
 
 _SWITCH = {"": False, "0": False, "false": False, "no": False, "off": False}
 _SWITCH |= {"1": True, "true": True, "yes": True, "on": True}
@@ -37,6 +50,20 @@ class Environment:
     seed: int | None
     log_level: int
     local_rank: int
+    session_id: str
+    cpus_per_process: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher (torchrun, Ray's worker groups) told this process. ``rank`` −1: it was not launched by one."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    nodes: int
+    node_rank: int
 
 
 def read_environment() -> Environment:
@@ -51,7 +78,36 @@ def read_environment() -> Environment:
         seed=_integer("TWINKLE_SEED"),
         log_level=_log_level(),
         local_rank=max(0, _integer("LOCAL_RANK") or 0),  # some launchers say −1 for "not distributed"
+        session_id=os.environ.get("TWINKLE_SESSION_ID") or str(os.getppid()),
+        cpus_per_process=_positive("TWINKLE_CPU_PG_CPUS_PER_PROC", 1.0),
     )
+
+
+def read_launch() -> Launch:
+    rank, local_rank = _integer("RANK"), _integer("LOCAL_RANK")
+    return Launch(
+        rank=-1 if rank is None else rank,
+        local_rank=-1 if local_rank is None else local_rank,
+        world_size=max(1, _integer("WORLD_SIZE") or 1),
+        local_world_size=max(1, _integer("LOCAL_WORLD_SIZE") or 1),
+        nodes=max(1, _integer("NNODES") or 1),
+        node_rank=max(0, _integer("NODE_RANK") or 0),
+    )
+
+
+def hides_devices(visible_variable: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES, or its like, is set and names none."""
+    return os.environ.get(visible_variable, "unset").strip() in ("", "-1")
+
+
+def twinkle_variables() -> dict[str, str]:
+    """Our own variables of this process, for the worker processes that it starts."""
+    return {name: value for name, value in os.environ.items() if name.startswith("TWINKLE_")}
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """What a worker process is told by the program that started it."""
+    os.environ.update(variables)
 
 
 def set_variable_defaults(defaults: Mapping[str, str]) -> None:
@@ -75,6 +131,17 @@ def _integer(name: str) -> int | None:
         return int(value)
     except ValueError as error:
         raise InvalidInputError(name, value, "an integer") from error
+
+
+def _positive(name: str, default: float) -> float:
+    value = os.environ.get(name, "").strip()
+    try:
+        number = float(value) if value else default
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise InvalidInputError(name, value, "a number > 0")
+    return number
 
 
 def _log_level() -> int:

@@ -20,12 +20,15 @@ __all__ = [
     "InvalidInputError",
     "MissingDependencyError",
     "NonFiniteError",
+    "ResourcesError",
     "StreamError",
     "TwinkleError",
     "UnknownNameError",
     "UnsupportedError",
     "UploadError",
     "UserError",
+    "WorkerDiedError",
+    "WorkerTimeoutError",
 ]
 
 
@@ -112,6 +115,29 @@ class MissingDependencyError(TwinkleError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r} (our extra {extra!r}): pip install {package}")
+
+
+class ResourcesError(TwinkleError, RuntimeError):
+    """The cluster does not have, or does not give, what the groups of a program need."""
+
+
+class WorkerDiedError(TwinkleError, RuntimeError):
+    """A process of a worker group ended before it answered."""
+
+    def __init__(self, component: str, group: str, method: str, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} of group {group!r} died during {component!r}.{method}: {reason}")
+        self.group = group
+        self.rank = rank
+
+
+class WorkerTimeoutError(TwinkleError, TimeoutError):
+    """Processes of a worker group did not answer in time."""
+
+    def __init__(self, component: str, group: str, method: str, ranks: Sequence[int], seconds: float) -> None:
+        late = ", ".join(map(str, ranks))
+        super().__init__(f"no answer from rank {late} of group {group!r} to {component!r}.{method} in {seconds} s")
+        self.group = group
+        self.ranks = tuple(ranks)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 import random
 from importlib.util import find_spec
+from typing import Any
 
 from twinkle.errors import InvalidInputError
 
-__all__ = ["seed_everything"]
+__all__ = ["device_rng_state", "seed_everything", "set_device_rng_state"]
 
 _LARGEST_SEED = 2**32 - 1  # what numpy takes
 
@@ -34,3 +35,22 @@ def _seed_torch(seed: int, full_determinism: bool) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+
+
+def device_rng_state(device_type: str) -> Any:
+    """The random state of this process on its ``device_type``, a tensor; None where there is no such device."""
+    import torch
+
+    if device_type == "cpu":
+        return torch.get_rng_state()
+    module = torch.get_device_module(device_type)
+    return module.get_rng_state() if module.is_available() else None
+
+
+def set_device_rng_state(device_type: str, state: Any) -> None:
+    import torch
+
+    if device_type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device_type).set_rng_state(state)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 import twinkle
-from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.errors import InvalidInputError
 from twinkle.infra import current_seed, current_settings, initialization, process_lock
 
 
@@ -44,10 +44,33 @@ def test_seed_of_what_was_given_none(monkeypatch):
 
 
 def test_other_modes():
-    with pytest.raises(UnsupportedError, match="'ray' is not there yet"):
-        twinkle.initialize("ray")
     with pytest.raises(InvalidInputError, match="mode: got 'cloud'"):
         twinkle.initialize("cloud")
+
+
+@pytest.mark.skipif(twinkle.exists("ray"), reason="Ray is installed")
+def test_ray_mode_needs_ray():
+    with pytest.raises(ImportError, match="'ray' is not installed"):
+        twinkle.initialize("ray", groups=[twinkle.DeviceGroup("model", 1, "CPU")])
+    assert current_settings().mode == "local"
+
+
+def test_processes_of_torchrun_share_the_rows_by_default(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    twinkle.initialize(groups=[twinkle.DeviceGroup("all", 4, "CPU")])
+    mesh = current_settings().mesh
+    assert (mesh.dp_world_size, mesh.data_rank, mesh.device_type) == (4, 3, "cpu")
+    with pytest.raises(InvalidInputError, match="global_device_mesh: got '2 ranks', allowed: 4"):
+        twinkle.initialize(global_device_mesh=twinkle.DeviceMesh.from_sizes(dp_size=2))
+    with pytest.raises(InvalidInputError, match=r"ranks of group 'all': got \[0, 1\], allowed: 4"):
+        twinkle.initialize(groups=[twinkle.DeviceGroup("all", 2, "CPU")])
+
+
+def test_shutdown_forgets(monkeypatch):
+    twinkle.initialize(seed=5)
+    twinkle.shutdown()
+    assert current_settings() == initialization.Settings()
 
 
 def test_process_lock_is_in_the_cache_and_nowhere_else(tmp_path, monkeypatch):

@@ -1,6 +1,45 @@
-"""How a program runs: its mode, its seed, and what its processes share on one machine."""
+"""How a program runs: its mode, its seed, its devices, and what its processes share. Ray comes when it is used."""
 
-from twinkle.infra.initialization import Settings, current_seed, current_settings, initialize
+from typing import TYPE_CHECKING
+
+from twinkle.infra.device_group import DeviceGroup
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.infra.drawing import get_device_placement
+from twinkle.infra.initialization import Settings, current_seed, current_settings, initialize, shutdown
+from twinkle.infra.lazy_result import LazyResult
+from twinkle.infra.platform import CPU, GPU, MPS, NPU, Platform, is_master
 from twinkle.infra.process_lock import process_lock
+from twinkle.infra.remote import remote_class, remote_function
 
-__all__ = ["Settings", "current_seed", "current_settings", "initialize", "process_lock"]
+if TYPE_CHECKING:
+    from twinkle.infra.tensor_collect import collect_tensor_dict
+
+__all__ = [
+    "CPU",
+    "GPU",
+    "MPS",
+    "NPU",
+    "DeviceGroup",
+    "DeviceMesh",
+    "LazyResult",
+    "Platform",
+    "Settings",
+    "collect_tensor_dict",
+    "current_seed",
+    "current_settings",
+    "get_device_placement",
+    "initialize",
+    "is_master",
+    "process_lock",
+    "remote_class",
+    "remote_function",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name != "collect_tensor_dict":  # which needs torch
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from twinkle.infra.tensor_collect import collect_tensor_dict
+
+    return collect_tensor_dict

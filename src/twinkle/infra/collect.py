@@ -1,0 +1,110 @@
+"""How the results of workers become one.
+
+none           a list, or the result itself if there is one worker
+flatten        one list, array or tensor of all workers' items
+mean, avg      the mean over workers; of dicts for every key (a list where values are not numbers)
+sum            the sum, likewise
+first          the first worker's
+last_pp        a list of those of the last pipeline stage
+last_pp_first  the first of those
+function       ``fn(results, device_mesh=mesh)``
+
+If all workers return tuples, each place of the tuple is collected for itself.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from numbers import Number
+from typing import Any, Literal
+
+import numpy as np
+
+from twinkle.errors import InvalidInputError
+from twinkle.infra.device_mesh import DeviceMesh
+
+__all__ = ["Collect", "check_collect", "collect_results"]
+
+Named = Literal["none", "flatten", "mean", "avg", "sum", "first", "last_pp", "last_pp_first"]
+Collect = Named | Callable[..., Any]
+
+
+def check_collect(collect: Collect) -> None:
+    if not callable(collect) and collect not in _COLLECTORS:
+        raise InvalidInputError("collect", collect, f"{', '.join(map(repr, _COLLECTORS))} or a function")
+
+
+def collect_results(collect: Collect, results: list[Any], mesh: DeviceMesh, workers: Sequence[int], of: int) -> Any:
+    """What the driver gets of the results of some ``workers`` of ``of``."""
+    if not results:
+        return results
+    if callable(collect):
+        return collect(results, device_mesh=mesh)
+    if all(isinstance(result, tuple) for result in results) and len({len(result) for result in results}) == 1:
+        columns = [list(column) for column in zip(*results, strict=True)]
+        return tuple(collect_results(collect, column, mesh, workers, of) for column in columns)
+    if collect in ("last_pp", "last_pp_first"):
+        results = _of_last_stage(results, mesh, workers, of)
+    return _COLLECTORS[collect](results)
+
+
+def _of_last_stage(results: list[Any], mesh: DeviceMesh, workers: Sequence[int], of: int) -> list[Any]:
+    step = mesh.world_size // of
+    last = set(mesh.get_pp_last_ranks())
+    kept = [result for worker, result in zip(workers, results, strict=True) if worker * step in last]
+    return kept or results[:1]
+
+
+def _all(results: list[Any]) -> Any:
+    return results[0] if len(results) == 1 else results
+
+
+def _flatten(results: list[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, list):
+        return list(chain.from_iterable(results))
+    if isinstance(first, np.ndarray):
+        return np.concatenate(results)
+    if type(first).__module__ == "torch":
+        from twinkle.infra.tensor_collect import concatenated
+
+        return concatenated(results)
+    raise InvalidInputError("result to flatten", first, "lists, arrays or tensors")
+
+
+def _mean(results: list[Any]) -> Any:
+    return _reduced(results, np.mean, "mean")
+
+
+def _sum(results: list[Any]) -> Any:
+    return _reduced(results, np.sum, "sum")
+
+
+def _reduced(results: list[Any], reduce: Callable[..., Any], name: str) -> Any:
+    if all(isinstance(result, dict) for result in results):
+        keys = dict.fromkeys(key for result in results for key in result)
+        columns = {key: [result[key] for result in results if key in result] for key in keys}
+        return {key: _reduced(v, reduce, name) if _is_numeric(v) else v for key, v in columns.items()}
+    if not _is_numeric(results):
+        raise InvalidInputError(f"result to take the {name} of", results[0], "numbers, arrays or dicts of them")
+    value = reduce([np.asarray(result) for result in results], axis=0)
+    return value.item() if np.ndim(value) == 0 else value
+
+
+def _is_numeric(values: list[Any]) -> bool:
+    return all(isinstance(value, Number | np.ndarray) or type(value).__module__ == "torch" for value in values)
+
+
+def _first(results: list[Any]) -> Any:
+    return results[0]
+
+
+_COLLECTORS: dict[str, Callable[[list[Any]], Any]] = {
+    "none": _all,
+    "flatten": _flatten,
+    "mean": _mean,
+    "avg": _mean,
+    "sum": _sum,
+    "first": _first,
+    "last_pp": list,
+    "last_pp_first": _first,
+}

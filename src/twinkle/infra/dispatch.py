@@ -1,0 +1,88 @@
+"""How the arguments of a call are shared out over workers.
+
+all       every worker gets them as they are
+slice     every list is cut into as many contiguous parts as there are workers
+slice_dp  every list and tensor, also in dicts, is cut into as many parts as the mesh cuts a batch into; workers that
+          share a part (tensor, pipeline, context parallel) get the same
+function  ``fn(n_workers, i, args, kwargs, device_mesh=mesh)`` returns the i-th worker's args and kwargs
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from twinkle.errors import InvalidInputError
+from twinkle.infra.device_mesh import DeviceMesh
+
+__all__ = ["Arguments", "Dispatch", "Share", "check_dispatch", "dispatch_arguments", "shares"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Dispatch = Literal["all", "slice", "slice_dp"] | Callable[..., Arguments]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a call is one worker's: the ``index``-th of ``count``, and the same for the rows of a batch."""
+
+    index: int
+    count: int
+    data_index: int
+    data_count: int
+    mesh: DeviceMesh
+
+
+def check_dispatch(dispatch: Dispatch) -> None:
+    if not callable(dispatch) and dispatch not in ("all", "slice", "slice_dp"):
+        raise InvalidInputError("dispatch", dispatch, "'all', 'slice', 'slice_dp' or a function")
+
+
+def shares(mesh: DeviceMesh, workers: Sequence[int], of: int) -> list[Share]:
+    """The shares of some ``workers`` of ``of``. A worker with several devices stands for several ranks of the mesh."""
+    step = mesh.world_size // of
+    data_ranks = [mesh.get_data_rank_from_global_rank(worker * step) for worker in workers]
+    parts = sorted(set(data_ranks))
+    return [
+        Share(index, len(workers), parts.index(data_rank), len(parts), mesh)
+        for index, data_rank in enumerate(data_ranks)
+    ]
+
+
+def dispatch_arguments(dispatch: Dispatch, share: Share, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """One worker's arguments."""
+    if callable(dispatch):
+        return dispatch(share.count, share.index, args, kwargs, device_mesh=share.mesh)
+    if dispatch == "all":
+        return args, kwargs
+    cut = _list_part if dispatch == "slice" else _batch_part
+    return tuple(cut(value, share) for value in args), {name: cut(value, share) for name, value in kwargs.items()}
+
+
+def _list_part(value: Any, share: Share) -> Any:
+    return value[_part(len(value), share.index, share.count)] if isinstance(value, list) else value
+
+
+def _batch_part(value: Any, share: Share) -> Any:
+    if isinstance(value, dict):
+        return {key: _batch_part(item, share) for key, item in value.items()}
+    if isinstance(value, list) or _is_batched_tensor(value):
+        rows = len(value)
+        if 0 < rows < share.data_count:
+            allowed = (
+                f"none or at least {share.data_count} rows: every data-parallel worker gets one or more (a loader's "
+            )
+            allowed += "min_batch_size or drop_last keeps short batches away)"
+            raise InvalidInputError("batch", f"{rows} rows", f"{allowed}. Batch too small")
+        return value[_part(rows, share.data_index, share.data_count)]
+    return value
+
+
+def _is_batched_tensor(value: Any) -> bool:
+    torch = cast("Any", sys.modules.get("torch"))  # a tensor cannot exist unless torch is loaded: do not load it to ask
+    return torch is not None and isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _part(total: int, index: int, count: int) -> slice:
+    size, extra = divmod(total, count)
+    start = index * size + min(index, extra)
+    return slice(start, start + size + (index < extra))

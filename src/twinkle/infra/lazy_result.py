@@ -1,0 +1,100 @@
+"""Results of calls on worker groups that are handed on unseen."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle.infra.collect import Collect, collect_results
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.infra.dispatch import Arguments
+
+__all__ = ["LazyResult", "Origin", "has_lazy", "resolved"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose call it was: a component's on a group, and the numbers of the workers that run it."""
+
+    component: str
+    group: str
+    method: str
+    workers: tuple[int, ...]
+    of: int
+
+
+class LazyResult:
+    """A promise of a call's result: call it for the result, or give it to another remote function.
+
+    There it is resolved on the receiving workers; this process never holds the data. Items, length and iteration are
+    those of the result, and wait for it.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[Any],
+        origin: Origin,
+        collect: Collect,
+        mesh: DeviceMesh,
+        timeout: float | None,
+        when_seen: Callable[[], object] | None = None,
+    ) -> None:
+        self._refs = refs
+        self._origin = origin
+        self._collect = collect
+        self._mesh = mesh
+        self._timeout = timeout
+        self._when_seen = when_seen
+        self._result: list[Any] = []  # one item once it is there
+
+    def __call__(self) -> Any:
+        if not self._result:
+            if self._when_seen is not None:
+                self._when_seen()
+            from twinkle.infra.ray_results import gather
+
+            values = gather(self._refs, self._origin, self._timeout)
+            origin = self._origin
+            self._result.append(collect_results(self._collect, values, self._mesh, origin.workers, origin.of))
+        return self._result[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self())
+
+    def __len__(self) -> int:
+        return len(self())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self()[key]
+
+    def __repr__(self) -> str:
+        state = repr(self._result[0]) if self._result else "not collected yet"
+        return f"<result of {self._origin.component!r}.{self._origin.method}: {state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyResult, (self._refs, self._origin, self._collect, self._mesh, self._timeout)
+
+
+def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is a promise among the arguments, or among the items of one. Deeper, rows are only data."""
+    return any(isinstance(item, LazyResult) for value in (*args, *kwargs.values()) for item in _items(value))
+
+
+def resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The same arguments with results instead of promises."""
+    return tuple(_resolved(value) for value in args), {name: _resolved(value) for name, value in kwargs.items()}
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _resolved(value: Any) -> Any:
+    if not any(isinstance(item, LazyResult) for item in _items(value)):
+        return value
+    if isinstance(value, LazyResult):
+        return value()
+    if isinstance(value, dict):
+        return {key: _resolved(item) for key, item in value.items()}
+    return type(value)(_resolved(item) for item in value)

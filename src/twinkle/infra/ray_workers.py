@@ -1,0 +1,259 @@
+"""Worker groups: a component's real objects, each in a Ray actor of its own, and the calls to them.
+
+A promised call returns two Ray objects: the result, and a small flag. The group keeps the flag's reference to hear of a
+failure, which does not keep a large result alive.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import ray
+
+from twinkle.environment import read_environment, set_variables, twinkle_variables
+from twinkle.framework_util import seed_everything
+from twinkle.infra.collect import collect_results
+from twinkle.infra.device_group import GroupPlan
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.infra.dispatch import Arguments, Dispatch, Share, dispatch_arguments, shares
+from twinkle.infra.initialization import Settings, current_settings, restore_settings
+from twinkle.infra.lazy_result import LazyResult, Origin, has_lazy, resolved
+from twinkle.infra.platform import NPU, Platform, ensure_hccl_socket_env
+from twinkle.infra.ray_resources import worker_places
+from twinkle.infra.ray_results import gather
+from twinkle.infra.remote import Execute, RemoteSpec
+from twinkle.network import find_free_port
+
+__all__ = ["WorkerGroup", "start_workers"]
+
+
+class Worker:
+    """An actor: the process of one rank. A call returns its result and a flag: whether there was none any more."""
+
+    def __init__(self, name: str, variables: Mapping[str, str]) -> None:
+        # Before anything is imported that looks at them, torch above all. Ray's runtime_env would do it too, and start
+        # an interpreter more for every worker.
+        set_variables(variables)
+        self._name = name
+        self._object: Any = None
+        self._iterators: dict[str, Iterator[Any]] = {}
+
+    def __repr__(self) -> str:  # Ray shows it before the lines that this process prints
+        return self._name
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Where torch.distributed's processes of this group can find each other, if this is the first of them."""
+        address = ray.util.get_node_ip_address()
+        return address, find_free_port(address)
+
+    def construct(self, told: tuple[tuple[str, int], Settings, type, tuple[Any, ...], dict[str, Any]]) -> None:
+        master, settings, cls, args, kwargs = told
+        set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
+        if settings.plans[0].platform is NPU:
+            ensure_hccl_socket_env(master[1])
+        restore_settings(settings)
+        if settings.seed is not None:
+            seed_everything(settings.seed, settings.full_determinism)
+        args, kwargs = resolved(args, kwargs)
+        self._object = cls(*args, **kwargs)
+
+    def call(self, method: str, dispatch: Dispatch, share: Share | None, arguments: Arguments) -> tuple[Any, bool]:
+        """``share`` None: the arguments are this worker's already."""
+        args, kwargs = arguments
+        if share is not None:
+            args, kwargs = dispatch_arguments(dispatch, share, *resolved(args, kwargs))
+        # Of the type, as the interpreter does it for __len__ and the like.
+        return getattr(type(self._object), method)(self._object, *args, **kwargs), False
+
+    def iterate(self, iterator: str) -> None:
+        self._iterators[iterator] = iter(self._object)
+
+    def advance(self, iterator: str | None) -> tuple[Any, bool]:
+        """The next item of an iterator, or of the object itself; the flag says that there is none."""
+        try:
+            return next(self._object if iterator is None else self._iterators[iterator]), False
+        except StopIteration:
+            if iterator is not None:
+                del self._iterators[iterator]
+            return None, True
+
+
+class WorkerGroup:
+    """The driver's end of a component's workers."""
+
+    def __init__(self, actors: tuple[Any, ...], mesh: DeviceMesh, origin: Origin, lazy_collect: bool | None) -> None:
+        self.actors = actors
+        self.mesh = mesh
+        self.origin = origin
+        self._lazy_collect = lazy_collect  # None: as the method says, else as initialize() was told
+        self._numbers = count()
+        self._unseen: dict[int, tuple[Origin, list[Any]]] = {}  # flags of calls whose results nobody has looked at
+
+    def for_workers(self) -> "WorkerGroup":
+        """The same for code in another process, which expects results."""
+        return WorkerGroup(self.actors, self.mesh, self.origin, lazy_collect=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerGroup, (self.actors, self.mesh, self.origin, self._lazy_collect)
+
+    def call(self, method: str, spec: RemoteSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the object on the workers that ``spec`` chooses."""
+        self.raise_unseen()
+        workers = self._chosen(spec.execute)
+        dispatch: Dispatch = "all" if spec.execute == "first" else spec.dispatch
+        origin = replace(self.origin, method=method, workers=workers)
+        parts = shares(self.mesh, workers, len(self.actors))
+        sent: list[tuple[Dispatch, Share | None, Any]]
+        if has_lazy(args, kwargs):  # each worker resolves them and takes its own share
+            arguments = ray.put((args, kwargs))
+            sent = [(dispatch, part, arguments) for part in parts]
+        elif dispatch == "all" and len(workers) > 1:
+            arguments = ray.put((args, kwargs))
+            sent = [(dispatch, None, arguments) for _ in parts]
+        else:
+            sent = [("all", None, dispatch_arguments(dispatch, part, args, kwargs)) for part in parts]
+        lazy = self._is_lazy(spec)
+        refs = [
+            self._remote(worker, "call", lazy).remote(method, *one) for worker, one in zip(workers, sent, strict=True)
+        ]
+        return self._promise(refs, origin, spec) if lazy else self._collected(refs, origin, spec)
+
+    def iterate(self, spec: RemoteSpec) -> Iterator[Any]:
+        """Start an iteration on the workers; its items come one by one."""
+        name = uuid4().hex  # other processes may iterate over the same objects
+        workers = self._chosen(spec.execute)
+        origin = replace(self.origin, method="__iter__", workers=workers)
+        gather([self.actors[worker].iterate.remote(name) for worker in workers], origin, spec.timeout)
+        return RemoteIterator(self, name, spec)
+
+    def next_item(self, iterator: str | None, spec: RemoteSpec) -> Any:
+        """The driver waits until it knows that there is one; a promised item stays where it is."""
+        self.raise_unseen()
+        workers = self._chosen(spec.execute)
+        origin = replace(self.origin, method="__next__", workers=workers)
+        lazy = self._is_lazy(spec)
+        refs = [self._remote(worker, "advance", lazy).remote(iterator) for worker in workers]
+        if not lazy:
+            return self._collected(refs, origin, spec)
+        if any(gather([flag for _, flag in refs], origin, spec.timeout)):
+            raise StopIteration
+        return LazyResult([item for item, _ in refs], origin, spec.collect, self.mesh, spec.timeout)
+
+    def raise_unseen(self) -> None:
+        """Raise the failure of an earlier call whose promise nobody has called, or it might never be noticed."""
+        for number, (origin, flags) in list(self._unseen.items()):
+            done = set(ray.wait(flags, num_returns=len(flags), timeout=0)[0])
+            finished = [(flag, worker) for flag, worker in zip(flags, origin.workers, strict=True) if flag in done]
+            del self._unseen[number]
+            gather([flag for flag, _ in finished], replace(origin, workers=tuple(w for _, w in finished)), None)
+            if len(finished) < len(flags):
+                self._unseen[number] = (origin, flags)
+
+    def end(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def _chosen(self, execute: Execute) -> tuple[int, ...]:
+        workers = range(len(self.actors))
+        if execute == "peer":
+            workers = workers[Platform.get_peer_index(len(workers))]
+        return tuple(workers[:1] if execute == "first" else workers)
+
+    def _remote(self, worker: int, method: str, lazy: bool) -> Any:
+        """Result and flag come as two objects where the result is to stay on the cluster."""
+        return getattr(self.actors[worker], method).options(num_returns=2 if lazy else 1)
+
+    def _collected(self, refs: list[Any], origin: Origin, spec: RemoteSpec) -> Any:
+        answers = gather(refs, origin, spec.timeout)
+        if any(flag for _, flag in answers):
+            raise StopIteration
+        values = [value for value, _ in answers]
+        return collect_results(spec.collect, values, self.mesh, origin.workers, origin.of)
+
+    def _promise(self, refs: list[Any], origin: Origin, spec: RemoteSpec) -> LazyResult:
+        number = next(self._numbers)
+        self._unseen[number] = (origin, [flag for _, flag in refs])
+        seen = partial(self._unseen.pop, number, None)
+        return LazyResult([value for value, _ in refs], origin, spec.collect, self.mesh, spec.timeout, seen)
+
+    def _is_lazy(self, spec: RemoteSpec) -> bool:
+        if spec.sync:
+            return False
+        for choice in (self._lazy_collect, spec.lazy_collect):
+            if choice is not None:
+                return choice
+        return current_settings().lazy_collect
+
+
+class RemoteIterator:
+    """An iteration that runs on the workers."""
+
+    def __init__(self, workers: WorkerGroup, name: str, spec: RemoteSpec) -> None:
+        self._workers = workers
+        self._name = name
+        self._spec = spec
+        self._ended = False
+
+    def __iter__(self) -> "RemoteIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        try:
+            return self._workers.next_item(self._name, self._spec)
+        except StopIteration:
+            self._ended = True
+            raise
+
+
+def start_workers(
+    cls: type,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: GroupPlan,
+    mesh: DeviceMesh,
+    name: str,
+    execute: Execute,
+    settings: Settings,
+) -> WorkerGroup:
+    """Construct ``cls`` in one new process for each worker of the group, or for its first."""
+    places = worker_places(plan)[: 1 if execute == "first" else None]
+    shared = _shared_variables(settings)
+    actors = tuple(
+        ray.remote(Worker)
+        .options(**place.options)
+        .remote(f"{name}:{rank}", {**shared, **_rank_variables(rank, len(places)), **place.variables})
+        for rank, place in enumerate(places)
+    )
+    origin = Origin(name, plan.name, "__init__", tuple(range(len(actors))), len(actors))
+    workers = WorkerGroup(actors, mesh, origin, lazy_collect=None)
+    with ExitStack() as failed:
+        failed.callback(workers.end)
+        (master,) = gather([actors[0].meeting_place.remote()], origin, None)
+        # To the object its process is one of a local program: what it makes is made there.
+        local = replace(settings, mode="local", plans=(plan,), mesh=mesh)
+        told = ray.put((master, local, cls, args, kwargs))
+        gather([actor.construct.remote(told) for actor in actors], origin, None)
+        failed.pop_all()
+    return workers
+
+
+def _shared_variables(settings: Settings) -> dict[str, str]:
+    """What every worker is told: our own variables, and nothing else of this process's environment."""
+    variables = twinkle_variables()
+    if settings.seed is not None:
+        variables["TWINKLE_SEED"] = str(settings.seed)
+    variables["TWINKLE_SESSION_ID"] = read_environment().session_id
+    return variables
+
+
+def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    """As torchrun would set them, except that each process sees its own devices only: its local rank is always 0."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    # and so the logger cannot know by it who is to be quiet
+    return variables if rank == 0 else {**variables, "LOG_LEVEL": "ERROR"}

@@ -1,0 +1,149 @@
+"""``remote_class`` and ``remote_function``: what can run on worker groups, and how it is called there.
+
+A decorated method stays the function that it is; the decorator notes beside it how arguments are shared out and results
+put together. A decorated class makes its instances as before, except that under Ray a call with ``remote_group=``
+starts workers and returns a proxy to them. ``instance_id=`` names the workers; without it they are counted by class.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from types import FunctionType
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from twinkle.errors import InvalidInputError
+from twinkle.infra.collect import Collect, check_collect
+from twinkle.infra.components import record_component
+from twinkle.infra.device_group import find_group
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.infra.dispatch import Dispatch, check_dispatch
+from twinkle.infra.initialization import current_settings
+
+__all__ = ["Execute", "RemoteSpec", "remote_class", "remote_function", "remote_methods"]
+
+Execute = Literal["first", "peer", "all"]
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MESH = "device_mesh"
+
+
+@dataclass(frozen=True)
+class RemoteSpec:
+    """How a method is called on a worker group.
+
+    ``execute``: on the first worker, on all, or on those that belong to the calling process (peer). ``sync``: wait for
+    the result. ``lazy_collect``: return a promise of the result; None is what ``initialize`` was told. ``timeout``:
+    seconds to wait for the result; None is for ever.
+    """
+
+    dispatch: Dispatch = "slice"
+    execute: Execute = "all"
+    collect: Collect = "none"
+    sync: bool = False
+    lazy_collect: bool | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_dispatch(self.dispatch)
+        check_collect(self.collect)
+        _check_execute(self.execute)
+
+
+def remote_function(
+    dispatch: Dispatch = "slice",
+    execute: Execute = "all",
+    collect: Collect = "none",
+    sync: bool = False,
+    lazy_collect: bool | None = None,
+    timeout: float | None = None,
+) -> Callable[[F], F]:
+    """Let a method be called through a proxy. See :class:`RemoteSpec` and the modules ``dispatch`` and ``collect``.
+
+    Methods that override it in subclasses are called the same way, unless they are decorated themselves.
+    """
+    spec = RemoteSpec(dispatch, execute, collect, sync, lazy_collect, timeout)
+
+    def decorate(function: F) -> F:
+        cast("Any", function).remote_spec = spec
+        return function
+
+    return decorate
+
+
+def remote_methods(cls: type) -> dict[str, RemoteSpec]:
+    """What can be called through a proxy of ``cls``."""
+    found: dict[str, RemoteSpec] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and "remote_spec" in vars(value):
+                found[name] = vars(value)["remote_spec"]
+    return found
+
+
+def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
+    """Let a class be constructed on a worker group: on its first worker, or on all of them.
+
+    A constructor that takes ``device_mesh`` and is given none gets that of ``initialize``.
+    """
+    _check_execute(execute)
+
+    def decorate(cls: type[T]) -> type[T]:
+        takes_mesh = _MESH in signature(cls).parameters
+        _replace_new(cls, execute, takes_mesh)
+        _replace_init(cls, takes_mesh)
+        return cls
+
+    return decorate
+
+
+def _replace_new(cls: type, execute: Execute, takes_mesh: bool) -> None:
+    make: Any = cls.__new__
+
+    @wraps(cast("Any", cls).__init__)
+    def new(
+        actual: type, *args: Any, remote_group: str | None = None, instance_id: str | None = None, **kwargs: Any
+    ) -> Any:
+        if remote_group is not None and current_settings().mode == "ray":
+            from twinkle.infra.proxy import start_component
+
+            return start_component(actual, args, kwargs, remote_group, instance_id, execute, takes_mesh)
+        return make(actual) if make is object.__new__ else make(actual, *args, **kwargs)
+
+    cast("Any", cls).__new__ = staticmethod(new)
+
+
+def _replace_init(cls: type, takes_mesh: bool) -> None:
+    """Python hands the arguments of ``__new__`` to ``__init__``: where nothing is remote, ours end here."""
+    original: Callable[..., None] = cast("Any", cls).__init__
+
+    @wraps(original)
+    def init(
+        self: object, *args: Any, remote_group: str | None = None, instance_id: str | None = None, **kwargs: Any
+    ) -> None:
+        settings = current_settings()
+        if remote_group is not None and settings.plans:  # it has no effect here, but must be the name of a group
+            find_group(settings.plans, remote_group)
+        if takes_mesh and settings.mode == "local":
+            kwargs = _with_mesh(original, self, args, kwargs, settings.mesh)
+            group = remote_group if settings.plans else None
+            record_component(type(self).__name__, instance_id, group, kwargs.get(_MESH))
+        original(self, *args, **kwargs)
+
+    cast("Any", cls).__init__ = init
+
+
+def _with_mesh(
+    init: Callable[..., None], self: object, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh | None
+) -> dict[str, Any]:
+    by_position = signature(init).bind_partial(self, *args).arguments
+    if _MESH in by_position or kwargs.get(_MESH) is not None or mesh is None:
+        return kwargs
+    return {**kwargs, _MESH: mesh}
+
+
+def _check_execute(execute: str) -> None:
+    if execute not in get_args(Execute):
+        raise InvalidInputError("execute", execute, "'first', 'peer' or 'all'")

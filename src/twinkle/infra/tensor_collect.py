@@ -1,0 +1,73 @@
+"""Model outputs of several workers as those of one."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from twinkle.infra.device_mesh import DeviceMesh
+
+__all__ = ["collect_tensor_dict", "concatenated"]
+
+_PADDING = -200  # no label, no token and hardly a log-probability is −200
+
+
+def collect_tensor_dict(outputs: Sequence[Mapping[str, Any]], device_mesh: "DeviceMesh") -> dict[str, Any]:
+    """Of ranks with the same rows one is kept; then every key is put together over ranks.
+
+    Lists are joined; tensors and arrays of different lengths are padded at their ends with −200 and joined along the
+    first dimension, and so are lists of tensors (one of one dimension is a row); dicts likewise by key; other values
+    become lists, except that ``loss`` is averaged.
+    """
+    if not outputs:
+        return {}
+    if len(outputs) == 1:
+        return dict(outputs[0])
+    step = device_mesh.world_size // len(outputs)
+    ranks = set(device_mesh.get_collect_ranks())
+    kept = [output for worker, output in enumerate(outputs) if worker * step in ranks]
+    merged = _merged(kept)
+    if "loss" in merged:
+        losses = [torch.as_tensor(output["loss"], dtype=torch.float64).mean() for output in kept if "loss" in output]
+        merged["loss"] = torch.stack(losses).mean().item()
+    return merged
+
+
+def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(tensors))
+
+
+def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    keys = dict.fromkeys(key for output in outputs for key in output)
+    return {key: _joined([output[key] for output in outputs if key in output]) for key in keys}
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        return _merged(values)
+    if isinstance(first, list):
+        items = [item for value in values for item in value]
+        tensors = items and all(isinstance(item, torch.Tensor) for item in items)
+        return _padded([item[None] if item.ndim == 1 else item for item in items]) if tensors else items
+    if isinstance(first, torch.Tensor):
+        return _padded(values)
+    if isinstance(first, np.ndarray):
+        return _padded([torch.from_numpy(value) for value in values]).numpy()
+    return values
+
+
+def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all rows; all dimensions but the first get the largest size."""
+    dims = max(1, max(tensor.ndim for tensor in tensors))
+    rows = [tensor.reshape((1,) * (dims - tensor.ndim) + tensor.shape) for tensor in tensors]
+    sizes = [max(row.shape[dim] for row in rows) for dim in range(1, dims)]
+    whole = rows[0].new_full((sum(row.shape[0] for row in rows), *sizes), _PADDING)
+    start = 0
+    for row in rows:
+        place = (slice(start, start + row.shape[0]), *(slice(size) for size in row.shape[1:]))
+        whole[place] = row
+        start += row.shape[0]
+    return whole

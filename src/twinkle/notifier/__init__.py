@@ -1,0 +1,7 @@
+"""Messages to people: that a program failed, above all."""
+
+from twinkle.notifier.ding import DingNotifier
+from twinkle.notifier.exceptions import notify_exception, report_uncaught
+from twinkle.notifier.interface import Notifier
+
+__all__ = ["DingNotifier", "Notifier", "notify_exception", "report_uncaught"]

@@ -1,0 +1,80 @@
+"""Telling people of an exception, once."""
+
+import hashlib
+import platform
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from twinkle.environment import read_environment, read_launch
+from twinkle.logger import get_logger
+from twinkle.notifier.interface import Notifier
+
+__all__ = ["notify_exception", "report_uncaught"]
+
+_SECONDS_KEPT = 86400.0  # of the notes that a failure was told; runs are told apart by their session's name
+
+_previous_hook = sys.excepthook
+_notifier: Notifier | None = None
+_program: str | None = None
+
+
+def notify_exception(notifier: Notifier | None, context: str, exc: BaseException, name: str | None = None) -> None:
+    """Send what happened, where and with which traceback. None: nobody is told.
+
+    One message for all processes of a run that fail in the same place the same way. A message that cannot be sent is
+    logged: it must not hide the exception.
+    """
+    if notifier is None or not _is_first(exc, context, name):
+        return
+    try:
+        notifier(_message(context, exc, name))
+    except (OSError, RuntimeError, ValueError) as error:
+        get_logger().error(f"the notifier {type(notifier).__name__} could not send its message: {error!r}")
+
+
+def report_uncaught(notifier: Notifier | None, name: str | None) -> None:
+    """From now on tell ``notifier`` of an exception that ends this program; None: nobody."""
+    global _notifier, _previous_hook, _program
+    _notifier, _program = notifier, name
+    if sys.excepthook is not _hook:
+        _previous_hook = sys.excepthook
+    sys.excepthook = _previous_hook if notifier is None else _hook
+
+
+def _hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+    _previous_hook(kind, exc, trace)
+    if isinstance(exc, Exception):  # not an interrupt or an exit
+        notify_exception(_notifier, "uncaught exception", exc, _program)
+
+
+def _is_first(exc: BaseException, context: str, name: str | None) -> bool:
+    """Whoever makes the file first tells it."""
+    environment = read_environment()
+    frames = traceback.extract_tb(exc.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    key = "\0".join((environment.session_id, type(exc).__qualname__, place, context, name or ""))
+    folder = environment.cache_dir / "notified"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if time.time() - old.stat().st_mtime > _SECONDS_KEPT:
+            old.unlink(missing_ok=True)
+    try:
+        (folder / hashlib.sha256(key.encode()).hexdigest()[:32]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _message(context: str, exc: BaseException, name: str | None) -> str:
+    launch = read_launch()
+    trace = "".join(traceback.format_exception(exc))
+    return "\n\n".join(
+        (
+            f"# {name or 'twinkle'}: {type(exc).__name__}",
+            f"{context}: {exc}",
+            f"{platform.node()}, Python {platform.python_version()}, rank {launch.rank} of {launch.world_size}",
+            f"```\n{trace}```",
+        )
+    )

@@ -1,0 +1,48 @@
+"""One Ray cluster and one program for all tests here: two CPUs, and four GPUs that Ray only believes in.
+
+Where Ray is not installed everything here is skipped.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from ray_components import GROUPS, Rows, Source
+
+import twinkle
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    if not twinkle.exists("ray"):
+        pytest.skip("Ray is not installed; `make test-ray` does that")
+    import ray
+
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of the workers, which import ray_components
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TWINKLE_CPU_PG_CPUS_PER_PROC"] = "0.25"
+    ray.init(num_cpus=2, num_gpus=4, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def program(cluster):
+    twinkle.initialize("ray", groups=GROUPS, seed=7, name="tests")
+    yield
+    twinkle.shutdown()
+
+
+@pytest.fixture(scope="session")
+def rows(program):
+    """On two workers."""
+    return Rows(remote_group="work")
+
+
+@pytest.fixture(scope="session")
+def source(program):
+    """On one worker of another group."""
+    return Source([[1, 2, 3], [4, 5]], remote_group="data", instance_id="the source")
