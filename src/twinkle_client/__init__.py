@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twinkle_client.client import TwinkleClient
-    from twinkle_client.default_client import default_client, init_twinkle_client, initialize
+    from twinkle_client.current_client import default_client, init_twinkle_client, initialize
     from twinkle_client.errors import (
         AuthenticationError,
         ConnectionLostError,
@@ -68,10 +68,10 @@ _HOME = {
     "SessionLostError": "twinkle_client.errors",
     "TwinkleClient": "twinkle_client.client",
     "TwinkleClientError": "twinkle_client.errors",
-    "default_client": "twinkle_client.default_client",
+    "default_client": "twinkle_client.current_client",
     "init_tinker_client": "twinkle_client.tinker_sdk",
-    "init_twinkle_client": "twinkle_client.default_client",
-    "initialize": "twinkle_client.default_client",
+    "init_twinkle_client": "twinkle_client.current_client",
+    "initialize": "twinkle_client.current_client",
 }
 
 

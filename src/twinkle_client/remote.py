@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.default_client import default_client
+from twinkle_client.current_client import default_client
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.types import ProcessorCallResponse, ProcessorCreateResponse
 from twinkle_client.wire_json import encode

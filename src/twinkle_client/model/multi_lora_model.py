@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.default_client import default_client
+from twinkle_client.current_client import default_client
 from twinkle_client.errors import InvalidRequestError, ServerError, invalid, unknown
 from twinkle_client.lora_config import config_text
 from twinkle_client.model.results import Number, Result, SaveResult, Text
