@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from twinkle.model.parallel import Ranks
 from twinkle.model.stacks import RowLayout, Stack
 from twinkle.model.types import LoraSpec
 
@@ -35,6 +36,7 @@ class Adapter:
     slot: int | None = None
     last_used: int = 0
     frozen: bool = False
+    divided: bool = False  # ranks hold parts of the gradient, which are yet to be added up
 
     @classmethod
     def fresh(cls, adapter_id: str, spec: LoraSpec, stack: Stack, weights_P: Tensor) -> "Adapter":
@@ -88,6 +90,22 @@ class Adapter:
     def add_gradient(self, gradient_P: Tensor) -> None:
         gradient_P = gradient_P.to(self.weights_P.device)  # its adapter may have been paged out meanwhile
         self.gradient_P = gradient_P if self.gradient_P is None else self.gradient_P + gradient_P
+
+    def divide_gradient(self, *, keeps: bool) -> None:
+        """From now on each rank adds to a part of its own. What all have is one's part; ``keeps``: this one's."""
+        if not self.divided and not keeps:
+            self.gradient_P = None
+        self.divided = True
+
+    def unite_gradient(self, ranks: Ranks) -> None:
+        """Add up the parts of all ranks; all of them call it, and hold the adapter on the device."""
+        if self.gradient_P is None:
+            self.gradient_P = torch.zeros_like(self.weights_P)
+        ranks.add_up(self.gradient_P)
+        self.divided = False
+
+    def drop_gradient(self) -> None:
+        self.gradient_P, self.divided = None, False
 
     def refresh_compute_copy(self) -> None:
         """Bring the compute copy up to date with the master weights."""

@@ -62,7 +62,7 @@ def read_architecture(model: PreTrainedModel) -> Architecture:
     config = model.config.get_text_config()
     if model.base_model is model:
         raise UnsupportedError(f"{config.model_type}: no decoder found apart from its output head")
-    layers_path = _layers_path(model, config.num_hidden_layers)
+    layers_path = find_layers(model)
     layers = model.get_submodule(layers_path)
     if any("sinks" in dict(module.named_parameters(recurse=False)) for module in layers.modules()):
         raise UnsupportedError(f"{config.model_type}: attention sinks are not supported yet")
@@ -90,7 +90,9 @@ def read_architecture(model: PreTrainedModel) -> Architecture:
     )
 
 
-def _layers_path(model: PreTrainedModel, count: int) -> str:
+def find_layers(model: PreTrainedModel) -> str:
+    """The path of the decoder layers."""
+    count = model.config.get_text_config().num_hidden_layers
     inside = {id(module) for module in model.get_decoder().modules()}  # vision towers have layers, too
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len(module) == count and name.split(".")[-1] == "layers"

@@ -130,8 +130,9 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
             b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
         rows += segment.gradient_GP
         sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum so
-    indices = tuple(part.index for part in parts)
-    return Gradients(indices, tuple(rows), HostCopy.of(torch.cat(sums).isfinite()))
+    indices = tuple(part.index for part in parts if part.adapter is not None)
+    finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
+    return Gradients(indices, tuple(rows), HostCopy.of(finite))
 
 
 def _segment(start: int, sizes: Sequence[int]) -> Segment:

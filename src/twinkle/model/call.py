@@ -2,12 +2,16 @@
 
 Requests are checked one by one, cut into micro-batches together, and finished one by one as soon as their last sequence
 is computed. Out of memory is never a tenant's problem: a batch that does not fit after all is cut in halves.
+
+Where several ranks train together, a request is the same on all of them, and each rank has some of its sequences, or
+none. What fails on one rank fails on all; only then is any gradient kept.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,14 +19,31 @@ from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
 from twinkle.model.adapter import Adapter
+from twinkle.model.architecture import Architecture
 from twinkle.model.batch import Part
 from twinkle.model.custom_loss import CustomPart, Evaluation, token_values
-from twinkle.model.engine import Computed, Engine
+from twinkle.model.engine import Computed
 from twinkle.model.objective import evaluate
 from twinkle.model.packing import Budget, MicroBatch, SequenceRef, halves, plan
+from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.residency import AdapterPool
 from twinkle.model.types import FloatArray, TokenValues, TrainFailure, TrainItem, TrainResult
 from twinkle.model.validation import CheckedItem, check_item
+
+
+class Passes(Protocol):
+    """What computes micro-batches: an :class:`~twinkle.model.engine.Engine`, or one that keeps step with others."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    def forward(self, parts: Sequence[Part]) -> Computed: ...
+
+    def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed: ...
+
+    def finish(self) -> None:
+        """There are no more micro-batches in this call."""
+        ...
 
 
 @dataclass
@@ -51,15 +72,38 @@ class _Request:
     def ordered_values(self) -> list[TokenValues]:
         return [self.values[number] for number in range(len(self.item.data))]
 
+    def keep_gradient(self) -> None:
+        if self.gradient_P is not None:
+            assert self.adapter is not None
+            self.adapter.add_gradient(self.gradient_P)
+            self.gradient_P = None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of its part of a request."""
+
+    name: str
+    count: int  # sequences
+    error: TwinkleError | None
+
+    @classmethod
+    def of(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_Told":
+        name = item.adapter_id if isinstance(item, TrainItem) else ""
+        if isinstance(result, TrainFailure):
+            return cls(str(name), 0, result.error)
+        return cls(name, len(result.logprobs), None)
+
 
 class Call:
     """Runs requests on an engine; ``budget`` shrinks when the device turns out to hold less than measured."""
 
-    def __init__(self, engine: Engine, pool: AdapterPool, budget: Budget, *, train: bool) -> None:
+    def __init__(self, engine: Passes, pool: AdapterPool, budget: Budget, *, train: bool, ranks: Ranks = ALONE) -> None:
         self.budget = budget
         self._engine = engine
         self._pool = pool
         self._train = train
+        self._ranks = ranks
         self._requests: dict[int, _Request] = {}
         self._results: dict[int, TrainResult | TrainFailure] = {}
 
@@ -67,6 +111,9 @@ class Call:
         for index, item in enumerate(items):
             self._check(index, item)
         self._compute_all()
+        self._engine.finish()
+        if self._ranks.size > 1:
+            self._agree(items)
         return [self._results[index] for index in range(len(items))]
 
     def _compute_all(self) -> None:
@@ -95,6 +142,9 @@ class Call:
             adapter = None if item.base_model else self._pool.get(item.adapter_id)
             if adapter is None and self._train:
                 raise InvalidInputError("base_model", True, "False: the base model is not trained")
+            if self._ranks.size > 1 and isinstance(item.data, Sequence) and not item.data:
+                self._results[index] = TrainResult([], {"loss:sum": 0.0})
+                return
             checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest)
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
@@ -233,13 +283,34 @@ class Call:
         elif not request.finite:
             self._fail(index, NonFiniteError("the gradient holds NaN or infinity: nothing was kept"))
         else:
-            if request.gradient_P is not None:
-                assert request.adapter is not None
-                request.adapter.add_gradient(request.gradient_P)
+            if self._ranks.size == 1:
+                request.keep_gradient()
             shaped = [lp.reshape(d.target_shape) for lp, d in zip(logprobs, request.item.data, strict=True)]
             values = tuple(request.ordered_values) if request.item.statistics else ()
             self._results[index] = TrainResult(shaped, metrics, values)
-        request.gradient_P = None
+
+    def _agree(self, items: Sequence[TrainItem]) -> None:
+        """Between the ranks: what failed somewhere has failed; of the rest every rank keeps its part."""
+        told = self._ranks.gather([_Told.of(item, self._results[index]) for index, item in enumerate(items)])
+        if any([each.name for each in other] != [each.name for each in told[0]] for other in told):
+            names = [[each.name for each in other] for other in told]
+            raise InvalidInputError("items", f"{names} on the ranks", "the same requests on all ranks")
+        for index, request in enumerate(zip(*told, strict=True)):
+            error = next((each.error for each in request if each.error is not None), None)
+            if error is None and not any(each.count for each in request):
+                error = InvalidInputError("data", [], "a sequence of at least one datum, on one rank at least")
+            if error is None:
+                self._keep_part(items[index], self._requests.get(index))
+            else:
+                self._fail(index, error)
+
+    def _keep_part(self, item: TrainItem, request: _Request | None) -> None:
+        if self._train:
+            self._pool.get(item.adapter_id).divide_gradient(keeps=self._ranks.number == 0)
+            if request is not None:
+                request.keep_gradient()
 
     def _fail(self, index: int, error: TwinkleError) -> None:
         self._results[index] = TrainFailure(error)
+        if index in self._requests:
+            self._requests[index].gradient_P = None

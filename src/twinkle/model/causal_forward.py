@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -34,13 +34,14 @@ class Asked:
     embeddings: bool = False  # instead of log-probabilities
 
 
-class CausalForward:
-    """Runs a model whose layers may have adapters in place.
+class CausalForward(nn.Module):
+    """Runs a model whose layers may have adapters in place. All of a pass is in its call: shards are gathered there.
 
     Where it runs packed, calls of the model by itself (``generate`` among them) are refused from then on.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
         config = model.config.get_text_config()
         values = config.to_dict()
         self._model = model
@@ -51,7 +52,7 @@ class CausalForward:
             register()
             model.set_attn_implementation(PACKED)
 
-    def __call__(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
+    def forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
         """(B, L) "logps" and, as asked, "entropies", "predictions", (B, L, V) "logits" or (B, H) "embeddings".
 
         "aux_loss" is there where the model has one.

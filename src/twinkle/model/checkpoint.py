@@ -113,7 +113,7 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     adapter.exp_avg_P.copy_(moments[0])
     adapter.exp_avg_sq_P.copy_(moments[1])
     adapter.step = step
-    adapter.gradient_P = None
+    adapter.drop_gradient()
 
 
 def _write_files(

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from twinkle.construction import check_options, construct, construct_instance
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.loss import Loss, check_call_arguments, loss_by_name
 from twinkle.loss.interface import Inputs, LossOutput, Outputs
 from twinkle.metric import Metric
@@ -78,8 +78,17 @@ def build_scheduler(scheduler_cls: object, optimizer: Optimizer, options: Mappin
         )
     if not (inspect.isclass(scheduler_cls) and issubclass(scheduler_cls, LRScheduler)):
         raise InvalidInputError("scheduler_cls", scheduler_cls, "the name or class of a learning-rate scheduler")
+    if issubclass(scheduler_cls, ReduceLROnPlateau):
+        raise UnsupportedError("ReduceLROnPlateau: lr_step has no metric to give it")
     check_options(scheduler_cls, options, given=1)
-    return scheduler_cls(optimizer, **options)
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        return scheduler_cls(optimizer, **options)
+    except Exception:  # torch has no common type for them; some schedulers set the rate first and complain then
+        for group, settings in zip(optimizer.param_groups, before, strict=True):
+            group.clear()
+            group.update(settings)
+        raise
 
 
 def check_forward_arguments(given: Iterable[str], loss: Loss, metrics: Iterable[Metric]) -> None:

@@ -3,11 +3,12 @@
 The engine knows nothing of budgets, paging or failures; it computes what it is given, on adapters that are resident.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
@@ -18,6 +19,8 @@ from twinkle.model.norms import fuse_norms
 from twinkle.model.objective import BatchObjective, LossPart
 from twinkle.model.transfer import HostCopy
 from twinkle.model.types import FloatArray
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Engine:
         fuse_norms(model)
         self.layers: list[TenantLayer] = install(model, architecture)
         self.head = ChunkedHead(architecture.head_spec, chunk_rows)
+        self.sharded_head: nn.Module | None = None  # where weights are sharded, has those of the head
         self._decoder = model.base_model
         self._stance = "default"
 
@@ -64,7 +68,8 @@ class Engine:
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False)
             hidden_TH = self._hidden(batch)
-            values_TM = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora, batch.query)
+            asked = hidden_TH, batch.targets_TK, batch.head_lora, batch.query
+            values_TM = self._with_head(lambda head: head.logprobs(*asked))
         return Computed(HostCopy.of(values_TM), None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
@@ -73,13 +78,17 @@ class Engine:
         with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
-                values_TM, dhidden_TH = self._head(batch, hidden_TH.detach(), parts)
+                detached_TH = hidden_TH.detach()
+                values_TM, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH, parts))
                 values = HostCopy.of(values_TM)
             if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
             gradients = harvest(batch, parts)
         return Computed(values, gradients)
+
+    def finish(self) -> None:
+        """Nobody waits for this engine: there is nothing to do."""
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
@@ -98,7 +107,16 @@ class Engine:
         hidden_TH = self.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask, batch.layer_batch)
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
-    def _head(self, batch: DeviceBatch, hidden_TH: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    def _with_head(self, walk: Callable[[ChunkedHead], T]) -> T:
+        """Once a pass: a sharded head is whole only inside of ``walk``."""
+        if self.sharded_head is None:
+            return walk(self.head)
+        result: T = self.sharded_head(self.head, walk)
+        return result
+
+    def _walk(
+        self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor, parts: Sequence[Part]
+    ) -> tuple[Tensor, Tensor]:
         asked = [LossPart(part.item, part.data, part.custom) for part in parts]
         objective = BatchObjective.of(asked, batch.targets_TK.shape[1])
         if objective.pointwise:
@@ -106,10 +124,10 @@ class Engine:
             coefficients = objective.to(self.device).coefficients
         else:
             # A loss over whole sequences needs all of them first, and the head is walked a second time.
-            first_TM = self.head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora, batch.query)
+            first_TM = head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora, batch.query)
             known_TM = objective.coefficients(0, len(first_TM), first_TM.cpu()).to(self.device)
 
             def coefficients(start: int, stop: int, values_CM: Tensor) -> Tensor:
                 return known_TM[start:stop]
 
-        return self.head.logprobs_and_gradient(hidden_TH, batch.targets_TK, coefficients, batch.head_lora, batch.query)
+        return head.logprobs_and_gradient(hidden_TH, batch.targets_TK, coefficients, batch.head_lora, batch.query)

@@ -7,18 +7,23 @@ waits for its backward pass cannot be kept: no snapshot is taken meanwhile.
 
 import copy
 import io
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from twinkle.errors import CheckpointError
 from twinkle.metric import Metric
+from twinkle.metric.policy import HighKLRecord, PolicySums
 from twinkle.model.optimizer_group import OptimizerGroup, TrainStatus, accumulate_metrics
 from twinkle.model.training_state import plain_scheduler_state
 
 Call = tuple[str, Mapping[str, object]]  # a verb that set something up, and its arguments
 
 _PROCESS_ATTRIBUTES = ("device_mesh", "process_group", "_clock")
+# What metrics keep beside plain values: torch reads no other classes from a file.
+_METRIC_TYPES: list[Any] = [HighKLRecord, PolicySums]
 _COUNTERS = ("cur_step", "gradient_accumulation_steps", "normalized", "last_grad_norm")
 
 
@@ -37,9 +42,11 @@ class SetUp:
 
 
 def is_settled(group: OptimizerGroup) -> bool:
-    """Whether no forward pass waits for its loss or its backward pass."""
-    status = group.train_status
-    return status.outputs is None or ("loss" in status.outputs and status.loss_value is None)
+    """Whether the last forward pass waits neither for its loss nor, in training, for its backward pass."""
+    status = group.status
+    if status.outputs is None:
+        return True
+    return "loss" in status.outputs and (status.loss_value is None or not group.training)
 
 
 def dump(group: OptimizerGroup, set_up: SetUp) -> bytes:
@@ -59,7 +66,11 @@ def dump(group: OptimizerGroup, set_up: SetUp) -> bytes:
 
 
 def read(state: bytes) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    try:
+        with torch.serialization.safe_globals(_METRIC_TYPES):
+            values: dict[str, Any] = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"what the verbs knew of an adapter cannot be read: {error}") from error
     return values
 
 

@@ -3,7 +3,8 @@
 One step of training is ``forward`` → ``calculate_loss`` → ``backward`` (or ``forward_backward``) → ``clip_grad_norm`` →
 ``step`` → ``zero_grad`` → ``lr_step`` (or ``clip_grad_and_step``). The last four do nothing until a window of
 ``gradient_accumulation_steps`` backward passes is complete. The gradient of a window is divided by its tokens (by its
-backward passes, for losses that are means) before it is clipped or, without clipping, before it is used.
+backward passes, for losses that are means) before it is clipped or, without clipping, before it is used. Gradient and
+tokens are those of all processes that train together.
 
 What the verbs remember of an adapter is its :class:`~twinkle.model.optimizer_group.OptimizerGroup`. The class holds
 what is the same whoever computes; a model adds the computing.
@@ -11,12 +12,15 @@ what is the same whoever computes; a model adds the computing.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.errors import InvalidInputError, UnsupportedError
+from torch import Tensor
+
+from twinkle.errors import InvalidInputError, NonFiniteError, UnsupportedError
 from twinkle.hub import HubOperation
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Metric
 from twinkle.model.components import (
@@ -28,16 +32,24 @@ from twinkle.model.components import (
     check_forward_arguments,
 )
 from twinkle.model.optimizer_group import OptimizerGroup, TrainStatus, accumulate_metrics
-from twinkle.model.sequences import SequenceBatch, as_feature_list, encode, split_batch
+from twinkle.model.parallel import ALONE, Ranks, together
+from twinkle.model.sequences import NO_SEQUENCES, SequenceBatch, as_feature_list, encode, split_batch
 
 
 class TwinkleModel(ABC):
     """A model that is trained. ``optimizer_group`` has one entry an adapter."""
 
-    def __init__(self, model_id: str, tokenizer_id: str | None) -> None:
-        """tokenizer_id: None for a model made from a config; it takes what is encoded already."""
+    def __init__(
+        self, model_id: str, tokenizer_id: str | None, device_mesh: DeviceMesh | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        """tokenizer_id: None for a model made from a config; it takes what is encoded already.
+
+        ranks: the processes of the mesh. All call the same verbs in the same order; inputs may be empty on some.
+        """
         self.model_id = model_id
         self.tokenizer_id = tokenizer_id
+        self.device_mesh = device_mesh
+        self._ranks = ranks
         self.optimizer_group: dict[str, OptimizerGroup] = {}
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -190,6 +202,8 @@ class TwinkleModel(ABC):
         group = self._group(adapter_name)
         if is_training is None and isinstance(metric_cls, Metric):
             raise InvalidInputError("is_training", None, "True or False with a ready metric: one cannot serve both")
+        if self._ranks.size > 1 and not isinstance(metric_cls, Metric):
+            options = {"device_mesh": self.device_mesh, "process_group": self._ranks.group, **options}
         if is_training is not False:
             group.train_status.metrics.append(build_metric(metric_cls, options))
         if is_training is not True:
@@ -282,15 +296,28 @@ class TwinkleModel(ABC):
         """The batch of a forward pass that is about to run, and the side of the group it belongs to."""
         status = group.train_status if training else group.eval_status
         check_forward_arguments(kwargs, group.loss_instance, status.metrics)
-        features = encode(as_feature_list(inputs), lambda: self._template(group))
-        if group.processor is None:
-            group.processor = build_processor("InputProcessor", {})
-        batch = split_batch(group.processor(features))
-        if training and not batch.has_targets:
+        batch = together(self._ranks, lambda: self._batch(group, inputs))
+        if training and not batch.empty and not batch.has_targets:
             warnings.warn("every label of this batch is −100: nothing is learned from it", stacklevel=4)
         accumulate_metrics(group, status)
         group.training = training
         return status, batch
+
+    def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
+        if self._ranks.size > 1 and isinstance(inputs, Sequence) and not inputs:
+            return NO_SEQUENCES
+        features = encode(as_feature_list(inputs), lambda: self._template(group))
+        if group.processor is None:
+            group.processor = build_processor("InputProcessor", {})
+        return split_batch(group.processor(features))
+
+    def _keep_loss(self, status: TrainStatus, graph: Tensor | float, value: float, tokens: float) -> None:
+        """A loss that is not finite on one rank is kept on none."""
+        try:
+            together(self._ranks, lambda: status.has_loss(graph, value, tokens))
+        except NonFiniteError:
+            status.clear()
+            raise
 
     def _loss_arguments(self, group: OptimizerGroup, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """What the loss and the metrics of the last forward pass get, ``kwargs`` included."""

@@ -40,6 +40,7 @@ class TenantLayer(nn.Module):
         self.index = index
         self.linears = [module for module in inner.modules() if isinstance(module, LoraLinear)]
         self.compiled: Callable[..., Tensor] | None = None
+        self.opens_gradient = False  # the backward pass comes here even if no adapter does
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -54,7 +55,7 @@ class TenantLayer(nn.Module):
             kwargs["cached"] = batch.cached[self.index]
         lora = batch.lora[self.index]
         train = torch.is_grad_enabled()
-        if train and not hidden_states.requires_grad and any(lora.has(linear.name) for linear in self.linears):
+        if train and not hidden_states.requires_grad and self._asks_for_gradient(lora):
             # The first layer with adapters. Their gradients are made on the way of this one, so it must be asked for.
             hidden_states = hidden_states.detach().requires_grad_()
         train = train and hidden_states.requires_grad
@@ -62,6 +63,9 @@ class TenantLayer(nn.Module):
         if train and batch.recompute:
             return checkpoint(run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False)
         return run(self.inner, self.linears, lora, hidden_states, args, kwargs)
+
+    def _asks_for_gradient(self, lora: LayerAdapters) -> bool:
+        return self.opens_gradient or any(lora.has(linear.name) for linear in self.linears)
 
 
 def run_layer(

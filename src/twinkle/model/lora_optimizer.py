@@ -37,7 +37,9 @@ def build_lora_optimizer(
     if on:
         raise UnsupportedError(f"{', '.join(on)}: not supported for the adapters of a multi-LoRA model")
     check_options(chosen, options, given=1)
-    check_settings("", {"lr": lr, "weight_decay": weight_decay})
+    check_settings("", {**options, "lr": lr, "weight_decay": weight_decay})
+    if options.get("fused") and options.get("foreach"):
+        raise InvalidInputError("fused", True, "False with foreach: they are two ways of the same")
     factory: Callable[..., Optimizer] = chosen
     return factory([nn.Parameter(torch.zeros(1))], lr=lr, weight_decay=weight_decay, **options)
 

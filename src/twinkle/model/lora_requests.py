@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from twinkle.errors import InvalidInputError
 from twinkle.metric import Accuracy
@@ -57,6 +58,8 @@ class LoraRequests:
         )
 
         def num_tokens() -> float:
+            if batch.empty:
+                return 0.0
             if weights is None:
                 return objective.num_tokens
             return max(float(sum(each.sum() for each in weights)), 1.0) if loss.reduction == "sum" else 0.0
@@ -66,12 +69,14 @@ class LoraRequests:
     def outputs(
         self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, result: TrainResult
     ) -> dict[str, Any]:
+        if batch.empty:
+            return {"logps": torch.zeros(0, 0)}
         values = result.values or [TokenValues(logprobs, _NONE, _NO_IDS) for logprobs in result.logprobs]
         entropy = group.loss_instance.require_entropy
         return {**outputs_of(batch, values, entropy=entropy, predictions=_has_accuracy(status))}
 
     def _data(self, batch: SequenceBatch, weights: list[FloatArray] | None = None) -> list[Datum]:
-        longest = max(batch.lengths)
+        longest = max(batch.lengths, default=0)
         if longest > self._max_length:
             allowed = f"at most max_length={self._max_length}"
             raise InvalidInputError("inputs", f"a sequence of {longest} tokens", allowed)

@@ -10,6 +10,7 @@ import torch
 
 from twinkle.model.checkpoint_source import copy_tokenizer
 from twinkle.model.optimizer_group import OptimizerGroup
+from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.training_state import check_resumable, load_state, progress, read_progress, state_values, summary
 from twinkle.model.types import EMPTY, AdapterSnapshot
 
@@ -37,15 +38,21 @@ class StateTrainer(Protocol):
 class LoraState:
     """``process_state``: checkpoints hold the random states of this process. Not where tenants share it."""
 
-    def __init__(self, trainer: StateTrainer, tokenizer_id: str | None, *, process_state: bool) -> None:
+    def __init__(
+        self, trainer: StateTrainer, tokenizer_id: str | None, *, process_state: bool, ranks: Ranks = ALONE
+    ) -> None:
         self._trainer = trainer
+        self._ranks = ranks
         self._tokenizer_id = tokenizer_id
         self._process_state = process_state
 
     def prepare_save(
         self, group: OptimizerGroup, *, save_optimizer: bool, consumed_train_samples: int
     ) -> Callable[[Path], None]:
-        """Copies everything; the function returned writes it, in any thread, in the place of what is there."""
+        """Copies everything; the function returned writes it, in any thread, in the place of what is there.
+
+        All ranks prepare, and one writes.
+        """
         values = {}
         if save_optimizer:
             gradient = self._trainer.snapshot(group.adapter_name).gradient
@@ -58,7 +65,7 @@ class LoraState:
             for name, value in values.items():
                 torch.save(value, staging / name)
 
-        state = progress(group, consumed_train_samples) if save_optimizer else {}
+        state = progress(group, consumed_train_samples, self._ranks) if save_optimizer else {}
         return self._trainer.prepare_save(group.adapter_name, save_optimizer, state, companions)
 
     def resume(self, group: OptimizerGroup, directory: Path, *, resume_only_model: bool) -> dict[str, int]:
@@ -68,7 +75,7 @@ class LoraState:
             return summary(read_progress(directory, missing_ok=True))
         check_resumable(directory, group)
         self._trainer.load(group.adapter_name, directory, optimizer=True)
-        state, window = load_state(directory, group, process_state=self._process_state)
+        state, window = load_state(directory, group, self._ranks, process_state=self._process_state)
         if _WINDOW_GRADIENT in window:
             snapshot = self._trainer.snapshot(group.adapter_name)
             self._trainer.restore(group.adapter_name, replace(snapshot, gradient=window[_WINDOW_GRADIENT].numpy()))

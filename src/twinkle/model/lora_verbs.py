@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import LossMetric, TrainMetric
 from twinkle.model.checkpoint_source import find_checkpoint
@@ -25,7 +26,8 @@ from twinkle.model.library_objective import refuse_unless_logps
 from twinkle.model.lora_optimizer import adam_params, build_lora_optimizer
 from twinkle.model.lora_requests import LoraRequests
 from twinkle.model.lora_state import LoraState, StateTrainer
-from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
+from twinkle.model.optimizer_group import OptimizerGroup, check_accumulation, check_clipping
+from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.parameter_groups import apply_optim_params
 from twinkle.model.train_configs import describe
 from twinkle.model.training_state import checkpoint_path, is_due
@@ -65,14 +67,22 @@ class LoraVerbs(TwinkleModel):
     """``adapter_name`` is given to every verb; adapters never meet. Who adds adapters adds their optimizer groups."""
 
     def __init__(
-        self, trainer: LoraTrainer, model_id: str, tokenizer_id: str | None, max_length: int, *, process_state: bool
+        self,
+        trainer: LoraTrainer,
+        model_id: str,
+        tokenizer_id: str | None,
+        max_length: int,
+        *,
+        process_state: bool,
+        device_mesh: DeviceMesh | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """process_state: checkpoints hold tokenizer and random states. Not where tenants share this process."""
-        super().__init__(model_id, tokenizer_id)
-        self.device_mesh: object = None
+        super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer
         self._requests = LoraRequests(max_length)
-        self._state = LoraState(trainer, tokenizer_id if process_state else None, process_state=process_state)
+        tokenizer = tokenizer_id if process_state else None
+        self._state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -114,11 +124,12 @@ class LoraVerbs(TwinkleModel):
     ) -> PreparedPass:
         _check_asked(return_logits, task)
         group = self._group(adapter_name)
-        group.set_accumulation(gradient_accumulation_steps)
+        check_accumulation(gradient_accumulation_steps)
         status, batch = self._begin_forward(group, inputs, kwargs, training=True)
         request = self._requests.train_request(group, batch, temperature, kwargs)
 
         def absorb(result: TrainResult) -> dict[str, Any]:
+            group.set_accumulation(gradient_accumulation_steps)
             outputs, loss = self._requests.outputs(group, status, batch, result), result.metrics["loss:sum"]
             status.begin(batch, outputs, kwargs, temperature)
             status.has_loss(loss, loss, request.num_tokens())
@@ -202,10 +213,12 @@ class LoraVerbs(TwinkleModel):
         status = group.status
         batch, outputs = status.computed("calculate_loss")
         arguments = self._loss_arguments(group, kwargs)
-        with torch.no_grad():
-            loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
-        value = float(loss)
-        status.has_loss(value, value, tokens)
+        value = tokens = 0.0
+        if not batch.empty:
+            with torch.no_grad():
+                loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
+            value = float(loss)
+        self._keep_loss(status, value, value, tokens)
         return value
 
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
@@ -318,7 +331,7 @@ class LoraVerbs(TwinkleModel):
         write = self._state.prepare_save(
             group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
-        write(directory)
+        first_does(self._ranks, lambda: write(directory))
         return str(directory)
 
     def load(
@@ -369,14 +382,14 @@ class LoraVerbs(TwinkleModel):
         group = OptimizerGroup(adapter_name, config, gradient_accumulation_steps)
         # Accuracy is not among the defaults: it needs the likeliest token of every row, and with it CUDA's slower head.
         for status in (group.train_status, group.eval_status):
-            status.metrics += [LossMetric(self.device_mesh), TrainMetric(self.device_mesh)]
+            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in (LossMetric, TrainMetric)]
         return group
 
     def _check_loss(self, loss: Loss) -> None:
         refuse_unless_logps(loss)
 
     def _normalize(self, group: OptimizerGroup) -> None:
-        divisor = group.take_divisor()
+        divisor = group.take_divisor(self._ranks)
         if divisor is not None:
             self._lora_trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinkle.errors import CapacityError
 
@@ -46,12 +46,15 @@ class MemoryPlan:
         )
 
 
-def available_bytes(device: torch.device) -> int:
-    """What is free on the device now, the caches of torch's own allocator counted as free."""
+def available_bytes(device: torch.device, processes: int = 1) -> int:
+    """What is free on the device now, the caches of torch's own allocator counted as free.
+
+    ``processes`` share the host, as far as anyone knows; each has a GPU of its own.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(_available_host_bytes() * _CPU_SHARE)
+    return int(_available_host_bytes() * _CPU_SHARE) // processes
 
 
 def _available_host_bytes(root: Path = Path("/")) -> int:
@@ -64,6 +67,10 @@ def _available_host_bytes(root: Path = Path("/")) -> int:
     except OSError:  # not in a group of its own
         return available
     return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
 
 
 def head_chunk_rows(device: torch.device, vocab_size: int) -> int:

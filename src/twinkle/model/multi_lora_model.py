@@ -1,4 +1,4 @@
-"""Many LoRA adapters on one frozen model, in one process: the verbs of the library and a Trainer of its own."""
+"""Many LoRA adapters on one frozen model: the verbs of the library and a Trainer of its own in each process."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.lora_verbs import LoraVerbs
+from twinkle.model.parallel_options import check_parallel_options, check_precision
 from twinkle.model.peft_config import spec_from_peft
-from twinkle.model.single_process import Mesh, check_precision, check_single_process
 from twinkle.model.trainer import Trainer
 
 
@@ -27,7 +28,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         model_cls: object = None,
         model_id: str | None = None,
         config: object = None,
-        device_mesh: Mesh | None = None,
+        device_mesh: DeviceMesh | None = None,
         mixed_precision: str = "bf16",
         strategy: str = "accelerate",
         ddp_config: Mapping[str, Any] | None = None,
@@ -46,7 +47,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
     ) -> None:
-        check_single_process(
+        reshards = check_parallel_options(
             device_mesh=device_mesh,
             strategy=strategy,
             ddp_config=ddp_config,
@@ -70,9 +71,18 @@ class MultiLoraTransformersModel(LoraVerbs):
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
+            device_mesh=device_mesh,
+            reshard_after_forward=reshards,
         )
-        super().__init__(self.trainer, model_id, tokenizer_id or model_id, max_length, process_state=True)
-        self.device_mesh = device_mesh
+        super().__init__(
+            self.trainer,
+            model_id,
+            tokenizer_id or model_id,
+            max_length,
+            process_state=True,
+            device_mesh=device_mesh,
+            ranks=self.trainer.ranks,
+        )
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
         maximize=False,
     )
     adapter.step += 1
-    adapter.gradient_P = None
+    adapter.drop_gradient()
     adapter.refresh_compute_copy()
     return {"unclipped_grad_l2:mean": norm}
 

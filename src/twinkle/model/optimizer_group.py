@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from twinkle.errors import InvalidInputError, NonFiniteError, UserError
 from twinkle.loss import CrossEntropyLoss, Loss
-from twinkle.metric import Metric
+from twinkle.metric import LossMetric, Metric, TrainMetric
+from twinkle.model.parallel import Ranks
 from twinkle.model.sequences import SequenceBatch
 
 
@@ -29,6 +30,7 @@ class TrainStatus:
     temperature: float = 1.0
     loss_value: Tensor | float | None = None
     last_count: float = 0.0
+    reduction: str = "sum"  # of that loss
     num_tokens: float = 0.0
 
     def begin(
@@ -43,8 +45,11 @@ class TrainStatus:
         if not math.isfinite(value):
             self.clear()
             raise NonFiniteError(f"the loss is {value}: nothing was kept")
-        assert self.outputs is not None
+        assert self.outputs is not None and self.sequences is not None
+        self.reduction = "sum" if tokens > 0 else "mean"
         self.loss_value, self.last_count = graph, tokens if tokens > 0 else 1.0
+        if self.sequences.empty or (tokens > 0 and not self.sequences.has_targets):
+            self.last_count = tokens = 0.0  # the sum of nothing, whatever the loss says
         self.outputs["loss"], self.outputs["num_tokens"] = value, tokens
 
     def computed(self, verb: str) -> tuple[SequenceBatch, dict[str, Any]]:
@@ -86,11 +91,9 @@ class OptimizerGroup:
 
     def set_accumulation(self, steps: int | None) -> None:
         """None leaves it as it is."""
-        if steps is None:
-            return
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise InvalidInputError("gradient_accumulation_steps", steps, "an integer ≥ 1")
-        self.gradient_accumulation_steps = steps
+        check_accumulation(steps)
+        if steps is not None:
+            self.gradient_accumulation_steps = steps
 
     @property
     def at_boundary(self) -> bool:
@@ -104,13 +107,13 @@ class OptimizerGroup:
         self.train_status.loss_value, self.train_status.last_count = None, 0.0
         self.normalized = False
 
-    def take_divisor(self) -> float | None:
+    def take_divisor(self, ranks: Ranks) -> float | None:
         """What the gradient of the window must be divided by, once: the tokens, or the backward passes of mean losses.
 
-        None when there is nothing (more) to divide.
+        Those of all ranks. None when there is nothing (more) to divide.
         """
-        tokens = self.train_status.num_tokens
-        if self.normalized or tokens <= 0:
+        tokens = 0.0 if self.normalized else ranks.total(self.train_status.num_tokens)
+        if tokens <= 0:
             return None
         self.normalized, self.train_status.num_tokens = True, 0.0
         return tokens
@@ -130,6 +133,11 @@ class OptimizerGroup:
         return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
+def check_accumulation(steps: int | None) -> None:
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise InvalidInputError("gradient_accumulation_steps", steps, "an integer ≥ 1")
+
+
 def check_clipping(max_grad_norm: float, norm_type: float) -> None:
     """torch would take a negative norm and turn the gradient around."""
     for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
@@ -143,14 +151,17 @@ def accumulate_metrics(group: OptimizerGroup, status: TrainStatus) -> None:
     if sequences is None or outputs is None or "loss" not in outputs:
         return
     status.clear()  # also for a metric that refuses it: the next pass must not meet it again
-    for metric in status.metrics:
+    metrics, inputs = status.metrics, {} if sequences.empty else sequences.loss_inputs
+    if sequences.empty:  # of a step that others took: these two also tell of steps
+        metrics, outputs = [each for each in metrics if isinstance(each, LossMetric | TrainMetric)], {}
+    for metric in metrics:
         metric.accumulate(
-            sequences.loss_inputs,
+            inputs,
             outputs,
             lr=list(group.last_lr) or group.lr,
             step=max(group.cur_step - 1, 0),
             gradient_accumulation_steps=group.gradient_accumulation_steps,
             grad_norm=group.last_grad_norm,
-            loss_reduction="sum" if outputs["num_tokens"] > 0 else "mean",
+            loss_reduction=status.reduction,
             **forward_kwargs,
         )

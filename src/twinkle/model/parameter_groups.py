@@ -1,7 +1,7 @@
 """Which parameters an optimizer gets, and any torch optimizer over them."""
 
 import inspect
-import math
+import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -62,7 +62,7 @@ def check_settings(prefix: str, settings: Mapping[str, Any]) -> None:
     """lr, weight_decay, eps and betas, which an optimizer that exists already would take as they come."""
     for name in settings.keys() & {"lr", "weight_decay", "eps"}:
         value = settings[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
             raise InvalidInputError(f"{prefix}{name}", value, "a number ≥ 0")
     betas = settings.get("betas", (0.9, 0.999))
     if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

@@ -40,6 +40,11 @@ class SequenceBatch:
     pooled_labels: Tensor | None = None  # of texts, (B,), where labels are not about tokens
     device: torch.device = _HOST
 
+    @property
+    def empty(self) -> bool:
+        """Of a rank without data, beside others that have some."""
+        return not self.rows
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(row["input_ids"]) for row in self.rows)
@@ -90,6 +95,9 @@ class SequenceBatch:
     def unpadded(self, values_BL: Tensor) -> list[FloatArray]:
         """The inverse."""
         return [row[:length].numpy() for row, length in zip(values_BL, self.lengths, strict=True)]
+
+
+NO_SEQUENCES = SequenceBatch(())
 
 
 def as_feature_list(inputs: object) -> list[Mapping[str, Any]]:

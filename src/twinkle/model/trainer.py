@@ -1,8 +1,12 @@
-"""The multi-tenant trainer: one process, one device, one frozen base model, many adapters in every batch.
+"""The multi-tenant trainer: one frozen base model, many adapters in every batch.
 
 ``forward_backward`` takes the requests of any number of tenants, packs their sequences into batches that fit the
 memory, and computes them together; a request that is wrong or turns NaN fails alone and changes nothing. ``optim_step``
 touches one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
+
+With a device mesh there is a trainer in each of its processes (ranks). All are given the same calls in the same order,
+and of the requests of a call each has some sequences or none. Adapters are the same on all ranks but for the gradient
+of an open window: each rank has a part of it, and the parts are added up where the whole is first needed.
 """
 
 import dataclasses
@@ -16,21 +20,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twinkle import hub
-from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError
+from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import checkpoint
 from twinkle.model.adapter import Adapter
-from twinkle.model.architecture import default_dtype, read_architecture
+from twinkle.model.architecture import read_architecture
 from twinkle.model.call import Call
 from twinkle.model.compilation import compile_layers
 from twinkle.model.engine import Engine
-from twinkle.model.loading import load_model
-from twinkle.model.memory import MemoryPlan, available_bytes, divide, head_chunk_rows
+from twinkle.model.loading import load_model, read_dtype
+from twinkle.model.lockstep import Lockstep
+from twinkle.model.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
 from twinkle.model.optimizer import adam_step, check_adam_params, gradient_norm
 from twinkle.model.packing import Budget
+from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
 from twinkle.model.peft_config import peft_config, spec_from_peft
 from twinkle.model.rehearsal import measure_token_cost
 from twinkle.model.residency import AdapterPool
 from twinkle.model.self_check import check_engine, plain_logprobs
+from twinkle.model.sharding import shard_engine
 from twinkle.model.stacks import RowLayout, initial_row, rank_bucket
 from twinkle.model.targets import check_spec, select_targets, short_names
 from twinkle.model.types import (
@@ -44,8 +52,6 @@ from twinkle.model.types import (
     TrainResult,
 )
 
-_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
-
 
 class Trainer:
     """Many LoRA adapters on one frozen model. Build it with :meth:`from_pretrained`."""
@@ -58,34 +64,49 @@ class Trainer:
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         """Take over a loaded model: it is frozen and its linear layers are replaced.
 
         memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free.
         max_tokens_per_batch: upper bound of a batch; None: 16384 on CUDA, 4096 on CPU, less where memory is short.
         compiled: compile the decoder layers now; takes a minute or so, and CUDA steps get faster.
+        device_mesh: the processes that train together; each constructs a trainer of its own on the same weights. Along
+        its dimension fsdp the base is cut into shards.
+        reshard_after_forward: layers of a sharded base are gathered once more for the backward pass, not held.
         """
         self.model_id = model_id
         self.device: torch.device = model.device
+        if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # shards move there from where the model is
+            self.device = own_device(device_mesh.device_type, device_mesh)
         self.dtype: torch.dtype = model.dtype
         if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
             raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
-        free_bytes = available_bytes(self.device)
-        weight_bytes = _weight_bytes(model)
-        if memory_budget_bytes is not None:
-            free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
+        self._parallel = read_mesh(device_mesh, self.device)
+        weight_bytes = parameter_bytes(model)
+        free_bytes = available_bytes(self.device, self._parallel.ranks.size)
         self.architecture = read_architecture(model)
         self.end_tokens = _end_tokens(model)
         reference = plain_logprobs(model, self.architecture)
         chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
         self._engine = Engine(model, self.architecture, self.device, chunk_rows)
+        if self._parallel.shard_mesh is not None:
+            if compiled:
+                raise UnsupportedError("compiled: the layers of a sharded base are not compiled, allowed: False")
+            gathered = shard_engine(self._engine, model, self._parallel.shard_mesh, reshard_after_forward)
+            self.architecture = self._engine.architecture
+            weight_bytes = weight_bytes // self._parallel.shards.size + gathered
+            free_bytes = available_bytes(self.device, self._parallel.ranks.size) - gathered
+        if memory_budget_bytes is not None:
+            free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
         check_engine(self._engine, reference)
         if compiled:
             compile_layers(self._engine, self.dtype)
         cost = measure_token_cost(self._engine, self.dtype)
         self.memory: MemoryPlan = divide(
             weights=weight_bytes,
-            free=free_bytes,
+            free=self._parallel.ranks.smallest(free_bytes),
             per_token=cost.kept,
             per_token_recomputed=cost.recomputed,
             max_tokens=max_tokens_per_batch,
@@ -104,31 +125,48 @@ class Trainer:
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
     ) -> Self:
         """Load a model by its id (see :mod:`twinkle.hub`).
 
         device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on CUDA and on CPUs with
         AMX, else fp32. The rest as in the constructor.
         """
-        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if device_mesh is not None:
+            check_mesh(device_mesh)  # before weights are read
+        chosen = own_device(device, device_mesh)
         if chosen.type not in ("cpu", "cuda"):
             raise InvalidInputError("device", str(chosen), "cpu or cuda")
-        model = load_model(hub.resolve(model_id), _dtype(dtype, chosen), chosen)
+        sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
+        place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
+        model = load_model(hub.resolve(model_id), read_dtype(dtype, chosen), place)
         return cls(
             model,
             model_id=model_id,
             memory_budget_bytes=memory_budget_bytes,
             max_tokens_per_batch=max_tokens_per_batch,
             compiled=compiled,
+            device_mesh=device_mesh,
+            reshard_after_forward=reshard_after_forward,
         )
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; all are given the same calls."""
+        return self._parallel.ranks
+
     # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def check_adapter(self, spec: LoraSpec) -> None:
+        """Raises for an adapter that this model can never have; in any thread."""
+        select_targets(check_spec(spec), self.architecture)
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
         """Make a fresh adapter; returns its spec with the seed that was used."""
         if adapter_id in self._pool:
             raise AdapterExistsError(adapter_id)
-        spec = check_spec(spec)
+        spec = self._parallel.ranks.gather(check_spec(spec))[0]  # one seed for all, where it was drawn
         adapter = self._blank(adapter_id, spec)
         assert spec.seed is not None
         adapter.weights_P.copy_(initial_row(adapter.layout, spec.rank, spec.seed))
@@ -178,6 +216,7 @@ class Trainer:
         adapter = self._pool.get(adapter_id)
         check_adam_params(params)
         self._pool.make_resident([adapter])
+        self._unite_gradient(adapter)
         return adam_step(adapter, params, decoupled=decoupled)
 
     def scale_gradient(self, adapter_id: str, factor: float) -> None:
@@ -188,16 +227,16 @@ class Trainer:
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
         """Of the accumulated gradient; 0 without one."""
-        gradient_P = self._pool.get(adapter_id).gradient_P
+        gradient_P = self._with_gradient(adapter_id).gradient_P
         return 0.0 if gradient_P is None else gradient_norm(gradient_P, norm_type)
 
     def zero_grad(self, adapter_id: str) -> None:
         """Drop the accumulated gradient."""
-        self._pool.get(adapter_id).gradient_P = None
+        self._pool.get(adapter_id).drop_gradient()
 
     def gradients(self, adapter_id: str) -> dict[str, FloatArray]:
         """The accumulated gradient by PEFT's parameter names; empty between windows."""
-        adapter = self._pool.get(adapter_id)
+        adapter = self._with_gradient(adapter_id)
         return {} if adapter.gradient_P is None else self._arrays(adapter, adapter.gradient_P)
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
@@ -209,7 +248,7 @@ class Trainer:
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
         """Everything needed to go on exactly, an open window's gradient included."""
-        adapter = self._pool.get(adapter_id)
+        adapter = self._with_gradient(adapter_id)
         gradient = None if adapter.gradient_P is None else _array(adapter.gradient_P)
         return AdapterSnapshot(
             spec=adapter.spec,
@@ -252,7 +291,8 @@ class Trainer:
         which appears with them or not at all.
         """
         adapter = self._pool.get(adapter_id)
-        checkpoint.save_adapter(
+        write = functools.partial(
+            checkpoint.save_adapter,
             adapter,
             Path(directory),
             target_modules=short_names(adapter.layout.targets, self.architecture),
@@ -262,6 +302,7 @@ class Trainer:
             state=state,
             companions=companions,
         )
+        first_does(self._parallel.ranks, write)
 
     def prepare_save(
         self,
@@ -286,7 +327,8 @@ class Trainer:
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         """Read a directory written by :meth:`save` or by PEFT into an adapter of the same shape."""
         adapter = self._pool.get(adapter_id)
-        checkpoint.load_adapter(adapter, Path(directory), optimizer=optimizer)
+        read = functools.partial(checkpoint.load_adapter, adapter, Path(directory), optimizer=optimizer)
+        together(self._parallel.ranks, read)
         if adapter.slot is not None:
             adapter.refresh_compute_copy()
 
@@ -306,6 +348,8 @@ class Trainer:
 
     @property
     def engine(self) -> Engine:
+        if self._parallel.sharded:
+            raise UnsupportedError("engine: nobody else can run a model that is sharded over processes")
         return self._engine
 
     @property
@@ -330,10 +374,23 @@ class Trainer:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
-        call = Call(self._engine, self._pool, self._budget, train=train)
+        passes = Lockstep(self._engine, self._parallel.shards) if self._parallel.sharded else self._engine
+        call = Call(passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
         results = call.run(items)
         self._budget = call.budget
         return results
+
+    def _with_gradient(self, adapter_id: str) -> Adapter:
+        """The adapter with its whole gradient, whichever ranks have parts of it."""
+        adapter = self._pool.get(adapter_id)
+        if adapter.divided:
+            self._pool.make_resident([adapter])  # on all ranks, since messages go from device to device
+            self._unite_gradient(adapter)
+        return adapter
+
+    def _unite_gradient(self, adapter: Adapter) -> None:
+        if adapter.divided:
+            adapter.unite_gradient(self._parallel.ranks)
 
     def _blank(self, adapter_id: str, spec: LoraSpec) -> Adapter:
         layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
@@ -348,22 +405,9 @@ def _array(tensor: Tensor) -> FloatArray:
     return tensor.cpu().numpy().copy()
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    if dtype is None:
-        return default_dtype(device)
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is None or chosen not in _DTYPES.values():
-        raise InvalidInputError("dtype", dtype, f"one of {', '.join(sorted(_DTYPES))}")
-    return chosen
-
-
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """All that end a turn or a text; a model's configurations may name one, several or none."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
     named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
     return frozenset(token for token in ids if token is not None)
-
-
-def _weight_bytes(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())

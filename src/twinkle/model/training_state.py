@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from twinkle.errors import CheckpointError, InvalidInputError, UserError
 from twinkle.model.checkpoint import STATE, read_json
 from twinkle.model.optimizer_group import OptimizerGroup
+from twinkle.model.parallel import Ranks
+from twinkle.model.sharding import sharded_state, whole_state
 
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -42,14 +44,14 @@ def is_due(group: OptimizerGroup, interval: int) -> bool:
     return group.cur_step % interval == 0
 
 
-def progress(group: OptimizerGroup, consumed_train_samples: int) -> dict[str, object]:
-    """The contents of trainer_state.json."""
+def progress(group: OptimizerGroup, consumed_train_samples: int, ranks: Ranks) -> dict[str, object]:
+    """The contents of trainer_state.json; tokens are those of all ranks."""
     return {
         "checkpoint_version": _VERSION,
         "cur_step": group.cur_step,
         "gradient_accumulation_steps": group.gradient_accumulation_steps,
         "consumed_train_samples": consumed_train_samples,
-        "num_tokens": group.train_status.num_tokens,
+        "num_tokens": ranks.total(group.train_status.num_tokens),
         "optimizer_class": None if group.optimizer is None else type(group.optimizer).__name__,
         "lr_scheduler_class": None if group.lr_scheduler is None else type(group.lr_scheduler).__name__,
     }
@@ -67,7 +69,8 @@ def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any
         )
     if "checkpoint_version" not in state:
         raise CheckpointError(
-            f"{directory / STATE} tells no training progress; it was saved without save_optimizer=True"
+            f"{directory / STATE} tells no training progress: it was saved without save_optimizer=True, or not by the "
+            "library's own verbs; load() takes its weights"
         )
     return state
 
@@ -89,19 +92,16 @@ def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
     return state
 
 
-def save_state(directory: Path, group: OptimizerGroup, window: dict[str, Tensor]) -> None:
-    """Everything but trainer_state.json. ``window``: gradients by name, empty between windows."""
-    for name, value in state_values(group, window).items():
-        torch.save(value, directory / name)
-
-
 def state_values(
     group: OptimizerGroup, window: dict[str, Tensor], *, process_state: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """What :func:`save_state` writes, by file name. ``process_state``: random states too."""
+    """What goes to files beside trainer_state.json, by their names. ``process_state``: random states too.
+
+    ``window``: gradients by name, empty between windows.
+    """
     values: dict[str, dict[str, Any]] = {}
     if group.optimizer is not None:
-        values[OPTIMIZER] = group.optimizer.state_dict()
+        values[OPTIMIZER] = whole_state(group.optimizer.state_dict())
     if group.lr_scheduler is not None:
         values[SCHEDULER] = plain_scheduler_state(group)
     if window:
@@ -112,7 +112,7 @@ def state_values(
 
 
 def load_state(
-    directory: Path, group: OptimizerGroup, *, process_state: bool = True
+    directory: Path, group: OptimizerGroup, ranks: Ranks, *, process_state: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Puts the group where it was; returns the progress and the gradients of an open window.
 
@@ -130,7 +130,7 @@ def load_state(
     group.set_accumulation(int(state["gradient_accumulation_steps"]))
     group.drop_window()
     group.train_status.clear()
-    if window:
+    if window and ranks.number == 0:  # the other ranks begin with none
         group.train_status.num_tokens = float(state["num_tokens"])
     return state, window
 
@@ -149,7 +149,7 @@ def plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
 
 def _load_optimizer(optimizer: Optimizer, path: Path) -> None:
     try:
-        optimizer.load_state_dict(_load(path))
+        optimizer.load_state_dict(sharded_state(_load(path), optimizer))
     except (ValueError, KeyError) as error:  # torch's words for other parameter groups
         raise CheckpointError(f"{path} does not fit the optimizer that is set: {error}") from error
 

@@ -3,9 +3,11 @@
 Precision: weights that are trained are fp32 (unless ``dtype`` says otherwise). With ``mixed_precision="bf16"`` products
 run under bf16 autocast, so that updates too small for bf16 are not lost; a base that is frozen under adapters is then
 kept in bf16. Losses and log-probabilities are fp32 always.
+
+With a device mesh every process trains on data of its own. Along the mesh's dimension fsdp the model is cut into shards
+when it is first used; PEFT adapters stay whole, and are added before.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from twinkle.errors import (
@@ -24,32 +27,29 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
+from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, TrainMetric
+from twinkle.model import gradients
+from twinkle.model.architecture import find_layers
 from twinkle.model.causal_forward import Asked, CausalForward
-from twinkle.model.checkpoint import STATE, write_whole
-from twinkle.model.checkpoint_source import copy_tokenizer, find_checkpoint
+from twinkle.model.checkpoint_source import find_checkpoint
 from twinkle.model.components import loss_value
 from twinkle.model.interface import TwinkleModel
 from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
+from twinkle.model.parallel import copy_from_first, own_device, read_mesh
+from twinkle.model.parallel_options import check_parallel_options, check_precision
 from twinkle.model.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.peft_adapters import PeftAdapters
-from twinkle.model.sequences import check_vocabulary
-from twinkle.model.single_process import Mesh, check_precision, check_single_process
+from twinkle.model.plain_state import PlainState
+from twinkle.model.sequences import SequenceBatch, check_vocabulary
+from twinkle.model.sharding import shard_trained, whole
 from twinkle.model.train_configs import describe
-from twinkle.model.training_state import (
-    check_resumable,
-    checkpoint_path,
-    is_due,
-    load_state,
-    progress,
-    read_progress,
-    save_state,
-    summary,
-)
+from twinkle.model.training_state import checkpoint_path, is_due
 from twinkle.model.transformers_loading import load_for_training
 
 _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
+_ONE_TOKEN = SequenceBatch(({"input_ids": torch.zeros(1, dtype=torch.long)},))
 
 
 class TransformersModel(TwinkleModel):
@@ -65,7 +65,7 @@ class TransformersModel(TwinkleModel):
         model_cls: object = None,
         model_id: str | None = None,
         config: PreTrainedConfig | None = None,
-        device_mesh: Mesh | None = None,
+        device_mesh: DeviceMesh | None = None,
         mixed_precision: str = "bf16",
         strategy: str = "accelerate",
         ddp_config: Mapping[str, Any] | None = None,
@@ -78,7 +78,7 @@ class TransformersModel(TwinkleModel):
         gradient_checkpointing: bool = False,
         **load_options: Any,
     ) -> None:
-        check_single_process(
+        self._reshards = check_parallel_options(
             device_mesh=device_mesh,
             strategy=strategy,
             ddp_config=ddp_config,
@@ -86,17 +86,22 @@ class TransformersModel(TwinkleModel):
             grad_scaler_config=grad_scaler_config,
             memory_efficient_init=memory_efficient_init,
         )
-        super().__init__(model_id or "(made from a config)", tokenizer_id or model_id)
-        self.device_mesh = device_mesh
-        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self.device = own_device(device, device_mesh)
+        self._parallel = parallel = read_mesh(device_mesh, self.device)
+        super().__init__(model_id or "(made from a config)", tokenizer_id or model_id, device_mesh, parallel.ranks)
         self._half = check_precision(mixed_precision) == "bf16"
-        plain = load_for_training(model_id, model_cls, config, self.device, load_options)
+        place = torch.device("cpu") if parallel.sharded else self.device  # whole in host memory, shards on the device
+        plain = load_for_training(model_id, model_cls, config, place, load_options)
+        if model_id is None:
+            copy_from_first(parallel.ranks, plain.parameters())
         if gradient_checkpointing:
             plain.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_config: PreTrainedConfig = plain.config
         self._plain = plain
         self._forward_pass = CausalForward(plain)
         self._adapters = PeftAdapters(plain, half_base=self._half)
+        self._state = PlainState(plain, self._adapters, parallel, self.model_id, self.tokenizer_id)
+        self._in_shards = False
         self.active_group = ""
         self._add_group(OptimizerGroup(""))
 
@@ -115,6 +120,8 @@ class TransformersModel(TwinkleModel):
         """``config_or_dir``: PEFT's LoraConfig, or a directory or hub repository with an adapter."""
         if not isinstance(adapter_name, str) or not adapter_name:
             raise InvalidInputError("adapter_name", adapter_name, "a name")
+        if self._in_shards:
+            raise UserError("add_adapter_to_model: the model is in shards already; add adapters before all else")
         full = self.optimizer_group.get("")
         if full is not None and full.chosen:
             raise UserError(
@@ -123,6 +130,7 @@ class TransformersModel(TwinkleModel):
             )
         group = OptimizerGroup(adapter_name, None, gradient_accumulation_steps)
         self._adapters.add(adapter_name, config_or_dir, is_trainable)
+        copy_from_first(self._ranks, trained_parameters(self.model, adapter_name).values())
         self.optimizer_group.pop("", None)  # frozen now
         group.adapter_config = self._adapters.config(adapter_name)
         self._add_group(group)
@@ -164,12 +172,16 @@ class TransformersModel(TwinkleModel):
         status = group.status
         batch, outputs = status.computed("calculate_loss")
         arguments = self._loss_arguments(group, kwargs)
+        if batch.empty:
+            nothing = sum((value.sum() for value in outputs.values() if value.is_floating_point()), torch.zeros(()))
+            self._keep_loss(status, nothing, 0.0, 0.0)
+            return 0.0
         with torch.set_grad_enabled(group.training):
             loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
             if "aux_loss" in outputs:  # of mixtures of experts; a mean, so it must survive the division by tokens
                 loss = loss + outputs["aux_loss"] * max(tokens, 1.0)
         value = float(loss.detach())
-        status.has_loss(loss, value, tokens)
+        self._keep_loss(status, loss, value, tokens)
         return value
 
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
@@ -181,6 +193,8 @@ class TransformersModel(TwinkleModel):
             who = group.adapter_name or "the model"
             raise UserError(f"backward: the loss depends on nothing that is trained; {who!r} is frozen")
         group.set_accumulation(gradient_accumulation_steps)
+        if group.normalized:  # a gradient that all ranks have, and to which each adds now
+            gradients.leave_to_first(self._with_gradient(group), self._parallel)
         status.loss_value.backward()
         group.after_backward()
         status.outputs = _detached(status.computed("backward")[1])
@@ -216,7 +230,7 @@ class TransformersModel(TwinkleModel):
         if not group.at_boundary:
             return None
         self._normalize(group)
-        norm = float(nn.utils.clip_grad_norm_(self._with_gradient(group), max_grad_norm, norm_type))
+        norm = gradients.clip(self._with_gradient(group), max_grad_norm, norm_type)
         if not math.isfinite(norm):
             self._drop_gradient(group)
             raise NonFiniteError(f"the gradient has norm {norm}: it was dropped, and no step taken")
@@ -261,6 +275,9 @@ class TransformersModel(TwinkleModel):
         group = self._group(adapter_name)
         if group.adapter_name and not self._adapters.is_trainable(group.adapter_name):
             raise UserError(f"set_optimizer: adapter {group.adapter_name!r} was added with is_trainable=False")
+        self._shard()
+        if self._in_shards and (isinstance(optimizer_cls, Optimizer) or params is not None):
+            raise UnsupportedError("set_optimizer: give the name or class of an optimizer, and no params, with shards")
         parameters = trained_parameters(self.model, group.adapter_name)
         group.optimizer = build_optimizer(optimizer_cls, parameters, lr, weight_decay, params, options)
         group.lr_scheduler = None
@@ -282,20 +299,14 @@ class TransformersModel(TwinkleModel):
         if not is_due(group, interval):
             return None
 
-        def write(staging: Path) -> None:
-            if group.adapter_name:
-                self._adapters.save(group.adapter_name, staging, self.model_id)
-            else:
-                self._plain.save_pretrained(staging)
-            if self.tokenizer_id is not None:
-                copy_tokenizer(self.tokenizer_id, staging)
-            if save_optimizer:
-                save_state(staging, group, self._window(group))
-                text = json.dumps(progress(group, consumed_train_samples), indent=2, sort_keys=True)
-                (staging / STATE).write_text(text + "\n")
-
         directory = checkpoint_path(group, name, output_dir)
-        write_whole(directory, write, overwrite=True)
+        self._state.save(
+            group,
+            trained_parameters(self.model, group.adapter_name),
+            directory,
+            save_optimizer=save_optimizer,
+            consumed_train_samples=consumed_train_samples,
+        )
         return str(directory)
 
     def load(
@@ -318,25 +329,15 @@ class TransformersModel(TwinkleModel):
     ) -> dict[str, int]:
         """Of a full model, weights come with its construction (``model_id=<checkpoint_dir>``); the rest comes here."""
         group, directory = self._group(adapter_name), Path(checkpoint_dir)
-        state = read_progress(directory, missing_ok=True) if resume_only_model else check_resumable(directory, group)
-        if group.adapter_name:
-            self._adapters.load(group.adapter_name, directory)
-            if group.optimizer is not None:
-                group.optimizer.state.clear()  # its moments are of other weights
-        self._drop_gradient(group)
-        if resume_only_model:
-            return summary(state)
-        state, window = load_state(directory, group)
+        self._shard()
         parameters = trained_parameters(self.model, group.adapter_name)
-        for name, gradient in window.items():
-            parameters[name].grad = gradient.to(parameters[name])
-        return summary(state)
+        return self._state.resume(group, parameters, directory, resume_only_model=resume_only_model)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
         group = self._group(adapter_name)
         if group.adapter_name:
             return self._adapters.state_dict(group.adapter_name)
-        return {name: parameter.detach() for name, parameter in trained_parameters(self.model, "").items()}
+        return {name: whole(parameter.detach()) for name, parameter in trained_parameters(self.model, "").items()}
 
     def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, Any] | None:
         """None for a model without adapters."""
@@ -361,7 +362,8 @@ class TransformersModel(TwinkleModel):
 
     def _add_group(self, group: OptimizerGroup) -> None:
         for status in (group.train_status, group.eval_status):
-            status.metrics += [LossMetric(self.device_mesh), Accuracy(self.device_mesh), TrainMetric(self.device_mesh)]
+            kinds = (LossMetric, Accuracy, TrainMetric)
+            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in kinds]
         self.optimizer_group[group.adapter_name] = group
         self.active_group = group.adapter_name
 
@@ -383,10 +385,9 @@ class TransformersModel(TwinkleModel):
         _check_task(task)
         if not isinstance(temperature, int | float) or temperature <= 0:
             raise InvalidInputError("temperature", temperature, "a number > 0")
+        self._shard()
         loss = group.loss_instance
         status, batch = self._begin_forward(group, inputs, kwargs, training=training)
-        check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
-        batch = replace(batch, device=self.device)
         asked = Asked(
             float(temperature),
             entropies=loss.require_entropy,
@@ -396,29 +397,47 @@ class TransformersModel(TwinkleModel):
         )
         self.model.train(training)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
-            outputs = self._forward_pass(batch, asked)
-        status.begin(batch, dict(outputs), kwargs, temperature)
+            outputs = dict(self._forward_pass(_ONE_TOKEN if batch.empty else batch, asked))
+        if batch.empty:  # a rank without data goes along: others may need it, and zero is a gradient too
+            outputs = {name: value[:0] for name, value in outputs.items() if value.dim() > 0}
+        status.begin(batch, outputs, kwargs, temperature)
+
+    def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
+        batch = super()._batch(group, inputs)
+        check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
+        return replace(batch, device=self.device)
+
+    def _shard(self) -> None:
+        """Once, before the first use: whoever holds parameters of the model must get them after it."""
+        mesh = self._parallel.shard_mesh
+        if mesh is None or self._in_shards:
+            return
+        layers = self._plain.get_submodule(find_layers(self._plain)).children()
+        named = [trained_parameters(self.model, name) for name in self.optimizer_group if name]
+        apart = {parameter for parameters in named for parameter in parameters.values()}
+        for parameter in apart:
+            parameter.data = parameter.data.to(self.device)
+        shard_trained(self._forward_pass, layers, mesh, reshard_after_forward=self._reshards, apart=apart)
+        self._in_shards = True
 
     def _normalize(self, group: OptimizerGroup) -> None:
-        divisor = group.take_divisor()
+        divisor = group.take_divisor(self._ranks)
         if divisor is not None:
+            gradients.unite(self._parameters(group), self._parallel)
             for parameter in self._with_gradient(group):
                 assert parameter.grad is not None
                 parameter.grad.div_(divisor)
 
     def _with_gradient(self, group: OptimizerGroup) -> list[nn.Parameter]:
-        parameters = trained_parameters(self.model, group.adapter_name).values()
-        return [parameter for parameter in parameters if parameter.grad is not None]
+        return [parameter for parameter in self._parameters(group) if parameter.grad is not None]
+
+    def _parameters(self, group: OptimizerGroup) -> list[nn.Parameter]:
+        return list(trained_parameters(self.model, group.adapter_name).values())
 
     def _drop_gradient(self, group: OptimizerGroup) -> None:
         for parameter in self._with_gradient(group):
             parameter.grad = None
         group.drop_window()
-
-    def _window(self, group: OptimizerGroup) -> dict[str, Tensor]:
-        """The gradients of a window that is not complete, by name."""
-        named = trained_parameters(self.model, group.adapter_name).items()
-        return {name: parameter.grad.cpu() for name, parameter in named if parameter.grad is not None}
 
 
 def _check_task(task: str) -> None:

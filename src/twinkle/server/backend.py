@@ -25,6 +25,10 @@ from twinkle.server.text_codec import TextCodec
 class TrainingBackend(Protocol):
     """Many adapters on one frozen model. The last four are for the library's verbs."""
 
+    def check_adapter(self, spec: LoraSpec) -> None:
+        """Raises for an adapter that can never be; in any thread."""
+        ...
+
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
 
     def remove_adapter(self, adapter_id: str) -> None: ...

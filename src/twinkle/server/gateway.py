@@ -7,6 +7,7 @@ not have, apart from heartbeats since the last housekeeping.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,6 +80,7 @@ class Gateway:
         self.uploads = Uploads()
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._heartbeats: dict[str, float] = {}
+        self._creating: Counter[str] = Counter()  # adapters of a tenant that are on their way
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
         self._sampling_clients = SamplingClients(store.sampling_sessions)
 
@@ -237,10 +239,14 @@ class Gateway:
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
         limit = self.config.limits.max_adapters_per_tenant
-        live = self.adapters_of(run.tenant_id)
+        live = self.adapters_of(run.tenant_id) + self._creating[run.tenant_id]
         if live >= limit and training.run(run.run_id) is None:
             raise QuotaError("adapters", live, limit)
-        request_id = await training.create(run, op)
+        self._creating[run.tenant_id] += 1  # until it counts by itself: others must not pass the limit meanwhile
+        try:
+            request_id = await training.create(run, op)
+        finally:
+            self._creating[run.tenant_id] -= 1
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
             await self._park(run, session.state)
@@ -262,6 +268,8 @@ class Gateway:
 
     async def submit(self, op: Op, tenant_id: str) -> str:
         run = await self.run(op.adapter_id, tenant_id)
+        if ids.is_native_run(run.run_id):
+            raise InvalidInputError("model_id", run.run_id, "a model of this protocol; use its own client for this one")
         training = self.serving(run.model_name).training
         if training.run(run.run_id) is None:
             return training.refuse(run, run.note or f"model {run.run_id} is not live any more")

@@ -1,12 +1,23 @@
 """What to run again after a restart: the ops behind an adapter's last snapshot, with what is known of them."""
 
 import asyncio
+import json
 from dataclasses import dataclass
 
 from twinkle.errors import UserError
 from twinkle.server.native import codec
 from twinkle.server.state import Store
-from twinkle.server.types import CreateAdapter, NativePass, Op, OpKind, OpRecord, Outcome, Refused, RunRecord
+from twinkle.server.types import (
+    CreateAdapter,
+    NativePass,
+    NativeVerb,
+    Op,
+    OpKind,
+    OpRecord,
+    Outcome,
+    Refused,
+    RunRecord,
+)
 from twinkle.server.wire import responses
 from twinkle.server.wire.requests import (
     LoadWeightsRequest,
@@ -39,9 +50,16 @@ class Replay:
 
     @property
     def must_run(self) -> bool:
-        """A native pass also leaves behind what its loss and its metrics are computed from."""
-        changes = self.op.kind in _CHANGES or isinstance(self.op.payload, NativePass)
-        return self.outcome is None or (not self.outcome.failed and changes)
+        """A native pass also leaves behind what its loss and its metrics are computed from.
+
+        A native request that failed by the tenant's mistake fails again, and with it happens what had happened by then:
+        a metric that refuses a pass has dropped it, clip_grad_and_step has stepped before its scheduler complains.
+        """
+        if self.outcome is None:
+            return True
+        if self.outcome.failed:
+            return isinstance(self.op.payload, NativePass | NativeVerb) and _is_users(self.outcome)
+        return self.op.kind in _CHANGES or isinstance(self.op.payload, NativePass)
 
 
 async def read_replay(store: Store, run: RunRecord, applied: int) -> list[Replay]:
@@ -62,20 +80,22 @@ async def read_replay(store: Store, run: RunRecord, applied: int) -> list[Replay
 
 
 def _decode(run: RunRecord, record: OpRecord, body: bytes) -> Op:
-    if codec.is_native(body):
-        return codec.read_op(run, record.seq, body)
-    if record.kind is OpKind.CREATE:
-        return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
     try:
-        if record.kind.is_pass and is_json(body):
+        if codec.is_native(body):
+            return codec.read_op(run, record.seq, body)
+        if record.kind is OpKind.CREATE:
+            return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
+        if not record.kind.is_pass:
+            return to_op(_REQUESTS[record.kind], body)
+        if is_json(body):
             return decode_json_pass(body, record.kind, max_tokens=_UNLIMITED)
-        return (
-            decode_forward_backward(body, max_tokens=_UNLIMITED)
-            if record.kind.is_pass
-            else to_op(_REQUESTS[record.kind], body)
-        )
+        return decode_forward_backward(body, max_tokens=_UNLIMITED)
     except UserError as error:  # it was accepted by an older version of this server
         return Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)
+
+
+def _is_users(failure: Outcome) -> bool:
+    return bool(json.loads(failure.body)["category"] == "user")
 
 
 def _missing(run_id: str, seq: int) -> Replay:

@@ -169,10 +169,6 @@ class Op:
         return digest(self.body if self.sent is None else self.sent)
 
     @property
-    def is_native(self) -> bool:
-        return isinstance(self.payload, Native)
-
-    @property
     def changes_weights(self) -> bool:
         if isinstance(self.payload, NativeVerb):
             return self.payload.verb in ("step", "clip_grad_and_step")

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.data_format import sampling_fields
 from twinkle_client.current_client import default_client
+from twinkle_client.data_format import sampling_fields
 from twinkle_client.lora_config import config_text
 from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
 from twinkle_client.model_path import model_name, service_path

@@ -112,6 +112,9 @@ class MockTrainer:
         self.pause = pause
         self._adapters: dict[str, _Adapter] = {}
 
+    def check_adapter(self, spec: LoraSpec) -> None:
+        _check_spec(spec)
+
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
         if adapter_id in self._adapters:
             raise AdapterExistsError(adapter_id)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from twinkle.errors import InvalidInputError, TwinkleError, UnsupportedError, UserError
+from twinkle.errors import InvalidInputError, NotFoundError, TwinkleError, UnsupportedError, UserError
 from twinkle.model import group_state
 from twinkle.model.group_state import SetUp
 from twinkle.model.lora_verbs import LoraVerbs, PreparedPass
@@ -19,12 +19,13 @@ from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backend import ServedModel
 from twinkle.server.codec_template import CodecTemplate
 from twinkle.server.native.features import FIELDS
+from twinkle.server.native.verbs import SET_UP
 from twinkle.server.templates import TemplateChoice, Templates
 from twinkle.server.types import NativePass, NativeVerb
 
 # What Python and torch raise about arguments that a tenant chose.
 _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
-_SET_UP = ("set_loss", "set_optimizer", "set_lr_scheduler", "set_template", "set_processor", "add_metric")
+_MOST_METRICS = 32  # of one side of an adapter; all see every pass
 _STATE_DICT_NUMBERS = 2**20
 
 
@@ -35,6 +36,8 @@ class NativeAdapters(LoraVerbs):
         super().__init__(model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False)
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
+        # Choices, for whoever encodes: building a template takes a while, and is not for the compute thread.
+        self._chosen_templates: dict[str, TemplateChoice] = {}
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -48,6 +51,7 @@ class NativeAdapters(LoraVerbs):
     def remove_adapter(self, adapter_name: str) -> None:
         self.optimizer_group.pop(adapter_name, None)
         self._set_up.pop(adapter_name, None)
+        self._chosen_templates.pop(adapter_name, None)
 
     def is_settled(self, adapter_name: str) -> bool:
         group = self.optimizer_group.get(adapter_name)
@@ -64,6 +68,13 @@ class NativeAdapters(LoraVerbs):
         for verb, arguments in values["calls"]:
             self.run(adapter_name, NativeVerb(verb, arguments))
         group_state.put_back(self.optimizer_group[adapter_name], values)
+
+    def _group(self, adapter_name: str | None) -> OptimizerGroup:
+        """The library's own error would name the adapters of others."""
+        group = None if adapter_name is None else self.optimizer_group.get(adapter_name)
+        if group is None:
+            raise NotFoundError("adapter", str(adapter_name))
+        return group
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
@@ -103,7 +114,7 @@ class NativeAdapters(LoraVerbs):
     def run(self, adapter_name: str, asked: NativeVerb) -> object:
         """The verb's result as JSON can say it."""
         result = self._call(adapter_name, asked.verb, asked.arguments)
-        if asked.verb in _SET_UP:
+        if asked.verb in SET_UP:
             self._set_up[adapter_name].note(asked.verb, asked.arguments)
         if asked.verb == "clip_grad_norm":
             return "" if result is None else f"{result:.6f}"
@@ -113,10 +124,11 @@ class NativeAdapters(LoraVerbs):
 
     def _call(self, adapter_name: str, verb: str, arguments: Mapping[str, object]) -> Any:
         if verb == "set_template":
-            group = self._group(adapter_name)
-            group.template = self._templates.get(TemplateChoice.model_validate(arguments))
-            group.chosen.add("set_template")
+            self._group(adapter_name).chosen.add("set_template")
+            self._chosen_templates[adapter_name] = TemplateChoice.model_validate(arguments)
             return None
+        if verb == "add_metric":
+            self._check_room_for_metric(adapter_name)
         methods: dict[str, Callable[..., Any]] = {
             "calculate_loss": self.calculate_loss,
             "clip_grad_norm": self.clip_grad_norm,
@@ -136,6 +148,12 @@ class NativeAdapters(LoraVerbs):
         with _mistakes_of_tenants(verb):
             return methods[verb](adapter_name=adapter_name, **arguments)
 
+    def _check_room_for_metric(self, adapter_name: str) -> None:
+        group = self._group(adapter_name)
+        used = max(len(status.metrics) for status in (group.train_status, group.eval_status))
+        if used >= _MOST_METRICS:
+            raise InvalidInputError("add_metric", f"{used} metrics there already", f"at most {_MOST_METRICS}")
+
     # --- files --------------------------------------------------------------------------------------------------------
 
     def is_due(self, adapter_name: str, interval: int) -> bool:
@@ -154,9 +172,7 @@ class NativeAdapters(LoraVerbs):
 
     def encode(self, adapter_name: str, rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
         """Conversations as tokens, in any thread: with the template that was set or the plain one."""
-        group: OptimizerGroup | None = self.optimizer_group.get(adapter_name)
-        chosen = None if group is None else group.template
-        template = self._templates.get(TemplateChoice()) if chosen is None else chosen
+        template = self._templates.get(self._chosen_templates.get(adapter_name, TemplateChoice()))
         if isinstance(template, CodecTemplate):
             raise UnsupportedError(f"inputs: {self.model_id} has no tokenizer; send input_ids")
         with _mistakes_of_tenants("inputs"):

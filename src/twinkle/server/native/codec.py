@@ -11,12 +11,14 @@ from typing import Any
 
 from twinkle.errors import UserError
 from twinkle.model.peft_config import spec_from_peft
+from twinkle.server.native.settings import check_small, check_target_modules
 from twinkle.server.native.verbs import parse, payload_of, verb_named
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Refused, RunRecord
 
 _MARK = b"\x00"
 _CREATE = "add_adapter_to_model"
 _INPUTS = "inputs"
+_REFUSED = "\x00refused"  # no argument of anybody's
 
 
 def is_native(body: bytes) -> bool:
@@ -41,7 +43,7 @@ def verb_op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: b
 
 
 def refused_op(run_id: str, seq: int, verb: str, message: str, sent: bytes) -> Op:
-    return Op(run_id, seq, verb_named(verb).kind, Refused(message), journal_body(verb, {}), sent)
+    return Op(run_id, seq, verb_named(verb).kind, Refused(message), journal_body(verb, {_REFUSED: message}), sent)
 
 
 def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
@@ -51,6 +53,8 @@ def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
     if verb.decode() == _CREATE:
         config, accumulation = fields["config"], fields["gradient_accumulation_steps"]
         return Op(run.run_id, seq, OpKind.CREATE, CreateNative(run.spec, config, accumulation), body)
+    if _REFUSED in fields:
+        return Op(run.run_id, seq, verb_named(verb.decode()).kind, Refused(fields[_REFUSED]), body)
     return _op(run.run_id, seq, verb.decode(), fields, body, None)
 
 
@@ -70,14 +74,16 @@ def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
         raise UserError("config: got None, allowed: a LoraConfig with at least r and target_modules")
     try:
         config = json.loads(sent) if isinstance(sent, str) else dict(sent)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError("config: not JSON; allowed: the fields of a LoraConfig as JSON text") from None
     if not isinstance(config, dict):
         raise UserError("config: allowed: the fields of a LoraConfig as a JSON object")
     kind = config.pop("_TWINKLE_TYPE_", "LoraConfig")
     if kind != "LoraConfig":
         raise UserError(f"config: got a {str(kind)[:40]}, allowed: a LoraConfig")
+    check_small("config", config)
     spec = spec_from_peft(config)
+    check_target_modules(spec.target_modules)
     if not isinstance(spec.target_modules, str):
         config["target_modules"] = list(spec.target_modules or ())
     return config

@@ -42,10 +42,14 @@ async def add_adapter(
     """(run id, how its creation ended). The same request again has the same answer."""
     services = services_of(gateway, model)
     run_id = ids.native_run_id(session_id, request.adapter_name)
+    if not ids.is_native_run(run_id):
+        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "a session of twinkle/create_session")
     options = check(_AdapterOptions, request.arguments)
     if not 1 <= options.gradient_accumulation_steps <= 2**31:
         raise InvalidInputError("gradient_accumulation_steps", options.gradient_accumulation_steps, "an integer ≥ 1")
     config = lora_config(request.config)
+    spec = _spec(config, options.seed)
+    await asyncio.to_thread(services.model.trainer.check_adapter, spec)  # before its name is taken
     metadata = {"adapter_name": request.adapter_name}
     if request.save_dir is not None:
         metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
@@ -55,7 +59,7 @@ async def add_adapter(
         session_id,
         ids.native_run_number(request.adapter_name),
         services.model.name,
-        _spec(config, options.seed),
+        spec,
         metadata,
     )
     request_id = await gateway.create_run(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,14 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
 _AT_ONCE = 4  # of one tenant
+_THREADS = 4  # a hub may keep a thread for minutes: these are not the ones that everything else runs in
 
 
 @dataclass
 class _Upload:
     tenant_id: str
     key: str | None
-    task: asyncio.Task[str]
+    task: asyncio.Future[str]
 
 
 class Uploads:
@@ -28,6 +30,7 @@ class Uploads:
 
     def __init__(self) -> None:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
 
     def start(self, tenant_id: str, key: str | None, directory: Path, repo_id: str, token: str | None) -> str:
         """Returns its id. ``key``: the same upload asked for again."""
@@ -39,7 +42,8 @@ class Uploads:
         if running >= _AT_ONCE:
             raise QuotaError("uploads at once", running, _AT_ONCE)
         request_id = f"upload_{secrets.token_hex(8)}"
-        task = asyncio.create_task(asyncio.to_thread(_push, repo_id, directory, token))
+        loop = asyncio.get_running_loop()
+        task = loop.run_in_executor(self._threads, _push, repo_id, directory, token)
         self._uploads[request_id] = _Upload(tenant_id, key, task)
         while len(self._uploads) > _REMEMBERED and next(iter(self._uploads.values())).task.done():
             self._uploads.popitem(last=False)

@@ -10,6 +10,7 @@ from pydantic import Field
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.server.ids import CHECKPOINT_NAME
 from twinkle.server.native.features import Row
+from twinkle.server.native.settings import check_small
 from twinkle.server.types import Native, NativeLoad, NativePass, NativeSave, NativeVerb, OpKind
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
@@ -58,14 +59,15 @@ class Verb:
     request: type[types.AdapterRequest]
     kind: OpKind = OpKind.VERB
     options: type[Parameters] | None = _Nothing
+    takes_rows: bool = False  # or arguments with a number for each of their tokens
 
 
 VERBS: Mapping[str, Verb] = {
-    "forward": Verb(types.ForwardRequest, OpKind.FORWARD, _Forward),
-    "forward_only": Verb(types.ForwardRequest, OpKind.FORWARD, _ForwardOnly),
-    "forward_backward": Verb(types.ForwardRequest, OpKind.FORWARD_BACKWARD, _ForwardBackward),
+    "forward": Verb(types.ForwardRequest, OpKind.FORWARD, _Forward, takes_rows=True),
+    "forward_only": Verb(types.ForwardRequest, OpKind.FORWARD, _ForwardOnly, takes_rows=True),
+    "forward_backward": Verb(types.ForwardRequest, OpKind.FORWARD_BACKWARD, _ForwardBackward, takes_rows=True),
     "backward": Verb(types.AdapterRequest, OpKind.FORWARD_BACKWARD, _Window),
-    "calculate_loss": Verb(types.AdapterRequest, options=None),
+    "calculate_loss": Verb(types.AdapterRequest, options=None, takes_rows=True),
     "clip_grad_norm": Verb(types.ClipGradNormRequest, options=_Window),
     "clip_grad_and_step": Verb(types.ClipGradNormRequest, options=_Step),
     "step": Verb(types.AdapterRequest, options=_Step),
@@ -86,6 +88,8 @@ VERBS: Mapping[str, Verb] = {
     "resume_from_checkpoint": Verb(types.ResumeFromCheckpointRequest, OpKind.LOAD),
 }
 
+# They choose something that the server then keeps.
+SET_UP = ("set_loss", "set_optimizer", "set_lr_scheduler", "set_template", "set_processor", "add_metric")
 # Names of classes: those of the library, never code from elsewhere.
 _CLASS_NAMES = ("loss_cls", "optimizer_cls", "scheduler_cls", "template_cls", "processor_cls", "metric_cls")
 _COMMON = ("adapter_name", "seq_id")
@@ -130,7 +134,10 @@ def _arguments(name: str, verb: Verb, request: types.AdapterRequest) -> dict[str
     else:
         extras, rest = _options(verb, request.arguments)
         _refuse(name, rest, verb)
-    return {**extras, **arguments}
+    asked = {**extras, **arguments}
+    if name in SET_UP:
+        check_small(f"arguments of {name}", asked)
+    return asked
 
 
 def _options(verb: Verb, given: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

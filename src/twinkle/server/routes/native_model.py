@@ -9,8 +9,9 @@ from fastapi import APIRouter, Request, Response
 from twinkle.errors import InvalidInputError
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.native import requests
+from twinkle.server.native.verbs import verb_named
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of, json_response
-from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, caller_of, native_tenant_of
+from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, ROWS_BYTES, caller_of, native_tenant_of
 from twinkle.server.types import Outcome
 from twinkle.server.wire import fields
 from twinkle_client import types
@@ -69,7 +70,7 @@ async def upload_status(request: Request, model: str, request_id: str) -> Respon
 @router.post(f"{_MODEL}/{{verb}}")
 async def run_verb(request: Request, model: str, verb: str) -> Response:
     caller = await caller_of(request)
-    body = await body_of(request)
+    body = await body_of(request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
     small = len(body) < SMALL_BODY
     wanted = requests.read_fields(body) if small else await asyncio.to_thread(requests.read_fields, body)
     outcome = await requests.run_verb(

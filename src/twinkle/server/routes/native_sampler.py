@@ -28,7 +28,7 @@ from twinkle.server.native_sampling.session_template import choose_template, cho
 from twinkle.server.native_sampling.targets import target_of
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of
 from twinkle.server.routes.native_gateway import wire_response
-from twinkle.server.routes.native_http import SESSION_HEADER, caller_of, native_tenant_of
+from twinkle.server.routes.native_http import ROWS_BYTES, SESSION_HEADER, caller_of, native_tenant_of
 from twinkle.server.templates import SetTemplate
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire import fields
@@ -40,8 +40,6 @@ router = APIRouter(prefix=f"{PREFIX}/sampler/{{model:path}}/twinkle")
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Line = Mapping[str, object]
 
-# Parsing lets no other thread work: so much takes a quarter of a second. It is some two million tokens.
-_SAMPLE_BYTES = 16 * 2**20
 # An adapter may train on, and on, between being asked for and being sampled from.
 _TRIES = 3
 
@@ -122,7 +120,7 @@ class AskedSamples:
         tenant_id = await native_tenant_of(request)
         services = _services(request)
         session = await _session(request, tenant_id)
-        wanted = await _read(types.SampleRequest, request, _SAMPLE_BYTES)
+        wanted = await _read(types.SampleRequest, request, ROWS_BYTES)
         return cls(gateway_of(request), services, tenant_id, session, wanted)
 
     async def answer(self) -> bytes:

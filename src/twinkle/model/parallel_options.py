@@ -1,0 +1,58 @@
+"""Those options of the library's models that say how training is spread over processes, and in which precision."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
+
+_STRATEGIES = ("accelerate", "native_fsdp")
+_PRECISIONS = {"bf16": "bf16", "fp32": "fp32", "no": "fp32"}
+
+
+def check_parallel_options(
+    *,
+    device_mesh: DeviceMesh | None,
+    strategy: str,
+    ddp_config: object,
+    fsdp_config: Mapping[str, Any] | None,
+    grad_scaler_config: object,
+    memory_efficient_init: bool,
+) -> bool:
+    """Whether shards are given up between the forward and the backward pass, and gathered once more for the latter.
+
+    The mesh decides what is sharded: strategies differ in nothing here.
+    """
+    if strategy not in _STRATEGIES:
+        raise UnknownNameError("strategy", strategy, _STRATEGIES)
+    sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
+    given = ["strategy='native_fsdp'"] if strategy == "native_fsdp" else []
+    given += ["fsdp_config"] if fsdp_config else []
+    if given and not sharded:
+        raise UnsupportedError(f"{', '.join(given)}: nothing is sharded without a device_mesh with fsdp_size > 1")
+    if ddp_config:
+        raise UnsupportedError("ddp_config: no wrapper synchronises gradients here; they are added up once a step")
+    if memory_efficient_init:
+        raise UnsupportedError("memory_efficient_init: every process reads the weights itself")
+    if grad_scaler_config:
+        raise UnsupportedError(
+            "grad_scaler_config: gradients are scaled for fp16 only, which is not supported; use bf16"
+        )
+    return _reshards(fsdp_config or {})
+
+
+def _reshards(fsdp_config: Mapping[str, Any]) -> bool:
+    for name in fsdp_config:
+        if name != "reshard_after_forward":
+            raise UnknownNameError("fsdp_config entry", name, ("reshard_after_forward",))
+    value = fsdp_config.get("reshard_after_forward", True)
+    if not isinstance(value, bool):
+        raise InvalidInputError("fsdp_config.reshard_after_forward", value, "True or False")
+    return value
+
+
+def check_precision(mixed_precision: str) -> str:
+    """ "bf16" or "fp32"."""
+    if mixed_precision not in _PRECISIONS:
+        raise InvalidInputError("mixed_precision", mixed_precision, ", ".join(map(repr, _PRECISIONS)))
+    return _PRECISIONS[mixed_precision]
