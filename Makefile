@@ -4,6 +4,7 @@
 PYTHON ?= python3
 TORCH_PIP_ARGS ?=
 MATRIX ?= 5.5.4 5.19.0
+TEST_WORKERS ?= 2
 
 VENV := .venv
 STAMP := $(VENV)/.setup-stamp
@@ -50,8 +51,8 @@ setup: $(STAMP) ## create .venv and install everything needed
 demo: $(STAMP) ## train a small model through a server of its own, in about two minutes
 	@$(VENV)/bin/python cookbook/client/tinker/self_host/demo.py
 
-test: $(STAMP) ## run the tests
-	@$(VENV)/bin/pytest -q
+test: $(STAMP) ## run the tests, the files of each worker by themselves (TEST_WORKERS=1: one after another)
+	@$(VENV)/bin/pytest -q -n $(TEST_WORKERS) --dist loadfile
 
 check: $(STAMP) ## lint, format, types and layers, changing nothing
 	@$(VENV)/bin/ruff check
@@ -71,6 +72,7 @@ bench: $(STAMP) ## measure trainer, sampler, service and data on CPU; JSON goes 
 	@$(VENV)/bin/python benchmarks/service_overhead.py --json build/bench/service_overhead.json
 	@$(VENV)/bin/python benchmarks/service_merging.py --json build/bench/service_merging.json
 	@$(VENV)/bin/python benchmarks/service_rollouts.py --json build/bench/service_rollouts.json
+	@$(VENV)/bin/python benchmarks/native_overhead.py --json build/bench/native_overhead.json
 	@$(VENV)/bin/python benchmarks/sampling.py --json build/bench/sampling.json
 	@$(VENV)/bin/python benchmarks/tokenise.py --json build/bench/tokenise.json
 

@@ -79,6 +79,7 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
             started = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - started)
+    twinkle_client.default_client().close()
     medians = {name: statistics.median(each) for name, each in times.items()}
     return {
         "tokens": rows.size - args.sequences,

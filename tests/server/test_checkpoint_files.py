@@ -14,7 +14,9 @@ from twinkle.server.checkpoints import Checkpoints
 from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
 from twinkle.server.mock import mock_model
+from twinkle.server.native.host import NativeHost
 from twinkle.server.state import StorageFullError, Store
+from twinkle.server.templates import Templates
 from twinkle.server.types import Op, OpKind, Outcome, PublishSampler, SaveWeights
 
 RUN = samples.run()
@@ -27,7 +29,8 @@ def with_checkpoints(root: Path, check: Callable[[Checkpoints, Store], Awaitable
         model, compute = mock_model(), Compute()
         model.trainer.create_adapter(RUN.run_id, LoraSpec(8, seed=1))
         try:
-            await check(Checkpoints(model, store, compute, DataDir(root)), store)
+            native = NativeHost(model, Templates(model))
+            await check(Checkpoints(model, native, store, compute, DataDir(root), ()), store)
         finally:
             compute.close()
 

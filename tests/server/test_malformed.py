@@ -143,9 +143,16 @@ def _gzip(data: bytes) -> bytes:
     return gzip.compress(data, 1)
 
 
+def _json_pass(model_id: str) -> bytes:
+    return json.dumps({"model_id": model_id, "seq_id": 1}).encode()
+
+
 case("protobuf: noise", "body", _proto(b"\xff" * 100))
 case("protobuf: empty", "model_id", _proto(b""))
-case("protobuf: JSON", "body", _proto(b'{"model_id": "x", "seq_id": 1}'))
+case("JSON: nothing to train on", "forward_backward_input", lambda a: a.raw("forward_backward", _json_pass(a.model)))
+case("JSON: cut off", "body", lambda a: a.raw("forward_backward", _json_pass(a.model)[:-3]))
+case("JSON: forward", "forward_input", lambda a: a.raw("forward", _json_pass(a.model)))
+case("protobuf: forward", "body", lambda a: a.raw("forward", training_body(a.model, 1)))
 case("protobuf: cut off", "body", lambda a: a.raw("forward_backward", training_body(a.model, 1)[:-3]))
 case("protobuf: a million datums", "body", _proto(b"\x0a\x01m\x10\x01" + b"\x1a\x00" * 400_000))
 case("protobuf: other content type", "seq_id", lambda a: a.raw("forward_backward", training_body(a.model, 0)))

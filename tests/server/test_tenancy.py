@@ -169,7 +169,12 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _posts("create_model", lambda ids: _create_model(ids, 7)),
     ],
     ("POST", "/get_info"): [_posts("get_info", lambda ids: {"model_id": ids.model})],
+    ("POST", "/forward"): [
+        _posts("forward", lambda ids: {"model_id": ids.model, "seq_id": 6, "forward_input": {}}),
+        _posts("forward", lambda ids: {"model_id": ids.model, "seq_id": 1, "forward_input": {}}),
+    ],
     ("POST", "/forward_backward"): [
+        _posts("forward_backward", lambda ids: {"model_id": ids.model, "seq_id": 6, "forward_backward_input": {}}),
         _posts("forward_backward", lambda ids: training_body(ids.model, 1)),  # a repetition of the owner's
         _posts("forward_backward", lambda ids: training_body(ids.model, 6)),  # the owner's next
         _posts("forward_backward", lambda ids: training_body(ids.model, 6, forward_only=True)),
