@@ -23,7 +23,8 @@ SRC = Path(__file__).parents[1] / "src"
 
 NAMES = {
     "twinkle": "DeviceGroup DeviceMesh GPU NPU Platform Plugin check_unsafe exists find_free_port find_node_ip "
-    "get_device_placement get_logger initialize is_master remote_class remote_function requires trust_remote_code",
+    "get_device_placement get_logger init_tinker_client init_twinkle_client initialize is_master remote_class "
+    "remote_function requires trust_remote_code",
     "twinkle.infra": "initialize remote_class remote_function get_device_placement collect_tensor_dict",
     "twinkle.notifier": "Notifier DingNotifier notify_exception",
     "twinkle.data_format": "InputFeature Message Tool ToolCall LossOutput ModelOutput SampledSequence SampleResponse "

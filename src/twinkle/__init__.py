@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from twinkle.plugin import Plugin
     from twinkle.remote_code import check_unsafe, trust_remote_code
     from twinkle.requirements import exists, requires
+    from twinkle_client import init_tinker_client, init_twinkle_client
 
 __all__ = [
     "CPU",
@@ -88,6 +89,8 @@ __all__ = [
     "find_node_ip",
     "get_device_placement",
     "get_logger",
+    "init_tinker_client",
+    "init_twinkle_client",
     "initialize",
     "is_master",
     "remote_class",
@@ -120,6 +123,8 @@ _LAZY = {
     "find_node_ip": "twinkle.network",
     "get_device_placement": "twinkle.infra",
     "get_logger": "twinkle.logger",
+    "init_tinker_client": "twinkle_client",
+    "init_twinkle_client": "twinkle_client",
     "initialize": "twinkle.infra",
     "is_master": "twinkle.infra",
     "remote_class": "twinkle.infra",
