@@ -226,6 +226,6 @@ def _announcement(
         "connect:",
         f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
         f'  training = service.create_lora_training_client(base_model="{models[0].name}")',
-        f'  client = twinkle_client.init_twinkle_client("{url}", "{key}")  # docs/client.md',
+        f'  client = twinkle_client.init_twinkle_client("{url}")  # its second argument is the key',
     ]
     return "\n".join(lines)
