@@ -177,6 +177,23 @@ def test_who_asks_and_for_what(server, native):
     assert native.http.post(f"/api/v1/model/{MODEL}/twinkle/step", content=deep).status_code == 400
 
 
+def test_a_refused_evaluation_leaves_the_way_back_open(native):
+    set_up(native)
+    native.verb("forward", adapter_name="a", inputs=rows(1))
+    native.verb("calculate_loss", adapter_name="a")
+    native.refusal("forward_only", adapter_name="a", inputs=[{"input_ids": [10**9], "labels": [1]}])
+    native.verb("backward", adapter_name="a")
+    assert native.verb("clip_grad_and_step", adapter_name="a") > 0
+
+
+def test_metrics_begin_anew_once_they_are_told(native):
+    set_up(native)
+    native.verb("add_metric", adapter_name="a", metric_cls="CompletionRewardMetric", is_training=True)
+    for reward in (1.0, 3.0):
+        native.verb("forward_backward", adapter_name="a", inputs=rows(1), rewards={"right": [reward]})
+        assert native.verb("calculate_metric", adapter_name="a")["train/right_reward"] == reward
+
+
 def test_numbers_that_are_not_finite_never_leave(native):
     native.add_adapter("a", seed=1)
     native.verb("set_optimizer", adapter_name="a", optimizer_cls="AdamW", lr=0.05)

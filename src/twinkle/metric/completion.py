@@ -38,9 +38,9 @@ class CompletionRewardMetric(Metric):
             self._rewards.setdefault(name, []).extend(float(value) for value in values)
         self._lengths.extend(float(length) for length in completion_lengths)
         if generate_time is not None:
-            self._generate.append(generate_time)
+            self._generate.append(float(generate_time))
         if weight_sync_time is not None:
-            self._sync.append(weight_sync_time)
+            self._sync.append(float(weight_sync_time))
 
     def calculate(self) -> dict[str, float]:
         parts = self.gather_results([(self._rewards, self._lengths, self._generate, self._sync)])

@@ -216,7 +216,11 @@ class TwinkleModel(ABC):
         status = group.train_status if is_training else group.eval_status
         accumulate_metrics(group, status)
         status.clear()
-        return {name: value for metric in status.metrics for name, value in metric.calculate().items()}
+        result: dict[str, Any] = {}
+        for metric in status.metrics:
+            result |= metric.calculate()
+            metric.reset()  # also one that reports as it grows: here it would grow for ever
+        return result
 
     @abstractmethod
     def add_adapter_to_model(
@@ -300,7 +304,6 @@ class TwinkleModel(ABC):
         if training and not batch.empty and not batch.has_targets:
             warnings.warn("every label of this batch is −100: nothing is learned from it", stacklevel=4)
         accumulate_metrics(group, status)
-        group.training = training
         return status, batch
 
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:

@@ -106,7 +106,7 @@ class LoraVerbs(TwinkleModel):
 
         def absorb(result: TrainResult) -> dict[str, Any]:
             outputs = self._requests.outputs(group, status, batch, result)
-            status.begin(batch, outputs, kwargs, temperature)
+            group.begin(status, batch, outputs, kwargs, temperature)
             return outputs
 
         return PreparedPass(item, False, absorb)
@@ -131,7 +131,7 @@ class LoraVerbs(TwinkleModel):
         def absorb(result: TrainResult) -> dict[str, Any]:
             group.set_accumulation(gradient_accumulation_steps)
             outputs, loss = self._requests.outputs(group, status, batch, result), result.metrics["loss:sum"]
-            status.begin(batch, outputs, kwargs, temperature)
+            group.begin(status, batch, outputs, kwargs, temperature)
             status.has_loss(loss, loss, request.num_tokens())
             group.after_backward()
             return outputs

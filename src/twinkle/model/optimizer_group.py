@@ -89,6 +89,18 @@ class OptimizerGroup:
     def status(self) -> TrainStatus:
         return self.train_status if self.training else self.eval_status
 
+    def begin(
+        self,
+        status: TrainStatus,
+        sequences: SequenceBatch,
+        outputs: dict[str, Any],
+        kwargs: dict[str, Any],
+        temperature: float,
+    ) -> None:
+        """A forward pass of this side has been computed. Until then the other one's may still go back."""
+        self.training = status is self.train_status
+        status.begin(sequences, outputs, kwargs, temperature)
+
     def set_accumulation(self, steps: int | None) -> None:
         """None leaves it as it is."""
         check_accumulation(steps)

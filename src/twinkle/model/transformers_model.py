@@ -400,7 +400,7 @@ class TransformersModel(TwinkleModel):
             outputs = dict(self._forward_pass(_ONE_TOKEN if batch.empty else batch, asked))
         if batch.empty:  # a rank without data goes along: others may need it, and zero is a gradient too
             outputs = {name: value[:0] for name, value in outputs.items() if value.dim() > 0}
-        status.begin(batch, outputs, kwargs, temperature)
+        group.begin(status, batch, outputs, kwargs, temperature)
 
     def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
         batch = super()._batch(group, inputs)
