@@ -11,8 +11,8 @@ from state_samples import accept, begin, integrity_error, op, opened, session, u
 from twinkle.server.state import StorageFullError, Store, StoreClosedError
 from twinkle.server.state import sqlite as sqlite_module
 from twinkle.server.state.database import Cursor, Database
-from twinkle.server.state.sqlite import SqliteDriver, default_url
 from twinkle.server.state.driver import Part
+from twinkle.server.state.sqlite import SqliteDriver, default_url
 from twinkle.server.state.store import _driver
 from twinkle.server.state.tables import SCHEMA_VERSION, SESSIONS
 

@@ -26,6 +26,7 @@ from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import readable_checkpoint, version_of
 from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.serving import known_name
 from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, ModelReport, report_of
 from twinkle.server.ids import CheckpointPath
@@ -110,11 +111,10 @@ class Gateway:
 
     def model(self, name: str) -> Services:
         """By name or alias; what follows a colon (``…:peft:262144``) chooses nothing here."""
-        scheme, separator, rest = name.rpartition("://")
-        for candidate in (name, scheme + separator + rest.partition(":")[0]):
-            if candidate in self._names:
-                return self._names[candidate]
-        raise UnknownNameError("base_model", name, self._served)
+        known = known_name(name, self._names)
+        if known is None:
+            raise UnknownNameError("base_model", name, self._served)
+        return self._names[known]
 
     def serving(self, model_name: str) -> Services:
         """What serves a base model that a record names. The configuration may have changed since it was made."""

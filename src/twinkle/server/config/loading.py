@@ -92,7 +92,14 @@ def _override(
 
 
 def _without_effect(config: ServerConfig) -> list[str]:
-    """Notes on keys that are right and do nothing on the embedded runtime."""
+    """Notes on keys that are right and do nothing."""
+    notes = _for_ray_only(config) if config.runtime == "embedded" else []
+    given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
+    changed = [key for key, value in given.items() if value != default[key]]
+    return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
+
+
+def _for_ray_only(config: ServerConfig) -> list[str]:
     keys = {"proxy_location": config.proxy_location, "ray_namespace": config.ray_namespace}
     unused = [key for key, value in keys.items() if value is not None]
     unused += [f"applications[{index}].deployments" for index, one in enumerate(config.applications) if one.deployments]
@@ -100,10 +107,7 @@ def _without_effect(config: ServerConfig) -> list[str]:
         if isinstance(one.args, ProcessorArgs):
             given_here = sorted(PROCESSOR_PLACEMENT & one.args.model_fields_set)
             unused += [f"applications[{index}].args.{key}" for key in given_here]
-    notes = [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
-    given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
-    changed = [key for key, value in given.items() if value != default[key]]
-    return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
+    return [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Which models a server holds, and under which names each answers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
 
-__all__ = ["GATEWAY_PREFIX", "PROCESSOR_PREFIX", "ServedModelConfig", "is_path", "listed_names", "served_models"]
+__all__ = ["GATEWAY_PREFIX", "PROCESSOR_PREFIX", "ServedModelConfig", "is_path", "known_name", "listed_names"]
+__all__ += ["served_models"]
 
 GATEWAY_PREFIX = "/api/v1"
 PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
@@ -48,6 +49,13 @@ def listed_names(applications: Sequence[ApplicationSpec]) -> tuple[str, ...]:
         if isinstance(application.args, ServerArgs) and application.args.supported_models is not None:
             return tuple(str(name) for name in application.args.supported_models)
     return tuple(name for served in served_models(applications) for name in served.names)
+
+
+def known_name(name: str, known: Container[str]) -> str | None:
+    """The name as it is known here; what follows a colon (``…:peft:262144``) chooses nothing."""
+    scheme, separator, rest = name.rpartition("://")
+    candidates = (name, scheme + separator + rest.partition(":")[0])
+    return next((candidate for candidate in candidates if candidate in known), None)
 
 
 def is_path(model_id: str) -> bool:
