@@ -24,6 +24,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.files import DataDir
 from twinkle.server.gateway import Gateway
 from twinkle.server.loading import load_served_model
+from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.state import Store
 
@@ -61,9 +62,10 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
             lifespan="on",
         )
-        told = announcement(config, notes, [model.memory for model in models], _url(config, listener))
-        server = _Server(settings, app, told)
-        await server.serve(sockets=[listener])
+        url = _url(config, listener)
+        server = _Server(settings, app, announcement(config, notes, [model.memory for model in models], url))
+        with recorded(config.data_dir, url):
+            await server.serve(sockets=[listener])
     finally:
         await store.close()
 

@@ -46,7 +46,6 @@ class GatewayReplica:
         await self._host.stop()
 
 
-@serve.ingress()
 class ModelReplica:
     """One replica of a base model."""
 
@@ -56,9 +55,6 @@ class ModelReplica:
         """``companions``: the other replicas, which Serve deploys with the first one."""
         _log_to(config, name, log_level)
         self._host = await ModelHost.open(config, served, name)
-
-    def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self._host.entrance
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         return await relay.answer(self._host.app, request)
@@ -84,6 +80,13 @@ class ModelReplica:
 
 
 @serve.ingress()
+class FirstModelReplica(ModelReplica):
+    """Serve lets one deployment of an application speak HTTP."""
+
+    def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._host.entrance
+
+
 class ProcessorReplica:
     """One replica of the processor service."""
 
@@ -93,9 +96,6 @@ class ProcessorReplica:
         """``companions``: the other replicas, which Serve deploys with the first one."""
         _log_to(config, name, log_level)
         self._host = await ProcessorHost.open(config, name)
-
-    def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self._host.entrance
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         return await relay.answer(self._host.app, request)
@@ -112,19 +112,35 @@ class ProcessorReplica:
         await self._host.stop()
 
 
+@serve.ingress()
+class FirstProcessorReplica(ProcessorReplica):
+    """As above."""
+
+    def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._host.entrance
+
+
 def application_for(config: ServerConfig, one: ApplicationSpec, log_level: str, has_gpus: bool) -> Application:
     """What Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
     if isinstance(one.args, ModelArgs):
         (served,) = (each for each in config.served_models if each.model is one.args)
-        model = serve.deployment(ModelReplica).options(**_options(one, 1.0, _gpus(one.args, has_gpus)))
-        first, *others = replica_names(one)
-        companions = [model.options(name=name).bind(config, served, name, log_level) for name in others]
-        return model.options(name=first).bind(config, served, first, log_level, *companions)
+        options = _options(one, 1.0, _gpus(one.args, has_gpus))
+        names = replica_names(one)
+        others = [
+            serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name, log_level)
+            for name in names[1:]
+        ]
+        first = serve.deployment(FirstModelReplica).options(name=names[0], **options)
+        return first.bind(config, served, names[0], log_level, *others)
     if isinstance(one.args, ProcessorArgs):
-        processor = serve.deployment(ProcessorReplica).options(**_options(one, _LIGHT_CPUS))
-        first, *others = replica_names(one)
-        companions = [processor.options(name=name).bind(config, name, log_level) for name in others]
-        return processor.options(name=first).bind(config, first, log_level, *companions)
+        options = _options(one, _LIGHT_CPUS)
+        names = replica_names(one)
+        others = [
+            serve.deployment(ProcessorReplica).options(name=name, **options).bind(config, name, log_level)
+            for name in names[1:]
+        ]
+        first = serve.deployment(FirstProcessorReplica).options(name=names[0], **options)
+        return first.bind(config, names[0], log_level, *others)
     gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **_options(one, _LIGHT_CPUS), **_scale(one))
     return gateway.bind(config, isinstance(one.args, ServerArgs), log_level)
 

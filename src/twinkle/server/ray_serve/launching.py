@@ -2,12 +2,14 @@
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import ray
 from ray import serve
@@ -22,34 +24,49 @@ from twinkle.server.ray_serve.deployments import application_for
 from twinkle.server.ray_serve.layout import wanted_replicas
 
 DEFAULT_NAMESPACE = "twinkle_cluster"
+NOT_DEPLOYED = "NOT_DEPLOYED"
 _KEEP_ALIVE_SECONDS = 75
 _POLL_SECONDS = 0.5
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
-@contextlib.contextmanager
-def connected(config: ServerConfig) -> Iterator[str]:
-    """To the cluster that RAY_ADDRESS names or that `ray start` began here, else to one that begins and ends with us.
+@dataclass(frozen=True)
+class Cluster:
+    """``is_ours``: it began with us and ends with us."""
 
-    Gives the cluster's address.
-    """
-    context = ray.init(
+    address: str
+    is_ours: bool
+
+
+@contextlib.contextmanager
+def connected(config: ServerConfig, start: bool = True) -> Iterator[Cluster]:
+    """To the cluster that RAY_ADDRESS names or that `ray start` began here, else to one that we may ``start``."""
+    try:
+        context = _connect(config, None if start else "auto")
+    except ConnectionError as error:
+        raise TwinkleServerError("no Ray cluster runs here, and RAY_ADDRESS names none") from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        info = context.address_info
+        yield Cluster(info["gcs_address"], info["session_dir"].endswith(f"_{os.getpid()}"))
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.RuntimeContext:
+    return ray.init(
+        address,
         namespace=config.ray_namespace or DEFAULT_NAMESPACE,
         runtime_env={"env_vars": twinkle_variables()},
         include_dashboard=False,
         log_to_driver=False,  # replicas write files of their own
         logging_level="warning",
     )
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    try:
-        yield str(context.address_info["gcs_address"])
-    finally:
-        ray.shutdown()
 
 
 @contextlib.contextmanager
-def deployed(config: ServerConfig, log_level: str) -> Iterator[str]:
+def deployed(config: ServerConfig, cluster: Cluster, log_level: str) -> Iterator[str]:
     """The applications, running; gives the server's URL. What was deployed is taken down again in any case."""
     http = config.http_options
     port = http.port or _free_port(http.host)
@@ -69,16 +86,22 @@ def deployed(config: ServerConfig, log_level: str) -> Iterator[str]:
         reachable = "127.0.0.1" if http.host in ("0.0.0.0", "::", "localhost") else http.host
         yield config.public_url or f"http://{reachable}:{port}"
     finally:
-        remove(config)
+        remove(config, cluster)
 
 
-def remove(config: ServerConfig) -> None:
-    """Take the applications down: each finishes what runs. Other applications of the cluster stay."""
+def remove(config: ServerConfig, cluster: Cluster) -> None:
+    """Take the applications down: each finishes what runs. Other applications of the cluster stay.
+
+    The gateway goes last. Where the cluster is ours it goes with the proxies, as the cluster ends: a proxy without it
+    would tell clients that nothing is here, and they would give up, instead of trying again.
+    """
     running = serve.status().applications
-    for one, _ in _served_at(config):
-        if one.name in running:
-            serve.delete(one.name)
-    if not serve.status().applications:
+    names = [one.name for one, _ in _served_at(config) if one.name in running]
+    gateways = [one.name for one in config.applications if isinstance(one.args, ServerArgs)]
+    for name in sorted(names, key=gateways.count):
+        if name not in gateways or not cluster.is_ours:
+            serve.delete(name)
+    if not cluster.is_ours and not serve.status().applications:
         serve.shutdown()
 
 
@@ -86,7 +109,7 @@ def statuses(config: ServerConfig) -> dict[str, str]:
     """How Serve sees each application."""
     found = serve.status().applications
     return {
-        one.name: found[one.name].status.value if one.name in found else "NOT_DEPLOYED" for one, _ in _served_at(config)
+        one.name: found[one.name].status.value if one.name in found else NOT_DEPLOYED for one, _ in _served_at(config)
     }
 
 
