@@ -88,7 +88,9 @@ def train(server: Server, number: int, name: str, between: threading.Barrier | N
 
 def weights(server: Server, path: str) -> dict[str, np.ndarray]:
     run, _, name = path.removeprefix("tinker://").split("/")
-    (file,) = (server.data_dir / "checkpoints" / run.replace(":", "-") / "weights" / name).rglob("adapter_model.safetensors")
+    (file,) = (server.data_dir / "checkpoints" / run.replace(":", "-") / "weights" / name).rglob(
+        "adapter_model.safetensors"
+    )
     return load_file(file)
 
 

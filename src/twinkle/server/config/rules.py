@@ -45,7 +45,7 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[Broken]:
     return [Broken(("http_options", "host"), http.host, allowed)]
 
 
-def application_rules(applications: Applications, runtime: str) -> list[Broken]:
+def application_rules(applications: Applications) -> list[Broken]:
     """All that is wrong with the applications taken together."""
     rules: list[Callable[[Applications], Iterator[Broken]]] = [
         _one_processor,
@@ -59,14 +59,7 @@ def application_rules(applications: Applications, runtime: str) -> list[Broken]:
         _model_names_differ,
         _supported_models_exist,
     ]
-    if runtime == "ray":
-        rules.append(_a_server)
     return [broken for rule in rules for broken in rule(applications)]
-
-
-def _a_server(applications: Applications) -> Iterator[Broken]:
-    if not any(one.import_path == "server" for one in applications):
-        yield Broken(("applications",), [one.name for one in applications], "one of them with import_path: server")
 
 
 def _one_processor(applications: Applications) -> Iterator[Broken]:

@@ -97,7 +97,7 @@ def remove(config: ServerConfig, cluster: Cluster) -> None:
     """
     running = serve.status().applications
     names = [one.name for one, _ in _served_at(config) if one.name in running]
-    gateways = [one.name for one in config.applications if isinstance(one.args, ServerArgs)]
+    gateways = [one.name for one, _ in _served_at(config) if isinstance(one.args, ServerArgs)]
     for name in sorted(names, key=gateways.count):
         if name not in gateways or not cluster.is_ours:
             serve.delete(name)
@@ -146,6 +146,8 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
     own prefix. An application without a route is reached through the gateway; a sampler then is nothing of its own.
     """
     entries: list[tuple[ApplicationSpec, str | None]] = []
+    if not any(isinstance(one.args, ServerArgs) for one in config.applications):
+        entries.append((ApplicationSpec(name="server", import_path="server"), "/"))
     for one in config.applications:
         if isinstance(one.args, ServerArgs):
             entries.append((one, "/"))
