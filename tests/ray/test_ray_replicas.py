@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "contract"))
 os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
 
 import tinker
+from ray_processes import descendants
 from running import Server
 from safetensors.numpy import load_file
 from serving import key_of, sequences, tinker_data
@@ -47,30 +48,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("replicas"), {"runtime": "ray", "applications": applications}).start()
     yield running
     running.stop()
-
-
-def replica_processes(server: Server, title: str) -> list[int]:
-    """Those of this server's cluster with this in their name."""
-    assert server.process is not None
-    parents: dict[int, int] = {}
-    titles: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(fields[1])
-                titles[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-
-    def is_ours(pid: int) -> bool:
-        while pid > 1:
-            if server.process is not None and pid == server.process.pid:
-                return True
-            pid = parents.get(pid, 0)
-        return False
-
-    return sorted(pid for pid, name in titles.items() if title in name and is_ours(pid))
 
 
 def train(server: Server, number: int, name: str, between: threading.Barrier | None = None) -> str:
@@ -112,8 +89,8 @@ def test_adapters_are_spread_and_survive_the_death_of_a_replica_and_a_gateway(se
     with ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(train, server, number, "disturbed", barrier) for number in range(8)]
         barrier.wait(120)
-        (model, *_) = replica_processes(server, "ServeReplica:model:model-0")
-        (gateway, *_) = replica_processes(server, "ServeReplica:server:Gateway")
+        (model, *_) = descendants(server, "ServeReplica:model:model-0")
+        (gateway, *_) = descendants(server, "ServeReplica:server:Gateway")
         time.sleep(0.2)  # in the middle of it
         os.kill(model, signal.SIGKILL)
         os.kill(gateway, signal.SIGKILL)
@@ -123,7 +100,7 @@ def test_adapters_are_spread_and_survive_the_death_of_a_replica_and_a_gateway(se
         assert mine.keys() == theirs.keys()
         for name in mine:
             assert np.linalg.norm(mine[name] - theirs[name]) <= 1e-5 * max(np.linalg.norm(theirs[name]), 1e-3)
-    assert model not in replica_processes(server, "ServeReplica:model:model-0")
+    assert model not in descendants(server, "ServeReplica:model:model-0")
 
 
 def test_another_replica_takes_over_what_a_smaller_server_has_no_place_for(server, tmp_path):

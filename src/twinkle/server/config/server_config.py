@@ -98,7 +98,7 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        broken = [*network_rules(self.http_options, self.auth), *application_rules(self.applications)]
+        broken = [*network_rules(self.http_options, self.auth), *application_rules(self.applications, self.runtime)]
         if broken:
             details = [InitErrorDetails(type=refusal(b.allowed), loc=b.location, input=b.value) for b in broken]
             raise ValidationError.from_exception_data("ServerConfig", details)

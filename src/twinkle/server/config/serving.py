@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
 
 __all__ = ["GATEWAY_PREFIX", "PROCESSOR_PREFIX", "ServedModelConfig", "is_path", "known_name", "listed_names"]
-__all__ += ["served_models"]
+__all__ += ["public_tokenizer_id", "served_models"]
 
 GATEWAY_PREFIX = "/api/v1"
 PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
@@ -61,6 +61,12 @@ def known_name(name: str, known: Container[str]) -> str | None:
 def is_path(model_id: str) -> bool:
     """Whether the id is written as a directory. Clients must not see it then."""
     return model_id.startswith(("/", "~", "."))
+
+
+def public_tokenizer_id(model_id: str) -> str | None:
+    """What clients on other machines can load."""
+    scheme, _, name = model_id.rpartition("://")
+    return name if scheme in ("", "hf") and not is_path(model_id) else None
 
 
 def _served(args: ModelArgs, sampler: SamplerArgs | None, routes: Sequence[str]) -> ServedModelConfig:

@@ -171,7 +171,7 @@ def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
 
 def _gpus(args: ModelArgs, has_gpus: bool) -> float:
     """One for a model that is to be on a GPU: because it says so, or because it says nothing and there are some."""
-    if args.backend == "mock":
+    if args.backend == "mock" or args.processes > 1:  # the processes of a group have their own
         return 0.0
     wanted = args.compute_device
     return 1.0 if (has_gpus if wanted is None else wanted.startswith("cuda")) else 0.0

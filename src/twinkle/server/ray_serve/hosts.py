@@ -32,6 +32,7 @@ from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.layout import Layout, layout_of
 from twinkle.server.ray_serve.remote_replica import Refusal, RemoteFleet, RemoteProcessors, RemoteReplica
 from twinkle.server.ray_serve.router import Router
+from twinkle.server.ray_serve.trainer_group import load_group
 from twinkle.server.relay import AsgiApp
 from twinkle.server.state import Claim, Store
 from twinkle.server.types import RunRecord, SessionRecord
@@ -136,7 +137,8 @@ class ModelHost:
     @classmethod
     async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
         sys.setswitchinterval(_SWITCH_SECONDS)
-        model = await asyncio.to_thread(load_served_model, served)
+        load = load_group if served.model.processes > 1 else load_served_model
+        model = await asyncio.to_thread(load, served)
         process = await Process.open(config)
         group = process.layout.models[served.name]
 
