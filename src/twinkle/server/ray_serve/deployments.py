@@ -19,7 +19,7 @@ from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.fleet import ModelReport
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
-from twinkle.server.ray_serve.remote_replica import Refusal
+from twinkle.server.ray_serve.replica import Refusal
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
 from twinkle.server.types import SessionRecord
 

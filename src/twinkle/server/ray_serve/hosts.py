@@ -30,7 +30,9 @@ from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.layout import Layout, layout_of
-from twinkle.server.ray_serve.remote_replica import Refusal, RemoteFleet, RemoteProcessors, RemoteReplica
+from twinkle.server.ray_serve.remote_fleet import RemoteFleet, RemoteProcessors
+from twinkle.server.ray_serve.remote_replica import RemoteReplica
+from twinkle.server.ray_serve.replica import Refusal
 from twinkle.server.ray_serve.router import Router
 from twinkle.server.ray_serve.trainer_group import load_group
 from twinkle.server.relay import AsgiApp

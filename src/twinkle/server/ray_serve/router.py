@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 
 from twinkle.server.ray_serve.addressing import address_of, wants_stream
 from twinkle.server.ray_serve.directory import Directory
-from twinkle.server.ray_serve.remote_replica import RemoteReplica, ReplicaGoneError
+from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
 from twinkle.server.routes.http import PREFIX, RETRY_SOON, SMALL_BODY
 from twinkle.server.state import DatabaseUnavailableError
@@ -31,7 +31,7 @@ class Router:
         self,
         app: AsgiApp,
         directory: Directory,
-        replicas: Mapping[str, RemoteReplica],
+        replicas: Mapping[str, Replica],
         *,
         max_body_bytes: int,
         own: str | None = None,
@@ -69,7 +69,7 @@ class Router:
         else:
             await self._forward(request, replica, receive, send)
 
-    async def _replica_for(self, request: HttpRequest) -> RemoteReplica | None:
+    async def _replica_for(self, request: HttpRequest) -> Replica | None:
         """None: this process answers."""
         if len(request.body) < SMALL_BODY:
             address = address_of(request, self._max_body_bytes)
@@ -78,7 +78,7 @@ class Router:
         name = None if address is None else await self._directory.find(address)
         return None if name is None or name == self._own else self._replicas[name]
 
-    async def _forward(self, request: HttpRequest, replica: RemoteReplica, receive: Receive, send: Send) -> None:
+    async def _forward(self, request: HttpRequest, replica: Replica, receive: Receive, send: Send) -> None:
         work = self._stream(request, replica, send) if wants_stream(request) else self._whole(request, replica, send)
         forwarding = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(_until_gone(receive))
@@ -92,7 +92,7 @@ class Router:
             with suppress(asyncio.CancelledError):
                 await forwarding
 
-    async def _whole(self, request: HttpRequest, replica: RemoteReplica, send: Send) -> None:
+    async def _whole(self, request: HttpRequest, replica: Replica, send: Send) -> None:
         try:
             if request.path in _SDK_POLLS:
                 async with asyncio.timeout(_WAIT_SECONDS):
@@ -104,7 +104,7 @@ class Router:
             reply = _refusal(503, "the model is being brought back after a failure: nothing is lost, try again")
         await _send(send, reply)
 
-    async def _stream(self, request: HttpRequest, replica: RemoteReplica, send: Send) -> None:
+    async def _stream(self, request: HttpRequest, replica: Replica, send: Send) -> None:
         started = False
         try:
             async with aclosing(replica.stream(request)) as parts:
