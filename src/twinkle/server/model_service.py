@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import NotFoundError, QuotaError, UserError
+from twinkle.server.adapter_status import AdapterStatus, QueueStatus, Whereabouts
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
@@ -221,6 +222,7 @@ class ModelService:
             logger.error("%s could not be kept as a checkpoint when its session %s", run.run_id, why)
             return
         await self._store.runs.set_state(run.run_id, "parked", note)
+        self._runner.measurements.dropped(run.run_id)
         self._runner.snapshots.forget(run.run_id)
         await self._runner.snapshots.finish_writing()
         await self._store.snapshots.delete(run.run_id)
@@ -238,6 +240,23 @@ class ModelService:
 
     def adapters_of(self, tenant_id: str) -> int:
         return sum(adapter.run.tenant_id == tenant_id for adapter in self._adapters.values())
+
+    def adapter_statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
+        """Of the tenant's live adapters, by run id."""
+        resident = frozenset(self.model.trainer.resident_adapter_ids())
+        return {
+            run_id: AdapterStatus(_whereabouts(adapter, run_id in resident), len(adapter.ops))
+            for run_id, adapter in self._adapters.items()
+            if adapter.run.tenant_id == tenant_id
+        }
+
+    def queue_status(self, tenant_id: str) -> QueueStatus:
+        waiting = self._scheduler.numbers().waiting
+        return QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
+
+    async def write_metrics(self) -> None:
+        """Put on record what was measured so far."""
+        await self._runner.measurements.write()
 
     def last_requests(self) -> dict[str, float]:
         """When each adapter was last asked for something, as far as that is news."""
@@ -304,6 +323,12 @@ async def _understood(run_id: str, seq: int, verb: str, fields: Mapping[str, Any
         return op
 
     return digested() if "inputs" not in fields and len(sent) < _SMALL_BODY else await asyncio.to_thread(digested)
+
+
+def _whereabouts(adapter: LiveAdapter, resident: bool) -> Whereabouts:
+    if adapter.place is Place.TRAINER:
+        return "device" if resident else "host"
+    return "disk" if adapter.place is Place.DISK else "nowhere"
 
 
 def _conflict(op: Op) -> str:

@@ -15,6 +15,7 @@ from twinkle.server.state.errors import (
 )
 from twinkle.server.state.keys import KeyRecord, Keys
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
+from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs, RunState
 from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
@@ -36,6 +37,7 @@ __all__ = [
     "Ops",
     "Page",
     "Pruned",
+    "RunMetrics",
     "RunState",
     "Runs",
     "SamplingSessions",
