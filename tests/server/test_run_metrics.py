@@ -268,7 +268,7 @@ def test_names_of_a_run_are_counted(tmp_path: Path) -> None:
         await begin(store)
         for number in range(table.MAX_NAMES):
             await store.run_metrics.log(RUN, 0, {f"name{number}": 1.0}, 1.0)
-        with pytest.raises(InvalidInputError, match="another.*at most 64 different names"):
+        with pytest.raises(InvalidInputError, match=r"another.*at most 64 different names"):
             await store.run_metrics.log(RUN, 0, {"name1": 1.0, "another": 1.0}, 1.0)
         await store.run_metrics.log(RUN, 0, {"name1": 2.0}, 1.0)
         points = await store.run_metrics.since(RUN, 0, 1000)

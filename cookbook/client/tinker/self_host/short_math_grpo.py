@@ -114,7 +114,7 @@ def make_datum(prompt: list[int], sequence: types.SampledSequence, advantage: fl
 
 
 def log_reward(reward: float) -> None:
-    """For the curves of the server's dashboard, beside the loss. Other servers keep none, and it makes no difference."""
+    """For the curves of the server's dashboard, beside the loss; other servers keep none, and nothing is lost."""
     address = f"{BASE_URL}/api/v1/twinkle/training_runs/{training.model_id}/metrics"
     with suppress(httpx.HTTPError):
         httpx.post(address, headers={"X-API-Key": API_KEY}, json={"values": {"reward": reward}})

@@ -1,5 +1,6 @@
 // Elements made of data. Texts become text nodes and nothing else: what a tenant wrote is never markup.
 
+const shown = new WeakMap(); // by place, what its parts were made of
 const SVG = "http://www.w3.org/2000/svg";
 
 export function el(tag, properties = {}, ...children) {
@@ -46,8 +47,8 @@ export function pager(page, turn) {
 // Show `parts` unless they were made of the same data: what a user is about to click must not be replaced under the hand.
 export function showOnce(place, data, parts) {
   const text = JSON.stringify(data);
-  if (place.dataset.shown === text) return;
-  place.dataset.shown = text;
+  if (shown.get(place) === text) return;
+  shown.set(place, text);
   place.replaceChildren(...parts().filter((part) => part !== null));
 }
 

@@ -10,7 +10,7 @@ export function playground(place, [wanted], report) {
   const tokens = el("input", { id: "max-tokens", type: "number", min: 1, max: 4096, value: "128" });
   const send = el("button", { id: "send", type: "submit" }, "Send");
   const stop = el("button", { id: "stop", type: "button", disabled: true, onclick: () => running?.abort() }, "Stop");
-  const clear = el("button", { type: "button", onclick: () => columns.forEach((column) => column.clear()) }, "Clear");
+  const clear = el("button", { id: "clear", type: "button", onclick: () => columns.forEach((column) => column.clear()) }, "Clear");
   const columns = [new Conversation("base", "Base model"), new Conversation("tuned", "Checkpoint")];
   let running = null;
 
