@@ -19,14 +19,12 @@ _SECONDS = 30.0
 class Page:
     """A browser at a server's dashboard."""
 
-    def __init__(self, downloads: Path, *, dark: bool = False, size: str = "1280,900") -> None:
+    def __init__(self, downloads: Path) -> None:
         driver = shutil.which("chromedriver")
         assert driver is not None, "there is no chromedriver: apt-get install chromium chromium-driver"
         options = webdriver.ChromeOptions()
-        for argument in ("--headless=new", "--disable-dev-shm-usage", "--no-proxy-server", f"--window-size={size}"):
+        for argument in ("--headless=new", "--disable-dev-shm-usage", "--no-proxy-server", "--window-size=1280,900"):
             options.add_argument(argument)
-        if dark:
-            options.add_argument("--force-dark-mode")  # what the page is told to prefer
         if os.geteuid() == 0:
             options.add_argument("--no-sandbox")  # chromium refuses to be root with one
         options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
@@ -42,6 +40,11 @@ class Page:
         self.driver.execute_script("sessionStorage.clear()")
         self.driver.get("about:blank")
         self.driver.get(f"{url}/dashboard{view}")
+
+    def prefer(self, scheme: str) -> None:
+        """light or dark"""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def enter_key(self, key: str) -> None:
         self.find("#key").send_keys(key)

@@ -221,6 +221,7 @@ def _announcement(
         lines += [f"serving {model.name}{others}", f"  {model.memory}"]
     lines += [
         f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
+        f"dashboard: {url}/dashboard",
         f"data in {config.data_dir}",
         f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
         "connect:",
