@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/dashboard.md from a server on which something was trained. Needs chromium, as the tests do.
+"""Takes the pictures of docs/dashboard.md from a server on which something was trained. Needs chromium, as tests do.
 
 python docs/images/take_screenshots.py http://127.0.0.1:8000 tml-local RUN CHECKPOINT
 """
@@ -33,6 +33,7 @@ def picture(page: Page, name: str) -> None:
 
 
 page = Page(Path(tempfile.mkdtemp()))
+page.patience = 600.0  # a small machine that trains meanwhile
 try:
     page.open(args.url)
     page.prefer("light")
@@ -50,7 +51,8 @@ try:
     page.view("Playground")
     page.until(lambda: any(each.text == args.checkpoint and not each.click() for each in page.all("#model option")))
     page.until(lambda: args.checkpoint in page.text("#tuned h3"))
-    page.script("document.getElementById('temperature').value = '0'; document.getElementById('max-tokens').value = '48'")
+    for field, value in (("temperature", 0), ("max-tokens", 48)):
+        page.script(f"document.getElementById('{field}').value = '{value}'")
     page.find("#prompt").send_keys(args.question)
     page.click("#send")
     for column in ("#base", "#tuned"):

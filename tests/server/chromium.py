@@ -13,11 +13,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 T = TypeVar("T")
-_SECONDS = 30.0
 
 
 class Page:
-    """A browser at a server's dashboard."""
+    """A browser at a server's dashboard. ``patience``: seconds in which what is looked for must come."""
+
+    patience = 30.0
 
     def __init__(self, downloads: Path) -> None:
         driver = shutil.which("chromedriver")
@@ -71,7 +72,7 @@ class Page:
 
     def until(self, look: Callable[[], T]) -> T:
         """What ``look`` finds, once it finds something: the page asks the server again and again."""
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + self.patience
         while True:
             try:
                 found = look()

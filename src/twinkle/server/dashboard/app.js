@@ -52,7 +52,7 @@ async function poll(view) {
 }
 
 function report(error) {
-  if (!(error instanceof ApiError)) throw error;
+  if (!(error instanceof ApiError)) console.error(error);
   failures += 1;
   if (error.status === 401) {
     key.forget();

@@ -1,7 +1,7 @@
 // The same prompt to the base model and to a checkpoint, or a run as it is now: two conversations side by side.
 
 import { events, json, part, request } from "./api.js";
-import { el } from "./dom.js";
+import { el, showOnce } from "./dom.js";
 
 export function playground(place, [wanted], report) {
   const models = el("select", { id: "model" });
@@ -52,7 +52,6 @@ export function playground(place, [wanted], report) {
     columns.forEach((column) => column.name());
   }
 
-  // Asked for once, and again when a tab comes back: a list that changes under the hand helps nobody.
   async function load() {
     const [saved, live] = await Promise.all([
       json("api/v1/checkpoints?limit=1000"),
@@ -67,7 +66,9 @@ export function playground(place, [wanted], report) {
         .map((run) => [run.training_run_id, run.training_run_id, `${run.training_run_id} as it is now`]),
     ];
     const before = models.value || wanted;
-    models.replaceChildren(...options.map(([value, run, title]) => el("option", { value, "data-run": run }, title)));
+    showOnce(models, options, () =>
+      options.map(([value, run, title]) => el("option", { value, "data-run": run }, title)),
+    );
     if (options.some(([value]) => value === before)) models.value = before;
     if (columns[1].model !== (models.value || null) || columns[0].model === null) await choose();
   }

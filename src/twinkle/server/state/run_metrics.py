@@ -27,7 +27,7 @@ _NEWEST_FIRST = RUN_METRICS.c.number.desc()
 
 _INSERT = insert(RUN_METRICS)
 # Two processes may write points of one run, where the database serves several: one waits for the other.
-_LOCK_RUN = select(RUNS.c.run_id).where(RUNS.c.run_id == bindparam("run")).with_for_update()
+_LOCK_RUN = select(RUNS.c.run_id).where(RUNS.c.run_id == bindparam("run")).with_for_update(key_share=True)
 _LAST_NUMBER = select(func.coalesce(func.max(RUN_METRICS.c.number), 0)).where(_OF_RUN)
 _LAST_STEP = select(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.seq.is_not(None)).order_by(_NEWEST_FIRST).limit(1)
 _SINCE = (
