@@ -12,9 +12,11 @@ import httpx
 import pytest
 from native_caller import Caller
 from running import MODEL, Server, Tenant, datum, key_for, mock_config
+from state_samples import run
 
 from twinkle.server import cli
 from twinkle.server.ids import directory_name
+from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.routes import dashboard
 from twinkle.server.tar_stream import TarStream
 
@@ -105,6 +107,19 @@ def test_adapters_that_wait_on_disk(own_server: Callable[..., Server]) -> None:
     assert tenant.get("twinkle/adapters").json()["adapters"][0]["where"] == "disk"
     tenant.result(tenant.forward_backward(model, 1))
     assert tenant.get("twinkle/adapters").json()["adapters"][0]["where"] == "device"
+
+
+@pytest.mark.parametrize(
+    ("place", "resident", "where"),
+    [
+        (Place.TRAINER, True, "device"),
+        (Place.TRAINER, False, "host"),
+        (Place.DISK, False, "disk"),
+        (Place.NOWHERE, False, "nowhere"),
+    ],
+)
+def test_paged_out_is_not_on_the_device(place: Place, resident: bool, where: str) -> None:
+    assert whereabouts(LiveAdapter(run(), place), resident) == where
 
 
 def test_sessions_of_both_protocols(server: Server, tenant: Tenant, other_tenant: Tenant) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import NotFoundError, QuotaError, UserError
-from twinkle.server.adapter_status import AdapterStatus, QueueStatus, Whereabouts
+from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import is_native_run, split_request_id
-from twinkle.server.live_adapter import LiveAdapter, Place
+from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.live_versions import LiveVersion, LiveVersions
 from twinkle.server.native.codec import refused_op, verb_op
 from twinkle.server.native.errors import SequenceConflictError
@@ -245,7 +245,7 @@ class ModelService:
         """Of the tenant's live adapters, by run id."""
         resident = frozenset(self.model.trainer.resident_adapter_ids())
         return {
-            run_id: AdapterStatus(_whereabouts(adapter, run_id in resident), len(adapter.ops))
+            run_id: AdapterStatus(whereabouts(adapter, run_id in resident), len(adapter.ops))
             for run_id, adapter in self._adapters.items()
             if adapter.run.tenant_id == tenant_id
         }
@@ -323,12 +323,6 @@ async def _understood(run_id: str, seq: int, verb: str, fields: Mapping[str, Any
         return op
 
     return digested() if "inputs" not in fields and len(sent) < _SMALL_BODY else await asyncio.to_thread(digested)
-
-
-def _whereabouts(adapter: LiveAdapter, resident: bool) -> Whereabouts:
-    if adapter.place is Place.TRAINER:
-        return "device" if resident else "host"
-    return "disk" if adapter.place is Place.DISK else "nowhere"
 
 
 def _conflict(op: Op) -> str:

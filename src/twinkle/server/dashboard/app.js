@@ -9,7 +9,7 @@ import { runs } from "./runs.js";
 // A view fills a place and returns {refresh}, and maybe how often (milliseconds) and what to do when it is left.
 const VIEWS = { runs, adapters, sessions, checkpoints, playground };
 const EVERY = 2_000;
-const SLOWEST = 30_000;
+const SLOWEST = 15_000;
 
 const byId = (id) => document.getElementById(id);
 let current = null; // {refresh, every, leave}
