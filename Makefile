@@ -38,7 +38,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray chaos clean
+	test-parallel test-postgres test-ray test-dashboard chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +105,9 @@ test-ray: $(RAY_VENV)/.setup-stamp ## execution and the server on Ray, and the c
 
 test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's package), in a temporary cluster
 	@$(VENV)/bin/python tests/server/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
+
+test-dashboard: $(STAMP) ## the dashboard in a real browser (Debian's packages chromium and chromium-driver)
+	@$(VENV)/bin/pytest -q -m browser tests/server/test_dashboard_browser.py
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos

@@ -37,7 +37,9 @@ from twinkle_client.types import (
     Cursor,
     DeleteCheckpointResponse,
     GetServerCapabilitiesResponse,
+    MetricPoint,
     ParsedCheckpointTwinklePath,
+    RunMetricsResponse,
     TrainingRun,
     TrainingRunsResponse,
     WeightsInfoResponse,
@@ -213,6 +215,26 @@ class TwinkleClient:
         body = encode({"twinkle_path": twinkle_path})
         answer = self._send(Call("POST", self._gateway("weights_info"), body))
         return self._parsed(WeightsInfoResponse, answer)
+
+    # --- curves -------------------------------------------------------------------------------------------------------
+
+    def log_metrics(self, run_id: str, values: Mapping[str, float], step: int | None = None) -> MetricPoint:
+        """Numbers for the run's curves, a reward for instance; without a step they belong to the newest one.
+
+        A request whose answer was lost is sent again, and its point may then be there twice.
+        """
+        body = encode({"step": step, "values": {name: float(value) for name, value in values.items()}})
+        answer = self._send(Call("POST", self._gateway(f"training_runs/{quote(run_id, safe='')}/metrics"), body))
+        return self._parsed(MetricPoint, answer)
+
+    def get_metrics(self, run_id: str, since: int = 0) -> list[MetricPoint]:
+        """All points after number ``since``, oldest first: what the server measured, and what clients logged."""
+        address, points, more = f"training_runs/{quote(run_id, safe='')}/metrics", [], True
+        while more:
+            answer = self._get(RunMetricsResponse, address, {"since": str(since)})
+            points += answer.points
+            since, more = answer.next, answer.more
+        return points
 
     # --- for models, samplers and remote objects ----------------------------------------------------------------------
 

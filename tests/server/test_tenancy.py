@@ -22,8 +22,10 @@ from twinkle.server.app import make_app
 from twinkle.server.config import default_config
 from twinkle.server.routes.http import PREFIX
 
-# Neither has anything of a tenant's to tell, and whoever watches the server has no key.
-PUBLIC = {("GET", "/healthz"), ("GET", "/status"), ("POST", "/telemetry")}
+# The dashboard's files, which are the same for everyone; what it shows has routes of its own.
+PAGES = {("GET", "/dashboard"), ("GET", "/dashboard/"), ("GET", "/dashboard/{part}")}
+# None has anything of a tenant's to tell, and whoever watches the server has no key.
+PUBLIC = {("GET", "/healthz"), ("GET", "/status"), ("POST", "/telemetry"), *PAGES}
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
 }
 
 
-# Our own protocol, whose tenants are in test_native_gateway.py, test_native_sampler.py and their like.
+# Our own protocol, whose tenants are in test_native_gateway.py, test_dashboard_routes.py and their like.
 NATIVE = ("/-/", *(f"{PREFIX}/{area}/" for area in ("twinkle", "model", "sampler", "processor")))
 
 
@@ -298,7 +300,7 @@ def routes() -> set[tuple[str, str]]:
     for path, methods in make_app(nothing).openapi()["paths"].items():
         if path.startswith(NATIVE):
             continue
-        assert path.startswith((PREFIX, "/v1/")), path
+        assert path.startswith((PREFIX, "/v1/", "/dashboard")), path
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
     for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
         if module.name.rpartition(".")[2].startswith("native_"):

@@ -91,7 +91,8 @@ class AdapterPool:
                 self._page_out(adapter)
 
     def resident_ids(self) -> list[str]:
-        return [adapter.adapter_id for adapter in self._adapters.values() if adapter.slot is not None]
+        """In any thread: the list is made at once, however many adapters come and go meanwhile."""
+        return [adapter.adapter_id for adapter in list(self._adapters.values()) if adapter.slot is not None]
 
     def fit(self, adapters: Iterable[Adapter]) -> bool:
         """Whether these adapters can be resident at the same time."""

@@ -184,7 +184,7 @@ class Trainer:
         return self._pool.ids()
 
     def resident_adapter_ids(self) -> list[str]:
-        """Those on the device now; the others wait in host memory."""
+        """Those on the device now; the others wait in host memory. In any thread."""
         return self._pool.resident_ids()
 
     def spec(self, adapter_id: str) -> LoraSpec:

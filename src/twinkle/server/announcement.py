@@ -16,6 +16,7 @@ def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[st
         lines += [f"serving {served.name}{others}", *(f"  {each}" for each in memory[number : number + 1])]
     lines += [
         f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
+        f"dashboard: {url}/dashboard",
         f"data in {config.data_dir}",
         f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
         "connect:",

@@ -7,9 +7,12 @@ from fastapi import FastAPI
 
 import twinkle
 from twinkle.server.routes import (
+    dashboard,
     futures,
     native_gateway,
+    native_metrics,
     native_model,
+    native_overview,
     native_processor,
     native_sampler,
     openai,
@@ -38,6 +41,9 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
         native_processor,
         native_sampler,
         native_gateway,
+        native_metrics,
+        native_overview,
+        dashboard,
     ):
         app.router.routes.extend(area.router.routes)
     install_error_handlers(app)

@@ -9,6 +9,8 @@ from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
 from twinkle.server.native.codec import succeeded
 from twinkle.server.native.host import NativeHost
+from twinkle.server.native.measuring import measure_pass, measure_verb
+from twinkle.server.run_measurements import RunMeasurements, counted
 from twinkle.server.types import (
     CreateAdapter,
     CreateNative,
@@ -26,13 +28,16 @@ from twinkle.server.wire.training import encode_training_result
 
 logger = logging.getLogger(__name__)
 
+_GRAD_NORM = "unclipped_grad_l2:mean"  # as a trainer calls it
+
 
 class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
-    def __init__(self, model: ServedModel, native: NativeHost) -> None:
+    def __init__(self, model: ServedModel, native: NativeHost, measurements: RunMeasurements) -> None:
         self._trainer: TrainingBackend = model.trainer
         self._native = native
+        self._measurements = measurements
 
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
@@ -50,16 +55,28 @@ class Execution:
         return [outcomes[index] for index in range(len(ops))]
 
     def _prepared(self, op: Op) -> "_Pass":
+        trains = op.kind is OpKind.FORWARD_BACKWARD
         match op.payload:
-            case TrainPass(data, loss, loss_config):
-                return _Pass(TrainItem(op.adapter_id, data, loss, loss_config), encode_training_result)
+            case TrainPass(data, loss, loss_config) as sent:
+
+                def encode_sent(result: TrainResult) -> Outcome:
+                    outcome = encode_training_result(result)
+                    if trains and "loss:sum" in result.metrics:
+                        summed = result.metrics["loss:sum"]
+                        self._measurements.passed(op.adapter_id, summed, counted(sent), sent.tokens)
+                    return outcome
+
+                return _Pass(TrainItem(op.adapter_id, data, loss, loss_config), encode_sent)
             case NativePass() as asked:
                 native = self._native.adapters
                 prepared = native.prepare(op.adapter_id, asked)
 
                 def encode(result: TrainResult) -> Outcome:
                     outputs = prepared.absorb(result)
-                    return succeeded({"result": native.pass_result(op.adapter_id, outputs)})
+                    outcome = succeeded({"result": native.pass_result(op.adapter_id, outputs)})
+                    if trains:
+                        measure_pass(self._measurements, prepared.item, outputs)
+                    return outcome
 
                 return _Pass(prepared.item, encode)
             case Refused(message):
@@ -98,6 +115,7 @@ class Execution:
         """Forget the gradient of a window that failed."""
         if adapter_id in self._trainer.adapter_ids():
             self._trainer.zero_grad(adapter_id)
+        self._measurements.dropped(adapter_id)
 
     def _guarded(self, op: Op) -> Outcome:
         try:
@@ -121,13 +139,19 @@ class Execution:
                 )
                 return responses.created(op.adapter_id)
             case NativeVerb() as asked:
-                return succeeded({"result": self._native.adapters.run(op.adapter_id, asked)})
+                native = self._native.adapters
+                result = native.run(op.adapter_id, asked)
+                measure_verb(self._measurements, op, asked.verb, native.optimizer_group[op.adapter_id])
+                return succeeded({"result": result})
             case OptimStep(params):
                 try:
-                    return responses.stepped(self._trainer.optim_step(op.adapter_id, params))
+                    metrics = self._trainer.optim_step(op.adapter_id, params)
                 except TwinkleError:
-                    self._trainer.zero_grad(op.adapter_id)  # the window is closed: the next one starts clean
+                    self.drop_window(op.adapter_id)  # the window is closed: the next one starts clean
                     raise
+                norm = metrics.get(_GRAD_NORM)
+                self._measurements.stepped(op.adapter_id, op.seq, params.learning_rate, norm)
+                return responses.stepped(metrics)
             case Refused(message):
                 return responses.failed(message, "user")
             case _:

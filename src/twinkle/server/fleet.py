@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.types import SessionRecord
 
 if TYPE_CHECKING:
@@ -33,9 +34,21 @@ class ModelReport:
         return (self.name, *self.aliases)
 
 
+@dataclass(frozen=True)
+class TenantReport:
+    """What one tenant has on one base model, as it is now."""
+
+    adapters: Mapping[str, AdapterStatus]  # live ones by run
+    queue: QueueStatus
+
+
 class Fleet(Protocol):
     async def reports(self) -> Mapping[str, ModelReport]:
         """By name, in the order of the configuration."""
+        ...
+
+    async def of_tenant(self, tenant_id: str) -> Mapping[str, TenantReport]:
+        """By name of the model."""
         ...
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
@@ -62,3 +75,7 @@ def report_of(services: "Services") -> ModelReport:
         adapters=training.adapters_by_tenant(),
         busy_sessions=training.busy_sessions(),
     )
+
+
+def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
+    return TenantReport(services.training.adapter_statuses(tenant_id), services.training.queue_status(tenant_id))

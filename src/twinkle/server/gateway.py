@@ -28,7 +28,7 @@ from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import known_name
 from twinkle.server.files import DataDir
-from twinkle.server.fleet import Fleet, ModelReport, report_of
+from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
@@ -444,6 +444,9 @@ class LocalFleet:
 
     async def reports(self) -> dict[str, ModelReport]:
         return {name: report_of(entry) for name, entry in self._gateway.services.items()}
+
+    async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
+        return {name: tenant_report_of(entry, tenant_id) for name, entry in self._gateway.services.items()}
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._gateway.release_session(session, state)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from twinkle.server.adapter_status import Whereabouts
 from twinkle.server.recovery import Replay
 from twinkle.server.scheduler_sequence import Ticket
 from twinkle.server.types import Op, RunRecord
@@ -43,6 +44,13 @@ class LiveAdapter:
         """Returns when one more of its ops has ended."""
         self.op_ended.clear()
         await self.op_ended.wait()
+
+
+def whereabouts(adapter: LiveAdapter, resident: bool) -> Whereabouts:
+    """``resident``: whether the trainer has it on the device."""
+    if adapter.place is Place.TRAINER:
+        return "device" if resident else "host"
+    return "disk" if adapter.place is Place.DISK else "nowhere"
 
 
 @dataclass

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import NotFoundError, QuotaError, UserError
+from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import is_native_run, split_request_id
-from twinkle.server.live_adapter import LiveAdapter, Place
+from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.live_versions import LiveVersion, LiveVersions
 from twinkle.server.native.codec import refused_op, verb_op
 from twinkle.server.native.errors import SequenceConflictError
@@ -225,6 +226,7 @@ class ModelService:
             logger.error("%s could not be kept as a checkpoint when its session %s", run.run_id, why)
             return
         await self._store.runs.set_state(run.run_id, "parked", note)
+        self._runner.measurements.dropped(run.run_id)
         self._runner.snapshots.forget(run.run_id)
         await self._runner.snapshots.finish_writing()
         await self._store.snapshots.delete(run.run_id)
@@ -249,6 +251,23 @@ class ModelService:
     def busy_sessions(self) -> frozenset[str]:
         """Those of which something waits to run."""
         return frozenset(adapter.run.session_id for adapter in self._adapters.values() if adapter.ops)
+
+    def adapter_statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
+        """Of the tenant's live adapters, by run id."""
+        resident = frozenset(self.model.trainer.resident_adapter_ids())
+        return {
+            run_id: AdapterStatus(whereabouts(adapter, run_id in resident), len(adapter.ops))
+            for run_id, adapter in self._adapters.items()
+            if adapter.run.tenant_id == tenant_id
+        }
+
+    def queue_status(self, tenant_id: str) -> QueueStatus:
+        waiting = self._scheduler.numbers().waiting
+        return QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
+
+    async def write_metrics(self) -> None:
+        """Put on record what was measured so far."""
+        await self._runner.measurements.write()
 
     def last_requests(self) -> dict[str, float]:
         """When each adapter was last asked for something, as far as that is news."""

@@ -20,6 +20,7 @@ from twinkle.server.files import DataDir, read_native_state, read_snapshot
 from twinkle.server.futures import Futures
 from twinkle.server.live_adapter import LiveAdapter, Place, Task
 from twinkle.server.native.host import NativeHost
+from twinkle.server.run_measurements import RunMeasurements
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
@@ -53,6 +54,7 @@ class OpRunner:
         self.native = NativeHost(model, templates)
         self.checkpoints = Checkpoints(model, self.native, store, compute, files, allowed_dirs)
         self.snapshots = Snapshots(model, self.native, store, compute, files)
+        self.measurements = RunMeasurements(store.run_metrics)
         self.busy_seconds = 0.0
         self.stopping = False
         self._model = model
@@ -60,7 +62,7 @@ class OpRunner:
         self._compute = compute
         self._files = files
         self._futures = futures
-        self._execution = Execution(model, self.native)
+        self._execution = Execution(model, self.native, self.measurements)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
@@ -81,6 +83,7 @@ class OpRunner:
             await self.snapshots.finish_writing()
             await self._snapshot(adapter_id)
         await self.snapshots.finish_writing()
+        await self.measurements.stop()
 
     @property
     def alive(self) -> bool:
@@ -152,6 +155,7 @@ class OpRunner:
             self._finish(task, outcome)
             if task.op.kind is OpKind.CREATE and outcome.failed:
                 self._give_up(task.adapter)
+        self.measurements.write_soon()
 
     def _give_up(self, adapter: LiveAdapter) -> None:
         """An adapter that could not be created leaves again, and what waits for it fails."""
@@ -175,6 +179,7 @@ class OpRunner:
     async def _run_slow(self, task: Task) -> None:
         outcome = await self.checkpoints.run(task.op, task.adapter.run)
         if task.op.kind is OpKind.LOAD and not outcome.failed:
+            self.measurements.dropped(task.op.adapter_id)
             await self._keep_loaded(task.op, outcome)
         self._finish(task, outcome)
 

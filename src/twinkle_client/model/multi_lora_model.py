@@ -62,7 +62,7 @@ class MultiLoraTransformersModel:
         self.model_id = model_name(model_id)
         self.target_modules = target_modules
         self.adapter_name: str | None = None
-        self._adapters: list[str] = []
+        self._adapters: dict[str, str] = {}  # the ids of their runs
         self._path = service_path("model", self.model_id)
         self.server_url = self.client.base_url + self._path
         self.client.post(f"{self._path}/create", encode({}))
@@ -93,9 +93,7 @@ class MultiLoraTransformersModel:
             **_given(seed=seed, save_dir=save_dir),
         }
         answer = self.client.post(f"{self._path}/add_adapter_to_model", encode(body))
-        parsed(AddAdapterResponse, answer, self.server_url)
-        if adapter_name not in self._adapters:
-            self._adapters.append(adapter_name)
+        self._adapters[adapter_name] = parsed(AddAdapterResponse, answer, self.server_url).adapter_name
         self.adapter_name = adapter_name
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -290,6 +288,12 @@ class MultiLoraTransformersModel:
             if status.status == "completed":
                 return
             time.sleep(poll_interval)
+
+    def log_metrics(
+        self, values: Mapping[str, float], step: int | None = None, *, adapter_name: str | None = None
+    ) -> None:
+        """Numbers for the curves of the adapter's run, a reward for instance; see ``TwinkleClient.log_metrics``."""
+        self.client.log_metrics(self._adapters[self._adapter(adapter_name)], values, step)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from twinkle_client.types.processor import (
     ProcessorCreateResponse,
     ProcessorType,
 )
+from twinkle_client.types.run_metrics import LogMetricsRequest, MetricPoint, RunMetricsResponse
 from twinkle_client.types.sampler import (
     SampledSequenceModel,
     SamplerAddAdapterRequest,
@@ -109,6 +110,8 @@ __all__ = [
     "GetStateDictResponse",
     "HealthResponse",
     "LoadRequest",
+    "LogMetricsRequest",
+    "MetricPoint",
     "OkResponse",
     "ParsedCheckpointTwinklePath",
     "ProcessorCallRequest",
@@ -117,6 +120,7 @@ __all__ = [
     "ProcessorCreateResponse",
     "ProcessorType",
     "ResumeFromCheckpointRequest",
+    "RunMetricsResponse",
     "SampleRequest",
     "SampleResponseModel",
     "SampleResponseModelList",

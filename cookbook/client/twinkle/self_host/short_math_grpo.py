@@ -15,12 +15,13 @@ import json
 import os
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from twinkle_client import LoraConfig, init_twinkle_client
+from twinkle_client import LoraConfig, NotFoundError, init_twinkle_client
 from twinkle_client.data_format import SamplingParams
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset, DatasetMeta
@@ -110,6 +111,8 @@ for step in progress:
     seed = args.seed * 10**6 + step * args.prompts  # prompt i has seed + i: no two draws of a run are alike
     sequences, _, right = sample(address, batch, num_samples=args.samples, seed=seed)
     curve.append(float(np.mean(right)))
+    with suppress(NotFoundError):  # a server without curves
+        model.log_metrics({"reward": curve[-1]})  # beside the loss, on the dashboard
 
     # Judge: how much better is an answer than the others of its group? All right or all wrong teaches nothing.
     groups = np.array(right, float).reshape(-1, args.samples)

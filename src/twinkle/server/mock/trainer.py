@@ -130,6 +130,9 @@ class MockTrainer:
     def adapter_ids(self) -> list[str]:
         return list(self._adapters)
 
+    def resident_adapter_ids(self) -> list[str]:
+        return self.adapter_ids()
+
     def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
 

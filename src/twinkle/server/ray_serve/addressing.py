@@ -35,6 +35,7 @@ _OF_MODEL_ID = frozenset(
     )
 )
 _OPENAI = re.compile(r"(?:/api)?/v1/(chat/completions|completions|models/.+)")
+_METRICS = re.compile(rf"{PREFIX}/twinkle/training_runs/([^/]+)/metrics")
 _MODEL_ID = pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER
 _UPLOADS = ("upload_to_hub", "upload_status")
 _SAMPLES = ("sample", "sample_stream")
@@ -117,6 +118,9 @@ def wants_stream(request: HttpRequest) -> bool:
 def _of_tinker(request: HttpRequest, most_bytes: int) -> Address | None:
     if request.path in _OF_MODEL_ID:
         return _of_model_id(request, most_bytes)
+    metrics = _METRICS.fullmatch(request.path)  # whoever has the run knows its newest step
+    if metrics is not None:
+        return OfRun(metrics[1])
     match request.path.removeprefix(f"{PREFIX}/"):
         case "retrieve_future" | "cancel_future":
             return _of_future(_fields(request).get("request_id"))

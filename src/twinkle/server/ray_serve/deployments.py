@@ -16,7 +16,7 @@ from twinkle.server import relay
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
 from twinkle.server.config.serving import ServedModelConfig
-from twinkle.server.fleet import ModelReport
+from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
@@ -65,6 +65,9 @@ class ModelReplica:
 
     async def report(self) -> ModelReport:
         return self._host.report()
+
+    async def of_tenant(self, tenant_id: str) -> TenantReport:
+        return self._host.of_tenant(tenant_id)
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._host.release_session(session, state)

@@ -23,7 +23,7 @@ from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.files import DataDir
-from twinkle.server.fleet import Fleet, ModelReport, report_of
+from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.loading import load_served_model
 from twinkle.server.processors.configured import configured_processors
@@ -173,6 +173,9 @@ class ModelHost:
 
     def report(self) -> ModelReport:
         return report_of(self._services)
+
+    def of_tenant(self, tenant_id: str) -> TenantReport:
+        return tenant_report_of(self._services, tenant_id)
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self.gateway.release_session(session, state)

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinkle.server.fleet import ModelReport
+from twinkle.server.adapter_status import QueueStatus
+from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.layout import Layout
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.replicas import Replicas
@@ -28,6 +29,17 @@ class RemoteFleet:
     async def reports(self) -> dict[str, ModelReport]:
         await asyncio.gather(*(self._refresh(name) for group in self._layout.models.values() for name in group.names))
         return {model: report for model, group in self._layout.models.items() if (report := self._merged(group))}
+
+    async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
+        """Without replicas that are away."""
+        names = [name for group in self._layout.models.values() for name in group.names]
+        asked = [asyncio.wait_for(self._replicas[name].of_tenant(tenant_id), _REPORT_SECONDS) for name in names]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = {name: one for name, one in zip(names, answers, strict=True) if isinstance(one, TenantReport)}
+        return {
+            model: _joined([found[name] for name in group.names if name in found])
+            for model, group in self._layout.models.items()
+        }
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """A replica that is away finds the session ended when it comes back."""
@@ -108,6 +120,12 @@ def _sum(reports: Sequence[ModelReport]) -> ModelReport:
         adapters={tenant: sum(report.adapters.get(tenant, 0) for report in reports) for tenant in tenants},
         busy_sessions=frozenset().union(*(report.busy_sessions for report in reports)),
     )
+
+
+def _joined(reports: Sequence[TenantReport]) -> TenantReport:
+    adapters = {run_id: status for report in reports for run_id, status in report.adapters.items()}
+    own, everyone = sum(report.queue.own for report in reports), sum(report.queue.all for report in reports)
+    return TenantReport(adapters, QueueStatus(own, everyone))
 
 
 def _sum_numbers(all_numbers: Sequence[Mapping[str, object]]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from twinkle.errors import GoneError, UserError
-from twinkle.server.fleet import ModelReport
+from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.layout import ReplicaAddress
 from twinkle.server.ray_serve.replica import Refusal, ReplicaGoneError
 from twinkle.server.relay import HttpHead, HttpReply, HttpRequest
@@ -49,6 +49,10 @@ class RemoteReplica:
 
     async def report(self) -> ModelReport:
         report: ModelReport = await self._asked("report")
+        return report
+
+    async def of_tenant(self, tenant_id: str) -> TenantReport:
+        report: TenantReport = await self._asked("of_tenant", tenant_id)
         return report
 
     async def release_session(self, session: SessionRecord, state: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from twinkle.errors import TwinkleServerError
-from twinkle.server.fleet import ModelReport
+from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.types import SessionRecord
 
@@ -32,6 +32,10 @@ class Replica(Protocol):
     def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]: ...
 
     async def report(self) -> ModelReport:
+        """Of a model."""
+        ...
+
+    async def of_tenant(self, tenant_id: str) -> TenantReport:
         """Of a model."""
         ...
 

@@ -103,6 +103,7 @@ class TrainerGroup:
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = tuple(ranks)
+        self._adapters: dict[str, None] = {}  # asked for in any thread, also while the ranks are busy
 
     def check_adapter(self, spec: LoraSpec) -> None:
         """By the first rank alone: nothing changes, and it may be asked while the others are in a call."""
@@ -110,14 +111,19 @@ class TrainerGroup:
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
         made: LoraSpec = self._all("create_adapter", adapter_id, spec)
+        self._adapters[adapter_id] = None
         return made
 
     def remove_adapter(self, adapter_id: str) -> None:
         self._all("remove_adapter", adapter_id)
+        self._adapters.pop(adapter_id, None)
 
     def adapter_ids(self) -> list[str]:
-        found: list[str] = self._all("adapter_ids")
-        return found
+        return list(self._adapters)
+
+    def resident_adapter_ids(self) -> list[str]:
+        """Which of them are in host memory each rank decides for itself: all count as on the devices."""
+        return list(self._adapters)
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._passes("forward", items)
@@ -138,6 +144,7 @@ class TrainerGroup:
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         self._all("restore", adapter_id, snapshot)
+        self._adapters[adapter_id] = None
 
     def prepare_save(
         self,

@@ -21,7 +21,6 @@ from twinkle.errors import (
     UnauthorizedError,
     UserError,
 )
-from twinkle.server.config import ServerConfig
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway import Gateway
@@ -69,17 +68,17 @@ async def tenant_of(request: Request, prefix: str = "tml-") -> str:
         value = request.headers.get(name)
         if key is None and value is not None:
             key = value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
-    gateway = gateway_of(request)
-    _refuse_rebinding(gateway.config, request.url.hostname or "")
+    refuse_rebinding(request)
     # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
-    return await gateway.tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
+    return await gateway_of(request).tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
 
 
-def _refuse_rebinding(config: ServerConfig, host: str) -> None:
+def refuse_rebinding(request: Request) -> None:
     """A web page may give its own name this machine's address, and its visitors' browsers would act as tenants here.
 
     Where any key will do and only this machine can connect, a request must also call us by a name of this machine.
     """
+    config, host = gateway_of(request).config, request.url.hostname or ""
     if config.auth.mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
         public = None if config.public_url is None else urlsplit(config.public_url).hostname
         if host != public:

@@ -16,6 +16,7 @@ from twinkle.server.state.errors import (
 from twinkle.server.state.keys import KeyRecord, Keys
 from twinkle.server.state.leases import Claim, Leases
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
+from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs, RunState
 from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
@@ -39,6 +40,7 @@ __all__ = [
     "Ops",
     "Page",
     "Pruned",
+    "RunMetrics",
     "RunState",
     "Runs",
     "SamplingSessions",

@@ -41,7 +41,34 @@ def _add_replicas(connection: Connection) -> None:
     )
 
 
-MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_replicas)
+def _add_run_metrics(connection: Connection) -> None:
+    layout = "WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
+    number = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE run_metrics (
+            run_id VARCHAR NOT NULL REFERENCES runs (run_id),
+            number BIGINT NOT NULL,
+            recorded_at {number} NOT NULL,
+            seq BIGINT,
+            step BIGINT NOT NULL,
+            metrics TEXT NOT NULL,
+            PRIMARY KEY (run_id, number)
+        ) {layout}
+        """
+    )
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE run_metric_names (
+            run_id VARCHAR NOT NULL REFERENCES runs (run_id),
+            name VARCHAR NOT NULL,
+            PRIMARY KEY (run_id, name)
+        ) {layout}
+        """
+    )
+
+
+MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_replicas, _add_run_metrics)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

@@ -25,6 +25,7 @@ from twinkle.server.state.keys import Keys, read_secret
 from twinkle.server.state.leases import Leases
 from twinkle.server.state.migrations import migrate, needs_migration
 from twinkle.server.state.ops import Ops
+from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs
 from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
@@ -75,6 +76,7 @@ class Store:
             raise
         self.sessions = Sessions(self._database)
         self.runs = Runs(self._database)
+        self.run_metrics = RunMetrics(self._database)
         self.checkpoints = Checkpoints(self._database)
         self.sampling_sessions = SamplingSessions(self._database)
         self.ops = Ops(self._database, self._bodies, self._outcomes, self._writers)

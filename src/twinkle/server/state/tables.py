@@ -28,6 +28,8 @@ __all__ = [
     "METADATA",
     "OPS",
     "RUNS",
+    "RUN_METRICS",
+    "RUN_METRIC_NAMES",
     "SAMPLING_CLIENTS",
     "SAMPLING_SESSIONS",
     "SCHEMA_VERSION",
@@ -165,6 +167,28 @@ LEASES = Table(
     Column("name", String, primary_key=True),
     Column("holder", String, nullable=False),
     Column("until", Double, nullable=False),
+)
+
+# Points of a run's curves. Those of optimizer steps have the number of their op, those that a client logged none.
+RUN_METRICS = Table(
+    "run_metrics",
+    METADATA,
+    Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("recorded_at", Double, nullable=False),
+    Column("seq", BigInteger),
+    Column("step", BigInteger, nullable=False),
+    Column("metrics", Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# What a client has called its values so far.
+RUN_METRIC_NAMES = Table(
+    "run_metric_names",
+    METADATA,
+    Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("name", String, primary_key=True),
+    sqlite_with_rowid=False,
 )
 
 API_KEYS = Table(

@@ -1,0 +1,1 @@
+"""The files of the dashboard, which :mod:`twinkle.server.routes.dashboard` serves as they are."""

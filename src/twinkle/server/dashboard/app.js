@@ -1,0 +1,95 @@
+// Which view is shown, whose key it is, and when the server is asked again.
+
+import { ApiError, json, key } from "./api.js";
+import { checkpoints } from "./checkpoints.js";
+import { adapters, sessions } from "./overview.js";
+import { playground } from "./playground.js";
+import { runs } from "./runs.js";
+
+// A view fills a place and returns {refresh}, and maybe how often (milliseconds) and what to do when it is left.
+const VIEWS = { runs, adapters, sessions, checkpoints, playground };
+const EVERY = 2_000;
+const SLOWEST = 15_000;
+
+const byId = (id) => document.getElementById(id);
+let current = null; // {refresh, every, leave}
+let timer = null;
+let failures = 0;
+
+function show() {
+  current?.leave?.();
+  current = null;
+  clearTimeout(timer);
+  const known = key.get() !== null;
+  byId("key-form").hidden = known;
+  byId("views").hidden = !known;
+  byId("forget-key").hidden = !known;
+  byId("view").replaceChildren();
+  if (!known) {
+    byId("key").focus();
+    return;
+  }
+  const [name, ...path] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const chosen = Object.hasOwn(VIEWS, name) ? name : "runs";
+  for (const link of byId("views").children) link.classList.toggle("chosen", link.hash === `#${chosen}`);
+  const view = VIEWS[chosen](byId("view"), path, report);
+  current = view;
+  failures = 0;
+  poll(view);
+}
+
+// One request after another, more slowly while they fail, and none while nobody looks.
+async function poll(view) {
+  clearTimeout(timer);
+  try {
+    await view.refresh();
+    if (view === current) forgive();
+  } catch (error) {
+    if (view === current) report(error);
+  }
+  if (view !== current || document.hidden) return;
+  timer = setTimeout(() => poll(view), Math.min((view.every ?? EVERY) * 2 ** failures, SLOWEST));
+}
+
+function report(error) {
+  if (!(error instanceof ApiError)) console.error(error);
+  failures += 1;
+  if (error.status === 401) {
+    key.forget();
+    show();
+  }
+  const problem = byId("problem");
+  problem.textContent = error.message;
+  problem.hidden = false;
+}
+
+function forgive() {
+  failures = 0;
+  byId("problem").hidden = true;
+}
+
+byId("key-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  key.set(byId("key").value.trim());
+  byId("key").value = "";
+  try {
+    await json("api/v1/get_server_capabilities");
+    forgive();
+    show();
+  } catch (error) {
+    key.forget();
+    report(error);
+  }
+});
+
+byId("forget-key").addEventListener("click", () => {
+  key.forget();
+  forgive();
+  show();
+});
+
+window.addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && current !== null) poll(current);
+});
+show();

@@ -1,0 +1,98 @@
+// Adapters and where they live, the queue, and sessions.
+
+import { json, part } from "./api.js";
+import { el, number, pager, showOnce, table, when } from "./dom.js";
+
+const WHERE = {
+  device: "in a slot on the device",
+  host: "in the machine's memory",
+  disk: "on disk until its next request",
+  nowhere: "being created",
+  parked: "parked as a checkpoint",
+  failed: "could not be created",
+};
+
+export function adapters(place, _path, report) {
+  const queue = el("section", { id: "queue" });
+  const list = el("section", { id: "adapter-list" });
+  place.append(queue, list);
+  let offset = 0;
+
+  async function refresh() {
+    const [found, status] = await Promise.all([
+      json(`api/v1/twinkle/adapters?limit=50&offset=${offset}`),
+      json("api/v1/status"),
+    ]);
+    showOnce(queue, [status.models, found.queues], () => [
+      el("h2", {}, "Queue"),
+      ...Object.keys(found.queues).map((name) => model(name, found.queues[name], status.models[name])),
+    ]);
+    showOnce(list, found, () => [
+      el("h2", {}, "Adapters"),
+      table("adapters", ADAPTERS, found.adapters, "No adapters yet."),
+      pager(found.cursor, (to) => {
+        offset = to;
+        refresh().catch(report);
+      }),
+    ]);
+  }
+  return { refresh };
+}
+
+// Beside the tenant's own ops these are sums over all tenants.
+function model(name, queue, status) {
+  const tiles = [
+    ["own ops waiting", String(queue.own)],
+    ["all ops waiting", String(queue.all)],
+    ["merge ratio", number(status.merge_ratio)],
+    ["adapters of all", String(status.adapters)],
+    ["tokens trained", status.trained_tokens.toLocaleString()],
+    ["tokens a second", number(status.training_tokens_per_second)],
+  ];
+  return el(
+    "div",
+    { class: "model" },
+    el("h3", {}, name),
+    el("dl", { class: "tiles" }, ...tiles.flatMap(([title, value]) => [el("div", {}, el("dt", {}, title), el("dd", {}, value))])),
+  );
+}
+
+const ADAPTERS = [
+  ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],
+  ["Where", (run) => el("span", { class: `badge ${run.where}`, title: WHERE[run.where] }, run.where)],
+  ["", (run) => run.note ?? WHERE[run.where]],
+  ["Ops waiting", (run) => String(run.queued_ops)],
+  ["Rank", (run) => String(run.lora_rank)],
+  ["Protocol", (run) => run.protocol],
+];
+
+export function sessions(place, _path, report) {
+  const list = el("section", { id: "session-list" });
+  place.append(list);
+  let offset = 0;
+
+  async function refresh() {
+    const found = await json(`api/v1/twinkle/sessions?limit=50&offset=${offset}`);
+    showOnce(list, found, () => [
+      el("h2", {}, "Sessions"),
+      table("sessions", SESSIONS, found.sessions, "No sessions yet."),
+      pager(found.cursor, (to) => {
+        offset = to;
+        refresh().catch(report);
+      }),
+    ]);
+  }
+  return { refresh };
+}
+
+const SESSIONS = [
+  ["Session", (session) => el("code", {}, session.session_id)],
+  ["Name", (session) => session.display_name ?? ""],
+  ["State", (session) => el("span", { class: `badge ${session.state}` }, session.state)],
+  ["Created", (session) => when(session.created_at)],
+  ["Last seen", (session) => when(session.last_seen)],
+  ["Client", (session) => session.sdk_version],
+  ["Runs", (session) => String(session.training_run_ids.length)],
+  ["Samplers", (session) => String(session.sampler_ids.length)],
+  ["Tags", (session) => session.tags.join(", ")],
+];

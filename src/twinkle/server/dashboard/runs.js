@@ -1,0 +1,94 @@
+// Runs, and the curves of one of them while it trains.
+
+import { json, part } from "./api.js";
+import { chart } from "./chart.js";
+import { el, pager, showOnce, table, when } from "./dom.js";
+
+const FIRST = ["loss", "reward", "learning_rate", "grad_norm", "tokens"];
+
+export function runs(place, [selected], report) {
+  const list = el("section", { id: "run-list" });
+  const detail = el("section", { id: "run-detail" });
+  place.append(list, detail);
+  const curves = selected === undefined ? null : new Curves(selected, detail);
+  let offset = 0;
+
+  async function refresh() {
+    const found = await json(`api/v1/twinkle/adapters?limit=50&offset=${offset}`);
+    showOnce(list, found, () => [
+      el("h2", {}, "Runs"),
+      table("runs", COLUMNS, found.adapters, "No runs yet."),
+      pager(found.cursor, (to) => {
+        offset = to;
+        refresh().catch(report);
+      }),
+    ]);
+    if (curves !== null) await curves.refresh();
+    else if (found.adapters.length > 0) showOnce(detail, "none", () => [el("p", { class: "empty" }, "Choose a run.")]);
+  }
+  return { refresh };
+}
+
+const COLUMNS = [
+  ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],
+  ["Base model", (run) => run.base_model],
+  ["Rank", (run) => String(run.lora_rank)],
+  ["Where", (run) => el("span", { class: `badge ${run.where}` }, run.where)],
+  ["Last request", (run) => when(run.last_request_at)],
+];
+
+class Curves {
+  constructor(runId, place) {
+    this.path = `api/v1/twinkle/training_runs/${part(runId)}`;
+    this.place = place;
+    this.since = 0;
+    this.asking = false;
+    this.series = new Map(); // "server loss" → {name, source, points}
+    this.about = el("div");
+    this.charts = el("div", { class: "charts", id: "charts" });
+    place.append(el("h2", {}, runId), this.about, this.charts);
+  }
+
+  async refresh() {
+    if (this.asking) return; // no point may be added twice
+    this.asking = true;
+    await this.ask().finally(() => {
+      this.asking = false;
+    });
+  }
+
+  async ask() {
+    const run = await json(this.path);
+    showOnce(this.about, run, () => [about(run)]);
+    let answer;
+    do {
+      answer = await json(`${this.path}/metrics?since=${this.since}`);
+      answer.points.forEach((point) => this.add(point));
+      this.since = answer.next;
+    } while (answer.more);
+    const shown = [...this.series.values()].sort(byImportance);
+    showOnce(this.charts, [this.since], () => shown.map((each) => chart(each.name, each.points, each.source)));
+    if (shown.length === 0) this.charts.replaceChildren(el("p", { class: "empty" }, "No optimizer step yet."));
+  }
+
+  add({ source, step, values }) {
+    for (const [name, value] of Object.entries(values)) {
+      const id = `${source} ${name}`;
+      if (!this.series.has(id)) this.series.set(id, { name, source, points: [] });
+      const { points } = this.series.get(id);
+      points.push([step, value]);
+      // A client may log steps in any order; a line goes from left to right.
+      if (points.length > 1 && points[points.length - 2][0] > step) points.sort(([a], [b]) => a - b);
+    }
+  }
+}
+
+function byImportance(a, b) {
+  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : 1.5); // what a client logged follows the reward
+  return rank(a) - rank(b) || a.name.localeCompare(b.name) || b.source.localeCompare(a.source);
+}
+
+function about(run) {
+  const facts = [["Base model", run.base_model], ["LoRA rank", String(run.lora_rank)], ...Object.entries(run.user_metadata ?? {})];
+  return el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))]));
+}

@@ -1,0 +1,118 @@
+"""What training measures: the loss and the tokens of every window, written down behind the optimizer steps.
+
+A window is the passes between two optimizer steps. Its loss is a mean, the sum of the losses of its passes over what
+they count:
+
+- Tinker's cross_entropy: the weights of its targets, without their signs; every target where there are no weights
+- Tinker's other losses: the targets whose advantage is not zero, so that prompts do not count
+  (all targets where there are no advantages)
+- the library's losses: the tokens that the loss itself counts, or the passes where it is a mean already
+
+The compute thread notes numbers; a task on the event loop writes them, a second later and many at once. A crash may
+cost that second: what is replayed is measured again, what a snapshot covers is not.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from twinkle.server.metric_points import MeasuredStep
+from twinkle.server.state import DatabaseUnavailableError, RunMetrics, StorageFullError
+from twinkle.server.types import TrainPass
+
+logger = logging.getLogger(__name__)
+
+_WRITE_SECONDS = 1.0
+_MOST_PENDING = 65_536  # steps, while the database is away; the oldest are given up
+
+
+@dataclass
+class _Window:
+    loss: float = 0.0
+    count: float = 0.0
+    tokens: int = 0
+    grad_norm: float | None = None
+
+
+class RunMeasurements:
+    """Of the adapters of one model."""
+
+    def __init__(self, run_metrics: RunMetrics) -> None:
+        self._run_metrics = run_metrics
+        self._windows: dict[str, _Window] = {}
+        self._pending: deque[MeasuredStep] = deque()
+        self._writing: asyncio.Task[None] | None = None
+
+    # --- in the compute thread ----------------------------------------------------------------------------------------
+
+    def passed(self, run_id: str, loss: float, count: float, tokens: int) -> None:
+        """A pass with a gradient. ``count``: what ``loss`` is a sum over."""
+        window = self._windows.setdefault(run_id, _Window())
+        window.loss += loss
+        window.count += count
+        window.tokens += tokens
+
+    def clipped(self, run_id: str, norm: float) -> None:
+        self._windows.setdefault(run_id, _Window()).grad_norm = norm
+
+    def stepped(self, run_id: str, seq: int, learning_rate: float | None, grad_norm: float | None = None) -> None:
+        """The step closed the window, with the norm of its gradient before clipping, where it is known."""
+        window = self._windows.pop(run_id, _Window())
+        values = {
+            "loss": window.loss / window.count if window.count > 0 else None,
+            "tokens": float(window.tokens),
+            "learning_rate": learning_rate,
+            "grad_norm": window.grad_norm if grad_norm is None else grad_norm,
+        }
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        self._pending.append(MeasuredStep(run_id, seq, time.time(), known))
+
+    def dropped(self, run_id: str) -> None:
+        """The window's gradient is gone, and so is what was measured of it."""
+        self._windows.pop(run_id, None)
+
+    # --- on the event loop --------------------------------------------------------------------------------------------
+
+    def write_soon(self) -> None:
+        if self._pending and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.create_task(self._write_until_done())
+
+    async def _write_until_done(self) -> None:
+        while self._pending:
+            await asyncio.sleep(_WRITE_SECONDS)
+            await self.write()
+
+    async def write(self) -> None:
+        """What was measured so far is on record when this returns, unless the database cannot take it now."""
+        steps = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not steps:
+            return
+        try:
+            await self._run_metrics.add_steps(steps)
+        except (StorageFullError, DatabaseUnavailableError) as error:
+            logger.error("measurements of %d steps are not on record yet: %s", len(steps), error)
+            room = max(0, _MOST_PENDING - len(self._pending))
+            self._pending.extendleft(reversed(steps[len(steps) - min(room, len(steps)) :]))
+
+    async def stop(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        await self.write()
+
+
+def counted(asked: TrainPass) -> float:
+    """What the loss of a pass is a sum over."""
+    if asked.loss == "cross_entropy":
+        weights = [datum.targets.size if datum.weights is None else np.abs(datum.weights).sum() for datum in asked.data]
+        return float(sum(weights))
+    return float(
+        sum(
+            np.count_nonzero(datum.extras["advantages"]) if "advantages" in datum.extras else datum.targets.size
+            for datum in asked.data
+        )
+    )
