@@ -101,8 +101,10 @@ def _without_effect(config: ServerConfig) -> list[str]:
             given_here = sorted(PROCESSOR_PLACEMENT & one.args.model_fields_set)
             unused += [f"applications[{index}].args.{key}" for key in given_here]
     notes = [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
+    if config.telemetry.enabled:
+        return notes
     given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
-    changed = [key for key, value in given.items() if value != default[key]]
+    changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]
     return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
 
 
