@@ -14,6 +14,7 @@ from twinkle.model.types import (
     AdapterSnapshot,
     FloatArray,
     LoraSpec,
+    TrainerNumbers,
     TrainFailure,
     TrainItem,
     TrainResult,
@@ -34,6 +35,10 @@ class TrainingBackend(Protocol):
     def remove_adapter(self, adapter_id: str) -> None: ...
 
     def adapter_ids(self) -> list[str]: ...
+
+    def numbers(self) -> TrainerNumbers:
+        """How it is doing, without waiting for the device."""
+        ...
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 

@@ -28,6 +28,7 @@ from twinkle.server.model_service import ModelService
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
+from twinkle.server.telemetry.start import Telemetry
 from twinkle.server.templates import Templates
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,11 @@ def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
 
 
 async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
+    telemetry = Telemetry(config.telemetry)
     store = await Store.open(config.data_dir, config.database_url)
     try:
         models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
-        app = make_app(lambda app: _running(app, config, store, models))
+        app = make_app(lambda app: _running(app, config, store, models, telemetry), telemetry)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -68,6 +70,7 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
         await server.serve(sockets=[listener])
     finally:
         await store.close()
+        await telemetry.close()
 
 
 class _Server(uvicorn.Server):
@@ -106,19 +109,20 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _running(
-    app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel]
+    app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel], telemetry: Telemetry
 ) -> AsyncIterator[None]:
     await store.sessions.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     computes = {model.name: Compute() for model in models}
     services = {
-        served.name: _services(model, served.model.merge, config, store, computes[model.name], files)
+        served.name: _services(model, served.model.merge, config, store, computes[model.name], files, telemetry)
         for served, model in zip(config.served_models, models, strict=True)
     }
     processors = configured_processors(config, models)
     gateway = Gateway(config, store, services, files, processors)
     app.state.gateway = gateway
+    telemetry.export_from(gateway)
     for entry in services.values():
         await entry.training.start()
         if entry.sampling is not None:
@@ -140,7 +144,13 @@ async def _running(
 
 
 def _services(
-    model: ServedModel, merge: bool, config: ServerConfig, store: Store, compute: Compute, files: DataDir
+    model: ServedModel,
+    merge: bool,
+    config: ServerConfig,
+    store: Store,
+    compute: Compute,
+    files: DataDir,
+    telemetry: Telemetry,
 ) -> Services:
     limits = config.limits
     templates = Templates(model)
@@ -155,6 +165,7 @@ def _services(
         max_queued_ops=limits.max_queued_ops_per_tenant,
         max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
+        recorder=telemetry.training(model.name),
     )
     if model.sampler is None:
         return Services(model, training, None, templates)
@@ -166,6 +177,7 @@ def _services(
         max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         completion_streams=config.clients.batched_sample_polls,
+        recorder=telemetry.sampling(model.name),
     )
     return Services(model, training, sampling, templates)
 

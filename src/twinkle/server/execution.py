@@ -9,6 +9,7 @@ from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
 from twinkle.server.native.codec import succeeded
 from twinkle.server.native.host import NativeHost
+from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import (
     CreateAdapter,
     CreateNative,
@@ -30,9 +31,10 @@ logger = logging.getLogger(__name__)
 class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
-    def __init__(self, model: ServedModel, native: NativeHost) -> None:
+    def __init__(self, model: ServedModel, native: NativeHost, recorder: TrainingRecorder) -> None:
         self._trainer: TrainingBackend = model.trainer
         self._native = native
+        self._recorder = recorder
 
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
@@ -84,6 +86,8 @@ class Execution:
         if isinstance(result, TrainFailure):
             return failure_of(result.error, op.request_id)
         try:
+            if isinstance(op.payload, TrainPass):
+                self._recorder.passed(prepared.item, result)
             return prepared.encode(result)
         except TwinkleError as error:
             return failure_of(error, op.request_id)
@@ -158,10 +162,10 @@ def failure_of(error: TwinkleError, request_id: str) -> Outcome:
     """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
     if isinstance(error, UserError):
         return responses.failed(str(error), "user")
-    logger.error("request %s failed: %s", request_id, error)
+    logger.error("request %s failed: %s", request_id, error, extra={"request_id": request_id})
     return responses.failed(f"{error} (request {request_id})", "server")
 
 
 def unexpected(error: Exception, request_id: str) -> Outcome:
-    logger.error("request %s failed", request_id, exc_info=error)
+    logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
     return responses.failed(f"internal error; the server's log has the details under request {request_id}", "server")

@@ -1,7 +1,6 @@
 """Start a server, here and now or in the background."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -23,12 +22,14 @@ def launch(config_path: str | Path | None = None) -> None:
     run_server(config, notes)
 
 
-def run_server(config: ServerConfig, notes: Sequence[str] = (), log_level: str = "info") -> None:
+def run_server(
+    config: ServerConfig, notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
+) -> None:
+    """``log_level``, ``log_format``: in the place of the configuration's."""
     from twinkle.server.embedded import serve_embedded  # uvicorn and all services: not for --help
+    from twinkle.server.telemetry.json_logs import configure_logging
 
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    configure_logging(log_level or config.logging.level, log_format or config.logging.format)
     serve_embedded(config, notes)
 
 

@@ -17,6 +17,7 @@ from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.native.requests import services_of
 from twinkle.server.native_sampling.session_template import TEMPLATES_KEY
+from twinkle.server.routes.health import model_health, models_health
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed
 from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, native_tenant_of
 from twinkle.server.routes.rest import Limit, Offset
@@ -110,27 +111,20 @@ async def health() -> Response:
 @router.get(f"{_TWINKLE}/healthz/deep")
 async def deep_health(request: Request) -> Response:
     """Of every model, without asking the compute thread: it may be busy for a while."""
-    models = {name: _model_health(entry) for name, entry in gateway_of(request).services.items()}
+    models = models_health(gateway_of(request))
     healthy = all(model["healthy"] for model in models.values())
     return wire_response(types.DeepHealthResponse(healthy=healthy, models=models), 200 if healthy else 503)
 
 
 @router.get(f"{PREFIX}/model/{{name:path}}/healthz")
-async def model_health(request: Request, name: str) -> Response:
-    return _health_response(_model_health(services_of(gateway_of(request), name)))
+async def health_of_model(request: Request, name: str) -> Response:
+    gateway = gateway_of(request)
+    return _health_response(model_health(services_of(gateway, name), gateway.config.telemetry.stuck_step_seconds))
 
 
 @router.get(f"{PREFIX}/sampler/{{name:path}}/healthz")
 async def sampler_health(request: Request, name: str) -> Response:
     return _health_response(_sampler_health(services_of(gateway_of(request), name), name))
-
-
-def _model_health(entry: Services) -> dict[str, object]:
-    if not entry.training.alive:
-        return {"healthy": False, "detail": "training has stopped"}
-    if entry.sampling is not None and not entry.sampling.alive:
-        return {"healthy": False, "detail": "sampling has stopped"}
-    return {"healthy": True, "detail": "trains" if entry.sampling is None else "trains and samples"}
 
 
 def _sampler_health(entry: Services, name: str) -> dict[str, object]:
