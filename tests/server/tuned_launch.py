@@ -6,6 +6,7 @@ Arguments before ``--`` are ``name=seconds`` with the names below, those after i
 import ctypes
 import signal
 import sys
+from importlib import import_module
 
 from twinkle.server import cli, embedded, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
@@ -18,6 +19,7 @@ TUNING = {
     "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
+    "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }

@@ -69,8 +69,8 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
         server = _Server(settings, app, _announcement(config, notes, models, listener))
         await server.serve(sockets=[listener])
     finally:
+        await telemetry.close()  # it reads the state
         await store.close()
-        await telemetry.close()
 
 
 class _Server(uvicorn.Server):
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True  # asked twice: do not wait for open connections
             return
-        print(f"{number.name}: finishing what runs", file=sys.stderr, flush=True)
+        logger.info("%s: finishing what runs", number.name)
         self.should_exit = True
         if self.started:  # before that nobody waits
             gateway: Gateway = self.app.state.gateway

@@ -63,12 +63,11 @@ class OtlpTracing:
             links=[Link(op.span.get_span_context()) for op in linked],
             attributes={**attributes, "twinkle.request_ids": [op.request_id for op in linked]},
         )
-        runs = [op.run(Link(span.get_span_context())) for op in ops]
+        for op in ops:
+            op.joined(span.get_span_context())
         try:
             yield
         finally:
-            for run in runs:
-                run.end()
             span.end()
 
 
@@ -103,18 +102,18 @@ class _Op:
         self.request_id = request_id
         self._tracer = tracer
         self._context = trace.set_span_in_context(span, _NO_CONTEXT)
-        self._wait: Span | None = tracer.start_span("wait", self._context)
+        self._part = tracer.start_span("wait", self._context)
 
     def started(self) -> None:
-        if self._wait is not None:
-            self._wait.end()
-            self._wait = None
+        self._part.end()
+        self._part = self._tracer.start_span("run", self._context)
 
-    def run(self, batch: Link) -> Span:
-        return self._tracer.start_span("run", self._context, links=[batch])
+    def joined(self, batch: SpanContext) -> None:
+        """It runs in this batch."""
+        self._part.add_link(batch)
 
     def ended(self, outcome: str) -> None:
-        self.started()  # it may have been refused without running
+        self._part.end()  # the wait, where it was refused without running
         self.span.set_attribute("twinkle.outcome", outcome)
         if outcome == Outcomes.SERVER_ERROR:
             self.span.set_status(Status(StatusCode.ERROR))

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from prometheus_client import Counter, Histogram
+
 from twinkle.model.types import TrainerNumbers, TrainItem, TrainResult
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backend import TrainingBackend
 from twinkle.server.ids import split_request_id
+from twinkle.server.scheduler import BatchKind
 from twinkle.server.telemetry import instruments, request_context
 from twinkle.server.telemetry.logprob_gap import gap_of
 from twinkle.server.telemetry.metrics import Metrics
@@ -30,6 +33,38 @@ class _Live:
     accepted_at: float
     started_at: float | None = None
     streamed: bool = False  # a first token was seen
+
+
+@dataclass(frozen=True)
+class _BatchSeries:
+    """Of batches of one kind. Bound once: finding a series by its labels takes as long as recording in it."""
+
+    seconds: Histogram
+    ops: Histogram
+    tokens: Histogram
+    rate: Histogram
+    trained: Counter
+
+    @classmethod
+    def of(cls, metrics: Metrics, *labels: str) -> "_BatchSeries":
+        histograms = (
+            metrics.histogram(instrument, *labels)
+            for instrument in (
+                instruments.BATCH_SECONDS,
+                instruments.BATCH_OPS,
+                instruments.BATCH_TOKENS,
+                instruments.BATCH_RATE,
+            )
+        )
+        return cls(*histograms, trained=metrics.counter(instruments.TRAINED_TOKENS, *labels))
+
+    def note(self, ops: int, tokens: int, seconds: float) -> None:
+        self.seconds.observe(seconds)
+        self.ops.observe(ops)
+        if tokens:
+            self.tokens.observe(tokens)
+            self.rate.observe(tokens / max(seconds, 1e-9))
+            self.trained.inc(tokens)
 
 
 class Outcomes:
@@ -56,6 +91,8 @@ class TrainingRecorder:
         self._journal = metrics.histogram(instruments.JOURNAL_SECONDS, model)
         self._wait = {kind: metrics.histogram(instruments.OP_WAIT, model, kind) for kind in OpKind}
         self._duration = {kind: metrics.histogram(instruments.OP_SECONDS, model, kind) for kind in OpKind}
+        self._batches = {kind: _BatchSeries.of(metrics, model, kind) for kind in BatchKind}
+        self._outcomes: dict[tuple[OpKind, str], Counter] = {}
         self._gap = metrics.histogram(instruments.LOGPROB_GAP, model)
         self._kl = metrics.histogram(instruments.LOGPROB_KL, model)
         self.trainer_numbers: TrainerNumbers | None = None  # after its last batch
@@ -85,7 +122,10 @@ class TrainingRecorder:
             live.span.ended(result)
         if repeated:
             return
-        self._metrics.counter(instruments.OPS, self._model, op.kind.value, result).inc()
+        if (op.kind, result) not in self._outcomes:
+            counter = self._metrics.counter(instruments.OPS, self._model, op.kind.value, result)
+            self._outcomes[op.kind, result] = counter
+        self._outcomes[op.kind, result].inc()
         if live is not None:
             self._duration[op.kind].observe(time.monotonic() - live.accepted_at)
 
@@ -104,7 +144,7 @@ class TrainingRecorder:
     @contextmanager
     def batch(self, ops: Sequence[Op], trainer: TrainingBackend) -> Iterator[None]:
         """The device works on these now."""
-        kind = ops[0].kind.value if ops[0].kind.is_pass else "barriers"
+        kind = BatchKind(ops[0].kind.value) if ops[0].kind.is_pass else BatchKind.BARRIERS
         tokens = sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
         started = time.perf_counter()
         for op in ops:
@@ -112,13 +152,13 @@ class TrainingRecorder:
         spans = [live.span for op in ops if (live := self._live.get(op.request_id)) is not None]
         attributes: dict[str, str | int] = {
             "twinkle.model": self._model,
-            "twinkle.kind": kind,
+            "twinkle.kind": kind.value,
             "twinkle.tokens": tokens,
             "twinkle.ops": len(ops),
         }
         with self._tracing.batch(spans, attributes):
             yield
-        self._batch_ended(kind, len(ops), tokens, time.perf_counter() - started)
+        self._batches[kind].note(len(ops), tokens, time.perf_counter() - started)
         self.trainer_numbers = trainer.numbers()
 
     def passed(self, item: TrainItem, result: TrainResult) -> None:
@@ -127,15 +167,6 @@ class TrainingRecorder:
         if gap is not None:
             self._gap.observe(gap.distance)
             self._kl.observe(gap.divergence)
-
-    def _batch_ended(self, kind: str, ops: int, tokens: int, seconds: float) -> None:
-        metrics, labels = self._metrics, (self._model, kind)
-        metrics.histogram(instruments.BATCH_SECONDS, *labels).observe(seconds)
-        metrics.histogram(instruments.BATCH_OPS, *labels).observe(ops)
-        if tokens:
-            metrics.histogram(instruments.BATCH_TOKENS, *labels).observe(tokens)
-            metrics.histogram(instruments.BATCH_RATE, *labels).observe(tokens / max(seconds, 1e-9))
-            metrics.counter(instruments.TRAINED_TOKENS, *labels).inc(tokens)
 
 
 class SamplingRecorder:
