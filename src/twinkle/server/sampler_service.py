@@ -18,16 +18,17 @@ from twinkle.errors import (
     QuotaError,
     ShuttingDownError,
     TwinkleError,
+    TwinkleServerError,
 )
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
 from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
 from twinkle.server.compute import Compute, Lane
+from twinkle.server.execution import failure_of, unexpected
 from twinkle.server.fair_queue import FairQueue
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
 from twinkle.server.rates import RecentRate
-from twinkle.server.sample_job import Event, SampleJob, client_of, failed, label_of
 from twinkle.server.sampler_versions import SamplerVersions
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import SamplingReadings
@@ -38,6 +39,21 @@ from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
 
+Event = Progress | SampleResult | TwinkleError
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A request until it is done. It ends in a future, encoded, or in a queue of events, as it is."""
+
+    request: SampleRequest
+    session: SamplingSessionRecord
+    into: Encode | asyncio.Queue[Event]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
 
 @dataclass(frozen=True)
 class _Orders:
@@ -45,7 +61,7 @@ class _Orders:
 
     cancelled: Sequence[str]
     given_up: Sequence[str]  # versions
-    fresh: Sequence[SampleJob]
+    fresh: Sequence[_Job]
 
 
 class SamplerService:
@@ -78,10 +94,10 @@ class SamplerService:
         self._max_waiting = max_waiting
         self._max_unfetched_bytes = max_unfetched_bytes
         self._engine_samples = engine_samples
-        self._jobs: dict[str, SampleJob] = {}  # all that are not done
+        self._jobs: dict[str, _Job] = {}  # all that are not done
         self._tenants: Counter[str] = Counter()  # how many of them each has
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
-        self._queue: FairQueue[SampleJob] = FairQueue()  # those that the engine was not given yet
+        self._queue: FairQueue[_Job] = FairQueue()  # those that the engine was not given yet
         self._in_engine = 0  # samples of those that it was given
         self._cancelled: list[str] = []
         self._given_up: list[str] = []
@@ -95,7 +111,7 @@ class SamplerService:
         self.busy_seconds = 0.0
         self._rate = RecentRate(time.time())
         # Of the compute thread:
-        self._running: dict[str, SampleJob] = {}
+        self._running: dict[str, _Job] = {}
         self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
     async def start(self) -> None:
@@ -122,7 +138,7 @@ class SamplerService:
         """Take in a request whose future is awaited with :meth:`wait`; the same again is the same request."""
         known = self._futures.digest(request.request_id)
         if known is None:
-            self._accept(SampleJob(request, session, encode))
+            self._accept(_Job(request, session, encode))
             self._futures.promise(request.request_id, session.tenant_id, digest)
         elif known != digest:
             number = request.request_id.rpartition(":")[2]
@@ -139,7 +155,7 @@ class SamplerService:
         if self._released:
             raise ShuttingDownError
         events: asyncio.Queue[Event] = asyncio.Queue()
-        job = SampleJob(request, session, events)
+        job = _Job(request, session, events)
         self._accept(job)
         try:
             while True:
@@ -243,7 +259,7 @@ class SamplerService:
 
     # --- the pump -----------------------------------------------------------------------------------------------------
 
-    def _accept(self, job: SampleJob) -> None:
+    def _accept(self, job: _Job) -> None:
         tenant_id = job.session.tenant_id
         if job.request_id in self._jobs:
             raise InvalidInputError("request_id", job.request_id, "an id that no request under way has")
@@ -255,14 +271,14 @@ class SamplerService:
             raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
         self._jobs[job.request_id] = job
         self._tenants[tenant_id] += 1
-        client = client_of(job)
+        client = _client_of(job)
         if client is not None:
             self._numbers.setdefault(client[:2], set()).add(client[2])
         self._recorder.accepted(job.request)
         self._queue.push(tenant_id, job.request_id, job)
         self._wake.set()
 
-    def _withdraw(self, job: SampleJob) -> None:
+    def _withdraw(self, job: _Job) -> None:
         """Forget a request that is not done, here and in the engine."""
         if self._jobs.get(job.request_id) is not job:
             return
@@ -273,13 +289,13 @@ class SamplerService:
         self._leave(job)
         self._recorder.ended(job.request_id, Outcomes.CANCELLED)
 
-    def _leave(self, job: SampleJob) -> None:
+    def _leave(self, job: _Job) -> None:
         tenant_id = job.session.tenant_id
         del self._jobs[job.request_id]
         self._tenants[tenant_id] -= 1
         if not self._tenants[tenant_id]:
             del self._tenants[tenant_id]
-        client = client_of(job)
+        client = _client_of(job)
         if client is not None:
             numbers = self._numbers[client[:2]]
             numbers.remove(client[2])
@@ -312,7 +328,7 @@ class SamplerService:
         self._cancelled, self._given_up, self._turn_due = [], [], False
         return orders
 
-    def _hand_over(self, job: SampleJob, event: Event | Outcome) -> None:
+    def _hand_over(self, job: _Job, event: Event | Outcome) -> None:
         if self._jobs.get(job.request_id) is not job:
             return  # withdrawn meanwhile
         if not isinstance(event, Progress):
@@ -321,9 +337,9 @@ class SamplerService:
         elif isinstance(job.into, asyncio.Queue):
             job.into.put_nowait(event)
 
-    def _end(self, job: SampleJob, event: SampleResult | TwinkleError | Outcome) -> None:
+    def _end(self, job: _Job, event: SampleResult | TwinkleError | Outcome) -> None:
         self._leave(job)
-        self._recorder.ended(job.request_id, label_of(event))
+        self._recorder.ended(job.request_id, Outcomes.of_sample(event))
         if isinstance(event, Outcome):
             self._settle(job.request_id, event)
         elif isinstance(job.into, asyncio.Queue):
@@ -331,10 +347,10 @@ class SamplerService:
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
-    def _turn(self, orders: _Orders) -> tuple[list[tuple[SampleJob, Event | Outcome]], bool]:
+    def _turn(self, orders: _Orders) -> tuple[list[tuple[_Job, Event | Outcome]], bool]:
         """Admit what is new, work for a while; returns what came of it and whether there is more to do."""
         started = time.perf_counter()
-        events: list[tuple[SampleJob, Event | Outcome]] = []
+        events: list[tuple[_Job, Event | Outcome]] = []
         for request_id in orders.cancelled:
             if request_id in self._running:
                 self._stop(request_id)
@@ -343,7 +359,7 @@ class SamplerService:
         for job in orders.fresh:
             error = self._admit(job)
             if error is not None:
-                events.append((job, failed(job, error)))
+                events.append((job, _failed(job, error)))
         try:
             for event in self._sampler.step():
                 if event.request_id in self._running:
@@ -355,12 +371,12 @@ class SamplerService:
                 logger.exception("the sampler failed")
             for job in list(self._running.values()):
                 self._stop(job.request_id)
-                events.append((job, failed(job, error)))
+                events.append((job, _failed(job, error)))
             busy = False  # it is asked again when there is something new to do
         self.busy_seconds += time.perf_counter() - started
         return events, busy
 
-    def _admit(self, job: SampleJob) -> Exception | None:
+    def _admit(self, job: _Job) -> Exception | None:
         """Give a request to the engine; returns why it was not taken, if so."""
         try:
             self._versions.pin(job.session, time.monotonic())
@@ -384,7 +400,7 @@ class SamplerService:
         except Exception:  # as above
             logger.exception("request %s could not be cancelled", request_id)
 
-    def _result(self, event: Finished | Progress) -> tuple[SampleJob, Event | Outcome]:
+    def _result(self, event: Finished | Progress) -> tuple[_Job, Event | Outcome]:
         job = self._running[event.request_id]
         if isinstance(event, Progress):
             self._recorder.progressed(event.request_id)
@@ -392,7 +408,7 @@ class SamplerService:
         del self._running[event.request_id]
         self._versions.unpin(job.session, time.monotonic())
         if isinstance(event.outcome, SampleFailure):
-            return job, failed(job, event.outcome.error)
+            return job, _failed(job, event.outcome.error)
         self.tokens_sampled += sum(len(sequence.tokens) for sequence in event.outcome.sequences)
         self._recorder.sampled(job.request, event.outcome)
         if isinstance(job.into, asyncio.Queue):
@@ -400,4 +416,21 @@ class SamplerService:
         try:
             return job, job.into(event.outcome)
         except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
-            return job, failed(job, error)
+            return job, _failed(job, error)
+
+
+def _client_of(job: _Job) -> tuple[str, int, int] | None:
+    """(sampling session, client, sequence number); None for a request that has no number."""
+    parts = split_request_id(job.request_id)
+    return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
+
+
+def _failed(job: _Job, error: Exception) -> TwinkleError | Outcome:
+    """As the request is to hear of it. What is ours is logged."""
+    streamed = isinstance(job.into, asyncio.Queue)
+    if isinstance(error, TwinkleError):
+        return error if streamed else failure_of(error, job.request_id)
+    if not streamed:
+        return unexpected(error, job.request_id)
+    logger.error("request %s failed", job.request_id, exc_info=error, extra={"request_id": job.request_id})
+    return TwinkleServerError(f"internal error; the server's log has the details under request {job.request_id}")

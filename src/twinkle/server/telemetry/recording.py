@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
 
+from twinkle.errors import ShuttingDownError, TwinkleError, UserError
 from twinkle.model.types import TrainerNumbers, TrainItem, TrainResult
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backend import TrainingBackend
@@ -80,6 +81,16 @@ class Outcomes:
         if not outcome.failed:
             return cls.SUCCEEDED
         return cls.USER_ERROR if json.loads(outcome.body)["category"] == "user" else cls.SERVER_ERROR
+
+    @classmethod
+    def of_sample(cls, event: SampleResult | TwinkleError | Outcome) -> str:
+        if isinstance(event, Outcome):
+            return cls.of(event)
+        if isinstance(event, SampleResult):
+            return cls.SUCCEEDED
+        if isinstance(event, ShuttingDownError):
+            return cls.CANCELLED
+        return cls.USER_ERROR if isinstance(event, UserError) else cls.SERVER_ERROR
 
 
 class TrainingRecorder:
