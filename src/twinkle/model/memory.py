@@ -62,9 +62,12 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     """Without asking the device to finish anything; None on CPUs."""
     if device.type != "cuda":
         return None
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    current = (stats[f"{kind}_bytes"]["all"]["current"] for kind in ("allocated", "reserved"))
-    return DeviceMemory(*current, total=torch.cuda.get_device_properties(device).total_memory)
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # far cheaper than the flat ones
+    return DeviceMemory(
+        allocated=stats["allocated_bytes"]["all"]["current"],
+        reserved=stats["reserved_bytes"]["all"]["current"],
+        total=torch.cuda.get_device_properties(device).total_memory,
+    )
 
 
 def _available_host_bytes(root: Path = Path("/")) -> int:

@@ -48,7 +48,7 @@ def _ids(record: logging.LogRecord) -> dict[str, str | None]:
 
 
 def configure_logging(level: str, form: str) -> None:
-    """For the whole process, on stderr; what was set up before is replaced. ``form``: text or json."""
+    """For the whole process, on stderr; a program that set up logging before keeps its own. ``form``: text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler])

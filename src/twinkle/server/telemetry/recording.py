@@ -48,16 +48,13 @@ class _BatchSeries:
 
     @classmethod
     def of(cls, metrics: Metrics, *labels: str) -> "_BatchSeries":
-        histograms = (
-            metrics.histogram(instrument, *labels)
-            for instrument in (
-                instruments.BATCH_SECONDS,
-                instruments.BATCH_OPS,
-                instruments.BATCH_TOKENS,
-                instruments.BATCH_RATE,
-            )
+        return cls(
+            seconds=metrics.histogram(instruments.BATCH_SECONDS, *labels),
+            ops=metrics.histogram(instruments.BATCH_OPS, *labels),
+            tokens=metrics.histogram(instruments.BATCH_TOKENS, *labels),
+            rate=metrics.histogram(instruments.BATCH_RATE, *labels),
+            trained=metrics.counter(instruments.TRAINED_TOKENS, *labels),
         )
-        return cls(*histograms, trained=metrics.counter(instruments.TRAINED_TOKENS, *labels))
 
     def note(self, ops: int, tokens: int, seconds: float) -> None:
         self.seconds.observe(seconds)
