@@ -263,7 +263,7 @@ class TelemetryConfig(BaseModel):
         default=0,
         ge=0,
         le=1000,
-        description="How many tenants have usage series of their own, the busiest first; all others are one. "
+        description="How many tenants may have usage series of their own; all others are one together. "
         "0: no series tells tenants apart.",
     )
     stuck_step_seconds: Seconds = Field(

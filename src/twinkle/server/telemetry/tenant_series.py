@@ -1,7 +1,7 @@
 """Usage by tenant as series, a bounded number of them.
 
-The busiest tenants get series of their own, up to a cap, and keep them: with a series that comes and goes no rate could
-be computed. What a tenant had used before it got its own stays with the others, so that no total ever falls.
+Whenever somebody looks, the busiest tenants without series of their own get them, as long as there are places, and keep
+them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own stays with the others, so that no total ever falls.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,7 +57,8 @@ class TenantSeries:
 
     def usage(self, totals: Mapping[str, TenantCounts]) -> list[Reading]:
         values = {tenant: _values(counts) for tenant, counts in totals.items()}
-        busiest = sorted(values, key=lambda tenant: (-sum(values[tenant].values()), tenant))
+        active = [tenant for tenant, used in values.items() if any(used.values())]
+        busiest = sorted(active, key=lambda tenant: (-sum(values[tenant].values()), tenant))
         for tenant in self._admit(busiest):
             self._own[tenant] = _Own(values[tenant])
         readings = []
