@@ -1,7 +1,8 @@
 """Usage by tenant as series, a bounded number of them.
 
 Whenever somebody looks, the busiest tenants without series of their own get them, as long as there are places, and keep
-them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own stays with the others, so that no total ever falls.
+them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own stays
+with the others, so that no total ever falls.
 """
 
 from collections.abc import Iterable, Mapping
