@@ -166,7 +166,7 @@ def test_refused_arguments_of_a_model(problems, args, key, allowed):
     [
         ("server_type: both", "server_type", "one server speaks both"),
         ("telemetry: {}\ntelemetry_config: {}", "telemetry_config", "telemetry alone"),
-        ("telemetry_config: {enabled: true}", "telemetry_config.enabled", "export by OTLP comes later"),
+        ("telemetry_config: {enabled: 1}", "telemetry_config.enabled", "true or false"),
         ("persistence_config: {urll: 3}", "persistence_config.urll", "did you mean url?"),
         ("persistence: {mode: redis}", "persistence.mode", "persistence.url: sqlite:///PATH"),
         ("persistence: {redis_url: 'redis://h'}", "persistence.redis_url", "persistence.url: sqlite:///PATH"),

@@ -30,7 +30,9 @@ def test_every_older_key_is_on_the_page():
     assert {key for keys in handlers for key in keys} <= listed
 
 
-@pytest.mark.parametrize("section", ["http_options", "auth", "clients", "limits", "persistence", "telemetry"])
+@pytest.mark.parametrize(
+    "section", ["http_options", "auth", "clients", "limits", "persistence", "telemetry", "logging"]
+)
 def test_print_config_explains_every_key(section):
     lines = [line.strip() for line in describe(default_config()).splitlines()]
     for name, field in type(getattr(ServerConfig(), section)).model_fields.items():

@@ -24,6 +24,7 @@ from twinkle.server.ray_serve.remote_fleet import RemoteFleet
 from twinkle.server.ray_serve.replica import ReplicaGoneError
 from twinkle.server.ray_serve.router import Router
 from twinkle.server.state import Store
+from twinkle.server.telemetry.start import Telemetry
 
 
 class Member:
@@ -45,6 +46,7 @@ class Member:
             self.store,
             self.compute,
             files,
+            Telemetry(),
             merge=True,
             is_ours=lambda run: group.owner(run.run_id, run.replica) == self.name,
         )
@@ -74,7 +76,7 @@ class Member:
 
     async def report(self):
         self._check()
-        return report_of(self.services)
+        return report_of(self.services, 600)
 
     async def release_session(self, session, state):
         self._check()

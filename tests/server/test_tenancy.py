@@ -25,7 +25,16 @@ from twinkle.server.routes.http import PREFIX
 # The dashboard's files, which are the same for everyone; what it shows has routes of its own.
 PAGES = {("GET", "/dashboard"), ("GET", "/dashboard/"), ("GET", "/dashboard/{part}")}
 # None has anything of a tenant's to tell, and whoever watches the server has no key.
-PUBLIC = {("GET", "/healthz"), ("GET", "/status"), ("POST", "/telemetry"), *PAGES}
+PUBLIC = {
+    ("GET", "/healthz"),
+    ("GET", "/healthz/ready"),
+    ("GET", "/healthz/deep"),
+    ("GET", "/status"),
+    ("POST", "/telemetry"),
+    *PAGES,
+}
+# Not for tenants, whose keys open nothing there: see test_metrics.py.
+OPERATORS = ("GET", "/metrics")
 
 
 @dataclass(frozen=True)
@@ -300,7 +309,7 @@ def routes() -> set[tuple[str, str]]:
     for path, methods in make_app(nothing).openapi()["paths"].items():
         if path.startswith(NATIVE):
             continue
-        assert path.startswith((PREFIX, "/v1/", "/dashboard")), path
+        assert path.startswith((PREFIX, "/v1/", "/dashboard")) or path == OPERATORS[1], path
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
     for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
         if module.name.rpartition(".")[2].startswith("native_"):
@@ -312,7 +321,7 @@ def routes() -> set[tuple[str, str]]:
 
 
 def test_every_route_has_a_case() -> None:
-    assert set(ATTACKS) | set(WITHOUT_IDS) | PUBLIC == routes()
+    assert set(ATTACKS) | set(WITHOUT_IDS) | PUBLIC | {OPERATORS} == routes()
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +342,8 @@ def anonymous(answer: httpx.Response, ids: Ids) -> tuple[int, str, dict[str, str
     text = answer.text
     for name, value in sorted(asdict(ids).items(), key=lambda item: -len(item[1])):
         text = text.replace(value.removeprefix("tinker://"), f"<{name}>").replace(ids.session, "<session>")
-    headers = {key: value for key, value in answer.headers.items() if key not in ("date", "content-length")}
+    own = ("date", "content-length", "x-request-id")
+    headers = {key: value for key, value in answer.headers.items() if key not in own}
     return answer.status_code, text, headers
 
 
@@ -411,7 +421,7 @@ def test_every_route_wants_a_key(server: Server) -> None:
     """Whatever else is wrong with the request: whoever has no key learns nothing."""
     answers = {}
     with httpx.Client(base_url=server.url, trust_env=False) as http:
-        for method, path in sorted(routes() - PUBLIC):
+        for method, path in sorted(routes() - PUBLIC - {OPERATORS}):
             where = path if path.startswith("/v1/") else PREFIX + path
             where = where.format(session_id="s", sampler_id="x", run_id="r", kind="k", name="n", model="m")
             answers[method, path] = http.request(method, where, content=None if method == "GET" else b"{")

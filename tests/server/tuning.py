@@ -1,6 +1,7 @@
 """Constants of a server that tests change: they cannot wait six minutes for a gap to be given up."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from twinkle.server import embedded, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
@@ -13,6 +14,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
+    "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }

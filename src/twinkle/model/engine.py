@@ -58,6 +58,7 @@ class Engine:
         self.sharded_head: nn.Module | None = None  # where weights are sharded, has those of the head
         self._decoder = model.base_model
         self._stance = "default"
+        self.token_rows = self.padding_rows = 0  # of all passes so far
 
     def freeze_compilation(self) -> None:
         """From now on a batch that compiled code does not fit runs eagerly instead of compiling."""
@@ -105,6 +106,8 @@ class Engine:
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
         hidden_TH = self.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask, batch.layer_batch)
+        self.token_rows += len(batch.targets_TK)
+        self.padding_rows += len(hidden_TH) - len(batch.targets_TK)
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
     def _with_head(self, walk: Callable[[ChunkedHead], T]) -> T:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import CapacityError
+from twinkle.model.types import DeviceMemory
 
 # Shares of the memory left after the model's weights.
 _ACTIVATION_SHARE = 0.6
@@ -56,6 +57,18 @@ def available_bytes(device: torch.device, processes: int = 1) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return int(_available_host_bytes() * _CPU_SHARE) // processes
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Without asking the device to finish anything; None on CPUs."""
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # far cheaper than the flat ones
+    return DeviceMemory(
+        allocated=stats["allocated_bytes"]["all"]["current"],
+        reserved=stats["reserved_bytes"]["all"]["current"],
+        total=torch.cuda.get_device_properties(device).total_memory,
+    )
 
 
 def _available_host_bytes(root: Path = Path("/")) -> int:

@@ -30,7 +30,14 @@ from twinkle.model.compilation import compile_layers
 from twinkle.model.engine import Engine
 from twinkle.model.loading import load_model, read_dtype
 from twinkle.model.lockstep import Lockstep
-from twinkle.model.memory import MemoryPlan, available_bytes, divide, head_chunk_rows, parameter_bytes
+from twinkle.model.memory import (
+    MemoryPlan,
+    available_bytes,
+    device_memory,
+    divide,
+    head_chunk_rows,
+    parameter_bytes,
+)
 from twinkle.model.optimizer import adam_step, check_adam_params, gradient_norm
 from twinkle.model.packing import Budget
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
@@ -47,6 +54,7 @@ from twinkle.model.types import (
     AdapterSnapshot,
     FloatArray,
     LoraSpec,
+    TrainerNumbers,
     TrainFailure,
     TrainItem,
     TrainResult,
@@ -186,6 +194,11 @@ class Trainer:
     def resident_adapter_ids(self) -> list[str]:
         """Those on the device now; the others wait in host memory. In any thread."""
         return self._pool.resident_ids()
+
+    def numbers(self) -> TrainerNumbers:
+        resident = len(self._pool.resident_ids())
+        rows = self._engine.token_rows, self._engine.padding_rows
+        return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device))
 
     def spec(self, adapter_id: str) -> LoraSpec:
         return self._pool.get(adapter_id).spec

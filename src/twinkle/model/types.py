@@ -149,3 +149,23 @@ class AdapterSnapshot:
     exp_avg: FloatArray
     exp_avg_sq: FloatArray
     gradient: FloatArray | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes: in tensors, held by torch's allocator, on the device in all."""
+
+    allocated: int
+    reserved: int
+    total: int
+
+
+@dataclass(frozen=True)
+class TrainerNumbers:
+    """How a trainer is doing. Rows are of passes since the start: of tokens, and of padding beside them."""
+
+    resident_adapters: int
+    paged_adapters: int  # in host memory
+    token_rows: int
+    padding_rows: int
+    memory: DeviceMemory | None = None  # None: it computes in host memory

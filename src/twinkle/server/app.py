@@ -1,4 +1,4 @@
-"""The HTTP application: routers by area under ``/api/v1``, error handlers, nothing in between."""
+"""The HTTP application: routers by area under ``/api/v1``, error handlers, and around all of it what is measured."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -9,6 +9,8 @@ import twinkle
 from twinkle.server.routes import (
     dashboard,
     futures,
+    health,
+    metrics,
     native_gateway,
     native_metrics,
     native_model,
@@ -23,10 +25,15 @@ from twinkle.server.routes import (
     training,
 )
 from twinkle.server.routes.http import install_error_handlers
+from twinkle.server.telemetry.http_requests import ObservedRequests
+from twinkle.server.telemetry.start import Telemetry
 
 
-def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+def make_app(
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], telemetry: Telemetry | None = None
+) -> FastAPI:
     """``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
+    telemetry = telemetry or Telemetry()
     app = FastAPI(title="Twinkle", version=twinkle.__version__, lifespan=lifespan, redirect_slashes=False)
     # One flat list, the busiest first: routes are tried in order, and an included router would be searched as a whole.
     for area in (
@@ -36,6 +43,7 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
         openai,
         sessions,
         system,
+        health,
         rest,
         native_model,
         native_processor,
@@ -44,7 +52,10 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
         native_metrics,
         native_overview,
         dashboard,
+        metrics,
     ):
         app.router.routes.extend(area.router.routes)
     install_error_handlers(app)
+    app.state.telemetry = telemetry
+    app.add_middleware(ObservedRequests, metrics=telemetry.metrics, tracing=telemetry.tracing)
     return app

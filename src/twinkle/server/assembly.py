@@ -11,6 +11,7 @@ from twinkle.server.gateway import Services
 from twinkle.server.model_service import ModelService
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
+from twinkle.server.telemetry.start import Telemetry
 from twinkle.server.templates import Templates
 from twinkle.server.types import RunRecord
 
@@ -21,6 +22,7 @@ def services_on(
     store: Store,
     compute: Compute,
     files: DataDir,
+    telemetry: Telemetry,
     *,
     merge: bool,
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
@@ -40,6 +42,7 @@ def services_on(
         max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         is_ours=is_ours,
+        recorder=telemetry.training(model.name),
     )
     if model.sampler is None:
         return Services(model, training, None, templates)
@@ -51,5 +54,6 @@ def services_on(
         max_unfetched_bytes=limits.max_unfetched_result_bytes,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         completion_streams=config.clients.batched_sample_polls,
+        recorder=telemetry.sampling(model.name),
     )
     return Services(model, training, sampling, templates)

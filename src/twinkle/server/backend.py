@@ -14,6 +14,7 @@ from twinkle.model.types import (
     AdapterSnapshot,
     FloatArray,
     LoraSpec,
+    TrainerNumbers,
     TrainFailure,
     TrainItem,
     TrainResult,
@@ -37,6 +38,10 @@ class TrainingBackend(Protocol):
 
     def resident_adapter_ids(self) -> list[str]:
         """Those on the device now; the others wait in host memory. In any thread."""
+        ...
+
+    def numbers(self) -> TrainerNumbers:
+        """How it is doing, without waiting for the device."""
         ...
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...

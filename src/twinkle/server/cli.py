@@ -46,7 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.set_defaults(run=_launch)
     _config_options(launch)
-    launch.add_argument("--log-level", choices=_LOG_LEVELS, default="info")
+    launch.add_argument("--log-level", choices=_LOG_LEVELS, default=None, help="default: the configuration's, info")
+    launch.add_argument(
+        "--log-format", choices=("text", "json"), default=None, help="default: the configuration's, text"
+    )
     launch.add_argument("--no-wait", action="store_true", help="return once the server answers; it runs on")
     launch.add_argument(
         "-t", "--server-type", choices=("tinker", "twinkle"), help="accepted: one server speaks both protocols"
@@ -124,7 +127,7 @@ def _config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
 def _launch(args: argparse.Namespace, given: list[str]) -> None:
     config, notes = _config(args)
     if not args.no_wait:
-        run_server(config, notes, args.log_level)
+        run_server(config, notes, args.log_level, args.log_format)
         return
     log_file = config.data_dir / "server.log"
     arguments = [argument for argument in given[1:] if argument != "--no-wait"]

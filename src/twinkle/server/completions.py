@@ -43,6 +43,7 @@ class Completions:
         self._places = count(time.time_ns() // 1000)  # no server completes a million requests a second
         self._kept_seconds = kept_seconds
         self._closed = False
+        self.polls = 0  # that wait now
 
     def add(self, request_id: str, size: int | None, now: float) -> None:
         parts = split_request_id(request_id)
@@ -64,7 +65,11 @@ class Completions:
         stream = self._stream(sampling_session_id, client, now)
         _trim(stream, place)
         if not stream.entries and not self._closed:
-            await stream.waiters.sleep(timeout)
+            self.polls += 1
+            try:
+                await stream.waiters.sleep(timeout)
+            finally:
+                self.polls -= 1
             _trim(stream, place)
         return list(islice(stream.entries, _MOST_AT_ONCE))
 

@@ -1,6 +1,7 @@
 """The one thread that owns the model. Training and sampling take it in turns, one piece of work each."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,12 +29,19 @@ class Compute:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._lanes: dict[Lane, deque[tuple[Callable[[], Any], Future[Any]]]] = {lane: deque() for lane in Lane}
         self._next_lane = Lane.TRAINING  # of the compute thread
+        self._step_began: float | None = None  # likewise; others read it
 
     async def run(self, work: Callable[[], T], lane: Lane = Lane.TRAINING) -> T:
         done: Future[T] = Future()
         self._lanes[lane].append((work, done))
         self._executor.submit(self._run_one)  # one call a piece; which piece is decided when the thread is free
         return await asyncio.wrap_future(done)
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the present piece of work runs; 0 if none does. Asks nobody."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
@@ -44,11 +52,14 @@ class Compute:
         self._next_lane = _other(lane)
         if not done.set_running_or_notify_cancel():
             return
+        self._step_began = time.monotonic()
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
+            self._step_began = None
             done.set_exception(error)
         else:
+            self._step_began = None
             done.set_result(result)
 
 

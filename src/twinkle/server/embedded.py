@@ -27,6 +27,7 @@ from twinkle.server.loading import load_served_model
 from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.state import Store
+from twinkle.server.telemetry.start import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,11 @@ def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
 
 
 async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
+    telemetry = Telemetry(config.telemetry)
     store = await Store.open(config.data_dir, config.database_url)
     try:
         models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
-        app = make_app(lambda app: _running(app, config, store, models))
+        app = make_app(lambda app: _running(app, config, store, models, telemetry), telemetry)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -67,6 +69,7 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
         with recorded(config.data_dir, url):
             await server.serve(sockets=[listener])
     finally:
+        await telemetry.close()  # it reads the state
         await store.close()
 
 
@@ -97,7 +100,7 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True  # asked twice: do not wait for open connections
             return
-        print(f"{number.name}: finishing what runs", file=sys.stderr, flush=True)
+        logger.info("%s: finishing what runs", number.name)
         self.should_exit = True
         if self.started:  # before that nobody waits
             gateway: Gateway = self.app.state.gateway
@@ -106,20 +109,21 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _running(
-    app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel]
+    app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel], telemetry: Telemetry
 ) -> AsyncIterator[None]:
     await store.sessions.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     computes = {model.name: Compute() for model in models}
     services = {
-        served.name: services_on(model, config, store, computes[model.name], files, merge=served.model.merge)
+        served.name: services_on(model, config, store, computes[model.name], files, telemetry, merge=served.model.merge)
         for served, model in zip(config.served_models, models, strict=True)
     }
     tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
     processors = configured_processors(config, tokenizers)
     gateway = Gateway(config, store, services, files, processors)
     app.state.gateway = gateway
+    telemetry.export_from(gateway)
     for entry in services.values():
         await entry.training.start()
         if entry.sampling is not None:

@@ -11,6 +11,7 @@ from twinkle.server.native.codec import succeeded
 from twinkle.server.native.host import NativeHost
 from twinkle.server.native.measuring import measure_pass, measure_verb
 from twinkle.server.run_measurements import RunMeasurements, counted
+from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import (
     CreateAdapter,
     CreateNative,
@@ -34,10 +35,13 @@ _GRAD_NORM = "unclipped_grad_l2:mean"  # as a trainer calls it
 class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
-    def __init__(self, model: ServedModel, native: NativeHost, measurements: RunMeasurements) -> None:
+    def __init__(
+        self, model: ServedModel, native: NativeHost, measurements: RunMeasurements, recorder: TrainingRecorder
+    ) -> None:
         self._trainer: TrainingBackend = model.trainer
         self._native = native
         self._measurements = measurements
+        self._recorder = recorder
 
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
@@ -101,6 +105,8 @@ class Execution:
         if isinstance(result, TrainFailure):
             return failure_of(result.error, op.request_id)
         try:
+            if isinstance(op.payload, TrainPass):
+                self._recorder.passed(prepared.item, result)
             return prepared.encode(result)
         except TwinkleError as error:
             return failure_of(error, op.request_id)
@@ -182,10 +188,10 @@ def failure_of(error: TwinkleError, request_id: str) -> Outcome:
     """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
     if isinstance(error, UserError):
         return responses.failed(str(error), "user")
-    logger.error("request %s failed: %s", request_id, error)
+    logger.error("request %s failed: %s", request_id, error, extra={"request_id": request_id})
     return responses.failed(f"{error} (request {request_id})", "server")
 
 
 def unexpected(error: Exception, request_id: str) -> Outcome:
-    logger.error("request %s failed", request_id, exc_info=error)
+    logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
     return responses.failed(f"internal error; the server's log has the details under request {request_id}", "server")

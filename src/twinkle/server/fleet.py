@@ -24,6 +24,7 @@ class ModelReport:
     max_context_length: int
     sampleable: bool
     healthy: bool
+    recovering: bool  # adapters are being brought back after a restart
     detail: str  # of its health, for people
     numbers: Mapping[str, object]
     adapters: Mapping[str, int]  # live ones by tenant
@@ -56,20 +57,26 @@ class Fleet(Protocol):
         ...
 
 
-def report_of(services: "Services") -> ModelReport:
-    """Of what runs in this process, without asking the compute thread: it may be busy for a while."""
+def report_of(services: "Services", longest_step: float) -> ModelReport:
+    """Of what runs in this process, without asking the compute thread: it may be busy for a while.
+
+    ``longest_step``: seconds after which it counts as stuck.
+    """
     model, training, sampling = services.model, services.training, services.sampling
     healthy, detail = True, "trains" if sampling is None else "trains and samples"
     if not training.alive:
         healthy, detail = False, "training has stopped"
     elif sampling is not None and not sampling.alive:
         healthy, detail = False, "sampling has stopped"
+    elif training.step_seconds > longest_step:
+        healthy, detail = False, f"a step has been running for {training.step_seconds:.0f} s"
     return ModelReport(
         name=model.name,
         aliases=model.aliases,
         max_context_length=model.max_context_length,
         sampleable=sampling is not None,
         healthy=healthy,
+        recovering=training.recovering,
         detail=detail,
         numbers=training.status() | ({} if sampling is None else sampling.status()),
         adapters=training.adapters_by_tenant(),

@@ -54,6 +54,7 @@ class Futures:
     delivered_seconds: float = 600.0
     unfetched_seconds: float = 3600.0
     closed: bool = False
+    polls: int = 0  # that wait now
     _promises: dict[str, _Promise] = field(default_factory=dict)
     _delivered: list[str] = field(default_factory=list)
     # Of all that have an outcome, the oldest first: sweeping looks at no others.
@@ -80,6 +81,10 @@ class Futures:
     def unfetched_bytes(self, tenant_id: str) -> int:
         """How much is kept for a tenant that it has not asked for yet."""
         return self._unfetched_bytes[tenant_id]
+
+    @property
+    def all_unfetched_bytes(self) -> int:
+        return sum(self._unfetched_bytes.values())
 
     def settle(self, request_id: str, outcome: Outcome, now: float) -> None:
         promise = self._promises.get(request_id)
@@ -108,7 +113,11 @@ class Futures:
         """The outcome, or None when there is none yet after ``timeout`` seconds."""
         promise = self._promises[request_id]
         if promise.outcome is None and not self.closed:
-            await promise.waiters.sleep(timeout)
+            self.polls += 1
+            try:
+                await promise.waiters.sleep(timeout)
+            finally:
+                self.polls -= 1
         if promise.outcome is not None and promise.delivered_at is None:
             promise.delivered_at = now
             self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)

@@ -443,7 +443,8 @@ class LocalFleet:
         self._gateway = gateway
 
     async def reports(self) -> dict[str, ModelReport]:
-        return {name: report_of(entry) for name, entry in self._gateway.services.items()}
+        longest = self._gateway.config.telemetry.stuck_step_seconds
+        return {name: report_of(entry, longest) for name, entry in self._gateway.services.items()}
 
     async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
         return {name: tenant_report_of(entry, tenant_id) for name, entry in self._gateway.services.items()}

@@ -1,7 +1,6 @@
 """Start a server, here and now or in the background."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -24,11 +23,17 @@ def launch(config_path: str | Path | None = None) -> None:
     run_server(config, notes)
 
 
-def run_server(config: ServerConfig, notes: Sequence[str] = (), log_level: str = "info") -> None:
-    """Until it is told to end. Both runtimes are imported here: they are not for --help."""
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+def run_server(
+    config: ServerConfig, notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
+) -> None:
+    """Until it is told to end. ``log_level``, ``log_format``: in the place of the configuration's.
+
+    Both runtimes are imported here: they are not for --help.
+    """
+    from twinkle.server.telemetry.json_logs import configure_logging
+
+    level, form = log_level or config.logging.level, log_format or config.logging.format
+    configure_logging(level, form)
     if config.runtime == "embedded":
         from twinkle.server.embedded import serve_embedded
 
@@ -38,7 +43,8 @@ def run_server(config: ServerConfig, notes: Sequence[str] = (), log_level: str =
         raise MissingDependencyError("ray[serve]", "ray", "runtime: ray (runtime: embedded needs none)")
     from twinkle.server.ray_serve.running import serve_ray
 
-    serve_ray(config, notes, log_level)
+    said = config.model_copy(update={"logging": config.logging.model_copy(update={"level": level, "format": form})})
+    serve_ray(said, notes)
 
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """From a model's configuration to the engines that serve it. Torch is imported only for the backend that needs it."""
 
 import atexit
-import sys
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from twinkle.sampler.vllm import VllmSampler
 
 
+logger = logging.getLogger(__name__)
+
+
 def load_served_model(served: ServedModelConfig) -> ServedModel:
     if served.model.backend == "mock":
         from twinkle.server.mock import mock_model
@@ -28,7 +31,7 @@ def load_served_model(served: ServedModelConfig) -> ServedModel:
 
 def _load_transformers(served: ServedModelConfig) -> ServedModel:
     """The trainer and, where the configuration asks for one, a sampler."""
-    print(f"loading {served.model.model_id}", file=sys.stderr, flush=True)
+    logger.info("loading %s", served.model.model_id)
     from twinkle import hub
     from twinkle.model import Trainer
 
@@ -75,7 +78,7 @@ def _make_sampler(
     from twinkle.sampler.vllm import VllmSampler
     from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
 
-    print("starting vLLM", file=sys.stderr, flush=True)
+    logger.info("starting vLLM")
     memory_dir: Path = args.memory_dir or MEMORY_DIR
     sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
     atexit.register(sampler.close)

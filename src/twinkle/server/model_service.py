@@ -30,6 +30,9 @@ from twinkle.server.op_runner import OpRunner
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
+from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.readings import TrainingReadings
+from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.types import Op, Outcome, RunRecord, digest
 from twinkle.server.wire import responses
@@ -58,6 +61,7 @@ class ModelService:
         max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
+        recorder: TrainingRecorder | None = None,
     ) -> None:
         """``is_ours`` tells which runs of this base model are to be brought back here."""
         self.model = model
@@ -67,8 +71,18 @@ class ModelService:
         self._futures = futures or Futures()
         self._max_queued_ops = max_queued_ops
         self._max_unfetched_bytes = max_unfetched_bytes
+        self._recorder = recorder or TrainingRecorder(model.name)
+        self._compute = compute
         self._runner = OpRunner(
-            model, templates, store, compute, files, self._futures, merge=merge, allowed_dirs=allowed_dirs
+            model,
+            templates,
+            store,
+            compute,
+            files,
+            self._futures,
+            merge=merge,
+            allowed_dirs=allowed_dirs,
+            recorder=self._recorder,
         )
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
@@ -112,7 +126,8 @@ class ModelService:
 
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
-        accepted = await self._store.ops.accept_run(run, op, op.digest, time.time())
+        with self._recorder.journalling(op):
+            accepted = await self._store.ops.accept_run(run, op, op.digest, time.time())
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
             used = f"model_seq_id {run.number} was used"
@@ -137,7 +152,8 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        accepted = await self._store.ops.accept(op, op.digest, time.time())
+        with self._recorder.journalling(op):
+            accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))
         if accepted.created:
@@ -197,6 +213,7 @@ class ModelService:
 
     async def wait(self, request_id: str, adapter_id: str, seq: int, timeout: float) -> Outcome | None:
         """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more)."""
+        request_context.about(request_id)
         if request_id in self._futures:
             return await self._futures.wait(request_id, timeout, time.time())
         outcome = await self._store.ops.outcome(adapter_id, seq)
@@ -303,6 +320,29 @@ class ModelService:
     @property
     def alive(self) -> bool:
         return self._runner.alive
+
+    @property
+    def recovering(self) -> bool:
+        """Whether what had ended before a restart is still being done again."""
+        return any(adapter.repeats for adapter in self._adapters.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the compute thread has been at its present piece of work, training or sampling."""
+        return self._compute.step_seconds
+
+    def readings(self) -> TrainingReadings:
+        numbers = self._scheduler.numbers()
+        return TrainingReadings(
+            waiting=numbers.waiting,
+            merge_ratio=numbers.merge_ratio,
+            adapters_on_disk=sum(adapter.place is Place.DISK for adapter in self._adapters.values()),
+            busy_seconds=self._runner.busy_seconds,
+            step_seconds=self.step_seconds,
+            long_polls=self._futures.polls,
+            unfetched_bytes=self._futures.all_unfetched_bytes,
+            trainer=self._recorder.trainer_numbers,
+        )
 
     def status(self) -> dict[str, object]:
         numbers = self._scheduler.numbers()

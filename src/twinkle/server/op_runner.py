@@ -25,6 +25,7 @@ from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Store
+from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
 from twinkle.server.wire import responses
@@ -48,6 +49,7 @@ class OpRunner:
         *,
         merge: bool,
         allowed_dirs: Sequence[Path],
+        recorder: TrainingRecorder,
     ) -> None:
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
@@ -62,7 +64,8 @@ class OpRunner:
         self._compute = compute
         self._files = files
         self._futures = futures
-        self._execution = Execution(model, self.native, self.measurements)
+        self._recorder = recorder
+        self._execution = Execution(model, self.native, self.measurements, recorder)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
@@ -99,6 +102,7 @@ class OpRunner:
             return submitted.message
         if isinstance(submitted, Duplicate) and op.seq not in adapter.ops:
             return f"seq_id {op.seq} was answered long ago, and its result is not kept any more"
+        self._recorder.accepted(op)
         adapter.ops.setdefault(op.seq, op)
         adapter.highest_seq = max(adapter.highest_seq, op.seq)
         self._futures.promise(op.request_id, adapter.run.tenant_id)
@@ -172,11 +176,13 @@ class OpRunner:
         """In the compute thread."""
         started = time.perf_counter()
         run = self._execution.passes if ops[0].kind.is_pass else self._execution.short_barriers
-        outcomes = run(ops)
+        with self._recorder.batch(ops, self._model.trainer):
+            outcomes = run(ops)
         self.busy_seconds += time.perf_counter() - started
         return outcomes
 
     async def _run_slow(self, task: Task) -> None:
+        self._recorder.started(task.op)
         outcome = await self.checkpoints.run(task.op, task.adapter.run)
         if task.op.kind is OpKind.LOAD and not outcome.failed:
             self.measurements.dropped(task.op.adapter_id)
@@ -262,6 +268,7 @@ class OpRunner:
         """Tell whoever waits, then write it down. What is lost in between is computed again."""
         adapter.ops.pop(op.seq, None)
         replay = adapter.replays.pop(op.seq, None)
+        self._recorder.settled(op, outcome, repeated=replay is not None and replay.outcome is not None)
         if replay is not None and replay.outcome is not None:
             if outcome.failed and not replay.outcome.failed:
                 logger.error("replay of %s failed, though it had succeeded before", op.request_id)

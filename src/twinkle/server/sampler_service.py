@@ -30,6 +30,9 @@ from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
 from twinkle.server.rates import RecentRate
 from twinkle.server.sampler_versions import SamplerVersions
+from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.readings import SamplingReadings
+from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
 from twinkle.server.types import Outcome, SamplingSessionRecord
 from twinkle.server.wire import responses
 from twinkle.server.wire.sampling import Encode, encode_sample_result
@@ -75,6 +78,7 @@ class SamplerService:
         idle_version_seconds: float = 1800.0,
         engine_samples: int = 256,
         completion_streams: bool = True,
+        recorder: SamplingRecorder | None = None,
     ) -> None:
         """max_waiting, max_unfetched_bytes: of one tenant.
 
@@ -84,6 +88,7 @@ class SamplerService:
         """
         self._sampler = sampler
         self._compute = compute
+        self._recorder = recorder or SamplingRecorder("sampler")
         self._futures = futures or Futures()
         self.completions = Completions() if completion_streams else None
         self._max_waiting = max_waiting
@@ -164,6 +169,7 @@ class SamplerService:
             self._withdraw(job)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
+        request_context.about(request_id)
         if request_id not in self._futures:
             raise GoneError(f"sample {request_id} was lost in a restart or is too old: send it again")
         return await self._futures.wait(request_id, timeout, time.time())
@@ -234,6 +240,15 @@ class SamplerService:
         """Whether what is accepted will be run."""
         return self._pump is not None and not self._pump.done()
 
+    def readings(self) -> SamplingReadings:
+        polls = 0 if self.completions is None else self.completions.polls
+        return SamplingReadings(
+            waiting=len(self._jobs),
+            busy_seconds=self.busy_seconds,
+            long_polls=self._futures.polls + polls,
+            unfetched_bytes=self._futures.all_unfetched_bytes,
+        )
+
     def status(self) -> dict[str, object]:
         return {
             "waiting_samples": len(self._jobs),
@@ -259,6 +274,7 @@ class SamplerService:
         client = _client_of(job)
         if client is not None:
             self._numbers.setdefault(client[:2], set()).add(client[2])
+        self._recorder.accepted(job.request)
         self._queue.push(tenant_id, job.request_id, job)
         self._wake.set()
 
@@ -271,6 +287,7 @@ class SamplerService:
             self._cancelled.append(job.request_id)
             self._wake.set()
         self._leave(job)
+        self._recorder.ended(job.request_id, Outcomes.CANCELLED)
 
     def _leave(self, job: _Job) -> None:
         tenant_id = job.session.tenant_id
@@ -322,6 +339,7 @@ class SamplerService:
 
     def _end(self, job: _Job, event: SampleResult | TwinkleError | Outcome) -> None:
         self._leave(job)
+        self._recorder.ended(job.request_id, Outcomes.of_sample(event))
         if isinstance(event, Outcome):
             self._settle(job.request_id, event)
         elif isinstance(job.into, asyncio.Queue):
@@ -370,6 +388,7 @@ class SamplerService:
         except Exception as error:  # noqa: BLE001 - as above: it fails its own request alone
             return error
         self._running[job.request_id] = job
+        self._recorder.started(job.request_id)
         return None
 
     def _stop(self, request_id: str) -> None:
@@ -384,12 +403,14 @@ class SamplerService:
     def _result(self, event: Finished | Progress) -> tuple[_Job, Event | Outcome]:
         job = self._running[event.request_id]
         if isinstance(event, Progress):
+            self._recorder.progressed(event.request_id)
             return job, event
         del self._running[event.request_id]
         self._versions.unpin(job.session, time.monotonic())
         if isinstance(event.outcome, SampleFailure):
             return job, _failed(job, event.outcome.error)
         self.tokens_sampled += sum(len(sequence.tokens) for sequence in event.outcome.sequences)
+        self._recorder.sampled(job.request, event.outcome)
         if isinstance(job.into, asyncio.Queue):
             return job, event.outcome
         try:
@@ -411,5 +432,5 @@ def _failed(job: _Job, error: Exception) -> TwinkleError | Outcome:
         return error if streamed else failure_of(error, job.request_id)
     if not streamed:
         return unexpected(error, job.request_id)
-    logger.error("request %s failed", job.request_id, exc_info=error)
+    logger.error("request %s failed", job.request_id, exc_info=error, extra={"request_id": job.request_id})
     return TwinkleServerError(f"internal error; the server's log has the details under request {job.request_id}")

@@ -12,6 +12,7 @@ from twinkle.server.config.sections import (
     ClientsConfig,
     HttpOptions,
     LimitsConfig,
+    LoggingConfig,
     PersistenceConfig,
     TelemetryConfig,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigParseError",
     "HttpOptions",
     "LimitsConfig",
+    "LoggingConfig",
     "ModelArgs",
     "PersistenceConfig",
     "ProcessorArgs",

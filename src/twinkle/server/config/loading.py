@@ -94,8 +94,10 @@ def _override(
 def _without_effect(config: ServerConfig) -> list[str]:
     """Notes on keys that are right and do nothing."""
     notes = _for_ray_only(config) if config.runtime == "embedded" else []
+    if config.telemetry.enabled:
+        return notes
     given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
-    changed = [key for key, value in given.items() if value != default[key]]
+    changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]
     return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
 
 

@@ -107,6 +107,7 @@ def _top_level(conversion: Conversion) -> None:
         "limits",
         "persistence",
         "telemetry",
+        "logging",
         "applications",
         "task_queue",
     ):

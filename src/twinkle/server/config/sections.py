@@ -4,12 +4,12 @@ import ipaddress
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
+from twinkle.server.config.allowed import STRICT, Rule, refusal
 
 __all__ = [
     "AuthConfig",
@@ -17,6 +17,7 @@ __all__ = [
     "Directory",
     "HttpOptions",
     "LimitsConfig",
+    "LoggingConfig",
     "PersistenceConfig",
     "PublicUrl",
     "TelemetryConfig",
@@ -41,11 +42,25 @@ def _public_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def _collector_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ValueError
+    _ = parts.port  # raises ValueError unless it is a number
+    return text
+
+
 def _directory(path: Path) -> Path:
     try:
         return path.expanduser().absolute()
     except RuntimeError:  # a home directory that does not exist: ~nobody
         raise ValueError from None
+
+
+def _secret_file(path: Path) -> Path:
+    if str(path) in ("", "."):  # a variable that is not set
+        raise ValueError
+    return _directory(path)
 
 
 def _not_blank(value: object) -> object:
@@ -89,7 +104,8 @@ DatabaseUrl = Annotated[
     ),
 ]
 
-NotYet = Annotated[bool, Later({True: "export by OTLP comes later"})]
+CollectorUrl = Annotated[str, Rule(_collector_url, "http://HOST:PORT, or https://HOST:PORT for TLS")]
+SecretFile = Annotated[Path, Field(strict=False), Rule(_secret_file, "the path of a file that only its owner reads")]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -219,17 +235,50 @@ class PersistenceConfig(BaseModel):
 
 
 class TelemetryConfig(BaseModel):
-    """OpenTelemetry export. The other keys say how, once it can be enabled."""
+    """What operators see of the server: OpenTelemetry export, and who may read /metrics."""
 
     model_config = STRICT
+    EXPORT_KEYS: ClassVar = ("service_name", "otlp_endpoint", "debug", "export_interval_ms", "resource_attributes")
 
-    enabled: NotYet = Field(default=False, description="Export traces and metrics.")
+    enabled: bool = Field(default=False, description="Export traces and metrics by OTLP.")
     service_name: str = Field(
         default="twinkle-server", min_length=1, description="Name under which the server reports."
     )
-    otlp_endpoint: str = Field(default="http://localhost:4317", min_length=1, description="OTLP collector (gRPC).")
-    debug: NotYet = Field(default=False, description="Write to the log what would be exported.")
+    otlp_endpoint: CollectorUrl = Field(default="http://localhost:4317", description="OTLP collector (gRPC).")
+    debug: bool = Field(default=False, description="Write to the log what would be exported, instead of sending it.")
     export_interval_ms: Count = Field(default=30_000, description="Milliseconds between two exports of metrics.")
     resource_attributes: dict[str, str] = Field(
         default_factory=dict, description="Attributes added to all that is sent."
+    )
+    metrics: Literal["local", "token", "off"] = Field(
+        default="local",
+        description="Who may read /metrics. local: callers on this machine, and others with the token. "
+        "token: only with it. off: nobody.",
+    )
+    metrics_token_file: SecretFile | None = Field(
+        default=None,
+        description="A file with what a scraper sends as Authorization: Bearer, 16 characters at least. Read at start.",
+    )
+    tenants_in_metrics: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="How many tenants may have usage series of their own; all others are one together. "
+        "0: no series tells tenants apart.",
+    )
+    stuck_step_seconds: Seconds = Field(
+        default=600.0, description="A step on the device that takes longer makes deep health unhealthy."
+    )
+
+
+class LoggingConfig(BaseModel):
+    """What the server says on stderr; the command line's --log-level and --log-format come first."""
+
+    model_config = STRICT
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least important that is written."
+    )
+    format: Literal["text", "json"] = Field(
+        default="text", description="json: one object a line, with the ids of the request it is about."
     )

@@ -15,6 +15,7 @@ from twinkle.server.config.sections import (
     Directory,
     HttpOptions,
     LimitsConfig,
+    LoggingConfig,
     PersistenceConfig,
     PublicUrl,
     TelemetryConfig,
@@ -56,7 +57,8 @@ class ServerConfig(BaseModel):
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one tenant may take.")
     persistence: PersistenceConfig = Field(default_factory=PersistenceConfig, description="Where the state is kept.")
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="OpenTelemetry export.")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="What operators see.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is said on stderr.")
     ray_namespace: str | None = Field(default=None, description="Ray namespace; no effect on the embedded runtime.")
     proxy_location: Literal["EveryNode", "HeadOnly", "Disabled"] | None = Field(
         default=None, description="Where Ray Serve runs its proxies; no effect on the embedded runtime."

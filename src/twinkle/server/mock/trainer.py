@@ -44,6 +44,7 @@ from twinkle.model.types import (
     IntArray,
     LoraSpec,
     TokenValues,
+    TrainerNumbers,
     TrainFailure,
     TrainItem,
     TrainResult,
@@ -110,6 +111,7 @@ class MockTrainer:
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.pause = pause
+        self._rows = 0  # tokens of all passes
         self._adapters: dict[str, _Adapter] = {}
 
     def check_adapter(self, spec: LoraSpec) -> None:
@@ -132,6 +134,9 @@ class MockTrainer:
 
     def resident_adapter_ids(self) -> list[str]:
         return self.adapter_ids()
+
+    def numbers(self) -> TrainerNumbers:
+        return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
     def vector(self, adapter_id: str) -> FloatArray:
         return self._get(adapter_id).weights.copy()
@@ -253,6 +258,7 @@ class MockTrainer:
         adapter = self._get(item.adapter_id)
         _check_item(item, self.vocab_size, self.max_length)
         weights = np.zeros(SIZE, np.float32) if item.base_model else adapter.weights
+        self._rows += sum(len(datum.tokens) for datum in item.data)
         phis = [_features_of(datum) for datum in item.data]
         lps = [logprobs(weights, phi) for phi in phis]
         if item.objective is None:

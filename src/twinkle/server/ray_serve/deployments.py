@@ -3,7 +3,6 @@
 Serve runs constructors, which may be coroutines, methods and the ASGI application of a replica on one event loop.
 """
 
-import logging
 from collections.abc import AsyncGenerator, Mapping
 from logging.handlers import RotatingFileHandler
 from typing import Any
@@ -21,6 +20,7 @@ from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, Proc
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
+from twinkle.server.telemetry.json_logs import configure_logging
 from twinkle.server.types import SessionRecord
 
 # Each waiting future holds a request here: Serve's own default of 5 would stall everything.
@@ -35,8 +35,8 @@ _LIGHT_CPUS = 0.1  # gateways and processors wait more than they work
 class GatewayReplica:
     """A front door: of the server itself, or of a sampler that shares its model's process."""
 
-    async def __init__(self, config: ServerConfig, keeps_house: bool, log_level: str) -> None:  # type: ignore[misc]
-        _log_to(config, f"gateway-{serve.get_replica_context().replica_id.unique_id}", log_level)
+    async def __init__(self, config: ServerConfig, keeps_house: bool) -> None:  # type: ignore[misc]
+        _log_to(config, f"gateway-{serve.get_replica_context().replica_id.unique_id}")
         self._host = GatewayHost(await Process.open(config), keeps_house=keeps_house)
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
@@ -50,10 +50,10 @@ class ModelReplica:
     """One replica of a base model."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServerConfig, served: ServedModelConfig, name: str, log_level: str, *companions: object
+        self, config: ServerConfig, served: ServedModelConfig, name: str, *companions: object
     ) -> None:
         """``companions``: the other replicas, which Serve deploys with the first one."""
-        _log_to(config, name, log_level)
+        _log_to(config, name)
         self._host = await ModelHost.open(config, served, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
@@ -94,10 +94,10 @@ class ProcessorReplica:
     """One replica of the processor service."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServerConfig, name: str, log_level: str, *companions: object
+        self, config: ServerConfig, name: str, *companions: object
     ) -> None:
         """``companions``: the other replicas, which Serve deploys with the first one."""
-        _log_to(config, name, log_level)
+        _log_to(config, name)
         self._host = await ProcessorHost.open(config, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
@@ -123,29 +123,28 @@ class FirstProcessorReplica(ProcessorReplica):
         return self._host.entrance
 
 
-def application_for(config: ServerConfig, one: ApplicationSpec, log_level: str, has_gpus: bool) -> Application:
+def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) -> Application:
     """What Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
     if isinstance(one.args, ModelArgs):
         (served,) = (each for each in config.served_models if each.model is one.args)
         options = _options(one, 1.0, _gpus(one.args, has_gpus))
         names = replica_names(one)
         others = [
-            serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name, log_level)
+            serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name)
             for name in names[1:]
         ]
         first = serve.deployment(FirstModelReplica).options(name=names[0], **options)
-        return first.bind(config, served, names[0], log_level, *others)
+        return first.bind(config, served, names[0], *others)
     if isinstance(one.args, ProcessorArgs):
         options = _options(one, _LIGHT_CPUS)
         names = replica_names(one)
         others = [
-            serve.deployment(ProcessorReplica).options(name=name, **options).bind(config, name, log_level)
-            for name in names[1:]
+            serve.deployment(ProcessorReplica).options(name=name, **options).bind(config, name) for name in names[1:]
         ]
         first = serve.deployment(FirstProcessorReplica).options(name=names[0], **options)
-        return first.bind(config, names[0], log_level, *others)
+        return first.bind(config, names[0], *others)
     gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **_options(one, _LIGHT_CPUS), **_scale(one))
-    return gateway.bind(config, isinstance(one.args, ServerArgs), log_level)
+    return gateway.bind(config, isinstance(one.args, ServerArgs))
 
 
 def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
@@ -180,11 +179,9 @@ def _gpus(args: ModelArgs, has_gpus: bool) -> float:
     return 1.0 if (has_gpus if wanted is None else wanted.startswith("cuda")) else 0.0
 
 
-def _log_to(config: ServerConfig, name: str, level: str) -> None:
+def _log_to(config: ServerConfig, name: str) -> None:
     """A file of the data directory: replicas have no terminal, and may be on any machine."""
     directory = config.data_dir / "logs"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = RotatingFileHandler(directory / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=2)
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[file], force=True
-    )
+    configure_logging(config.logging.level, config.logging.format, file)

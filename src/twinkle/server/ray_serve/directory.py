@@ -12,6 +12,7 @@ from twinkle.server.ray_serve.addressing import (
     OfNewSampler,
     OfOpenAiModel,
     OfProcessors,
+    OfReplica,
     OfRun,
     OfSampler,
 )
@@ -51,6 +52,8 @@ class Directory:
                 return None if replicas is None else replicas.names[0] if first else self._any(replicas)
             case OfOpenAiModel(name):
                 return await self._of_openai_model(name)
+            case OfReplica(name):
+                return name if name in self._layout.addresses else None
             case OfProcessors(session_id):
                 return self._layout.processors.chosen(session_id) if self._layout.processors.names else None
 

@@ -37,6 +37,7 @@ from twinkle.server.ray_serve.router import Router
 from twinkle.server.ray_serve.trainer_group import load_group
 from twinkle.server.relay import AsgiApp
 from twinkle.server.state import Claim, Store
+from twinkle.server.telemetry.start import Telemetry
 from twinkle.server.types import RunRecord, SessionRecord
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Process:
     def __init__(self, config: ServerConfig, store: Store) -> None:
         self.config = config
         self.store = store
+        self.telemetry = Telemetry(config.telemetry)
         self.files = DataDir(config.data_dir)
         self.layout: Layout = layout_of(config)
         self.replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
@@ -68,6 +70,22 @@ class Process:
 
     def remote_fleet(self) -> Fleet:
         return RemoteFleet(self.layout, self.replicas)
+
+    def app_of(self, gateway: Gateway) -> FastAPI:
+        """The application, for requests that this process answers itself."""
+
+        @asynccontextmanager
+        async def nothing(_app: FastAPI) -> AsyncIterator[None]:
+            yield
+
+        app = make_app(nothing, self.telemetry)
+        app.state.gateway = gateway
+        self.telemetry.export_from(gateway)
+        return app
+
+    async def close(self) -> None:
+        await self.telemetry.close()  # it reads the state
+        await self.store.close()
 
     def entrance(self, app: AsgiApp, own: str | None = None) -> Router:
         directory = Directory(self.config, self.layout, self.store)
@@ -89,14 +107,14 @@ class GatewayHost:
             process.remote_processors(),
             fleet=process.remote_fleet(),
         )
-        self.entrance = process.entrance(_app_of(self.gateway))
+        self.entrance = process.entrance(process.app_of(self.gateway))
         self._housekeeping = asyncio.create_task(self._keep_house(keeps_house))
 
     async def stop(self) -> None:
         self._housekeeping.cancel()
         await self.gateway.flush_heartbeats()
         await self._process.store.leases.give_up(_LEASE, self._id)
-        await self._process.store.close()
+        await self._process.close()
 
     async def _keep_house(self, expires: bool) -> None:
         """A failure is logged and tried again."""
@@ -133,7 +151,7 @@ class ModelHost:
             process.remote_processors(),
             replica=name,
         )
-        self.app = _app_of(self.gateway)
+        self.app = process.app_of(self.gateway)
         self.entrance = process.entrance(self.app, own=name)
 
     @classmethod
@@ -149,7 +167,14 @@ class ModelHost:
 
         compute = Compute()
         services = services_on(
-            model, config, process.store, compute, process.files, merge=served.model.merge, is_ours=is_ours
+            model,
+            config,
+            process.store,
+            compute,
+            process.files,
+            process.telemetry,
+            merge=served.model.merge,
+            is_ours=is_ours,
         )
         host = cls(process, name, services, compute)
         await host._start()
@@ -169,10 +194,10 @@ class ModelHost:
             await self._services.sampling.stop()
         await self._services.training.stop()
         self._compute.close()
-        await self._process.store.close()
+        await self._process.close()
 
     def report(self) -> ModelReport:
-        return report_of(self._services)
+        return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
 
     def of_tenant(self, tenant_id: str) -> TenantReport:
         return tenant_report_of(self._services, tenant_id)
@@ -198,7 +223,7 @@ class ProcessorHost:
         self._process = process
         self._service = service
         self.gateway = Gateway(process.config, process.store, {}, process.files, service, fleet=process.remote_fleet())
-        self.app = _app_of(self.gateway)
+        self.app = process.app_of(self.gateway)
         self.entrance = process.entrance(self.app, own=name)
 
     @classmethod
@@ -212,7 +237,7 @@ class ProcessorHost:
     async def stop(self) -> None:
         self.gateway.release_waiters()
         await self._service.stop()
-        await self._process.store.close()
+        await self._process.close()
 
     async def batch(
         self, tenant_id: str, session_id: str, processor_id: str, number: int
@@ -234,13 +259,3 @@ def _tokenizers(config: ServerConfig) -> dict[str, str | None]:
         folder = None if is_mock else str(hub.resolve(served.model.model_id).path)
         folders |= dict.fromkeys(served.names, folder)
     return folders
-
-
-def _app_of(gateway: Gateway) -> FastAPI:
-    @asynccontextmanager
-    async def nothing(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-
-    app = make_app(nothing)
-    app.state.gateway = gateway
-    return app

@@ -66,7 +66,7 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 
 
 @contextlib.contextmanager
-def deployed(config: ServerConfig, cluster: Cluster, log_level: str) -> Iterator[str]:
+def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
     """The applications, running; gives the server's URL. What was deployed is taken down again in any case."""
     http = config.http_options
     port = http.port or _free_port(http.host)
@@ -77,7 +77,7 @@ def deployed(config: ServerConfig, cluster: Cluster, log_level: str) -> Iterator
     )
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     targets = [
-        serve.RunTarget(application_for(config, one, log_level, has_gpus), one.name, route, _SERVE_LOGGING)
+        serve.RunTarget(application_for(config, one, has_gpus), one.name, route, _SERVE_LOGGING)
         for one, route in _served_at(config)
     ]
     try:

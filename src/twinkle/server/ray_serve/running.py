@@ -16,7 +16,7 @@ _QUIETER = {
 }
 
 
-def serve_ray(config: ServerConfig, notes: Sequence[str], log_level: str) -> None:
+def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
     """Serve until SIGTERM or SIGINT, then take the applications down."""
     set_variable_defaults(_QUIETER)
     from twinkle.server.ray_serve import launching
@@ -24,7 +24,7 @@ def serve_ray(config: ServerConfig, notes: Sequence[str], log_level: str) -> Non
     with launching.connected(config) as cluster:
         which = "one of its own" if cluster.is_ours else "one that was there"
         print(f"deploying on the Ray cluster at {cluster.address}, {which}", file=sys.stderr, flush=True)
-        with launching.deployed(config, cluster, log_level) as url, recorded(config.data_dir, url):
+        with launching.deployed(config, cluster) as url, recorded(config.data_dir, url):
             print(announcement(config, [*notes, *launching.scaling_notes(config)], [], url), flush=True)
             launching.wait_for_signal()
 

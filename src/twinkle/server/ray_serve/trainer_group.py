@@ -28,6 +28,7 @@ from twinkle.model.types import (
     AdapterSnapshot,
     FloatArray,
     LoraSpec,
+    TrainerNumbers,
     TrainFailure,
     TrainItem,
     TrainResult,
@@ -103,6 +104,7 @@ class TrainerGroup:
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = tuple(ranks)
+        self._rows = 0
         self._adapters: dict[str, None] = {}  # asked for in any thread, also while the ranks are busy
 
     def check_adapter(self, spec: LoraSpec) -> None:
@@ -124,6 +126,10 @@ class TrainerGroup:
     def resident_adapter_ids(self) -> list[str]:
         """Which of them are in host memory each rank decides for itself: all count as on the devices."""
         return list(self._adapters)
+
+    def numbers(self) -> TrainerNumbers:
+        """Of what this process knows without asking anybody."""
+        return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._passes("forward", items)
@@ -183,6 +189,7 @@ class TrainerGroup:
         from twinkle.model.library_objective import LibraryObjective
 
         division = Division.by_tokens(items, len(self._ranks))
+        self._rows += sum(len(datum.tokens) for item in items for datum in item.data)
         shares = [division.share(number) for number in range(len(self._ranks))]
         answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
         for index, item in enumerate(items):

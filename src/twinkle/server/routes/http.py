@@ -26,6 +26,8 @@ from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway import Gateway
 from twinkle.server.native.errors import SequenceConflictError
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError
+from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.http_requests import REQUEST_ID_HEADER
 from twinkle.server.wire import fields
 from twinkle.server.wire.errors import BodyTooLargeError
 
@@ -65,12 +67,17 @@ async def tenant_of(request: Request, prefix: str = "tml-") -> str:
     """Who asks. The SDK sends X-API-Key; the others are for people and for our own client."""
     key = request.headers.get("x-api-key")
     for name in ("twinkle-authorization", "authorization"):
-        value = request.headers.get(name)
-        if key is None and value is not None:
-            key = value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
+        key = bearer_of(request, name) if key is None else key
     refuse_rebinding(request)
     # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
     return await gateway_of(request).tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
+
+
+def bearer_of(request: Request, header: str = "authorization") -> str | None:
+    value = request.headers.get(header)
+    if value is None:
+        return None
+    return value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
 
 
 def refuse_rebinding(request: Request) -> None:
@@ -130,7 +137,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return json_response({"detail": "internal error; the server's log has the details"}, 500)
+        context = request_context.current()  # the middleware that adds the id to answers is inside of this
+        headers = None if context is None else {REQUEST_ID_HEADER: context.http_id}
+        return json_response({"detail": "internal error; the server's log has the details"}, 500, headers)
 
     async def invalid(_request: Request, error: Exception) -> Response:
         """Of a query; bodies are read by us."""

@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
 from twinkle.server.checkpoints import kind_of_checkpoint
-from twinkle.server.fleet import ModelReport, report_of
+from twinkle.server.fleet import report_of
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.native.requests import services_of
 from twinkle.server.native_sampling.session_template import TEMPLATES_KEY
+from twinkle.server.routes.health import health_of, models_health
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed
 from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, native_tenant_of
 from twinkle.server.routes.rest import Limit, Offset
@@ -111,24 +112,21 @@ async def health() -> Response:
 @router.get(f"{_TWINKLE}/healthz/deep")
 async def deep_health(request: Request) -> Response:
     """Of every model, without asking the compute thread: it may be busy for a while."""
-    reports = await gateway_of(request).fleet.reports()
-    models = {name: _health_of(report) for name, report in reports.items()}
+    models = await models_health(gateway_of(request))
     healthy = all(model["healthy"] for model in models.values())
     return wire_response(types.DeepHealthResponse(healthy=healthy, models=models), 200 if healthy else 503)
 
 
 @router.get(f"{PREFIX}/model/{{name:path}}/healthz")
-async def model_health(request: Request, name: str) -> Response:
-    return _health_response(_health_of(report_of(services_of(gateway_of(request), name))))
+async def health_of_model(request: Request, name: str) -> Response:
+    gateway = gateway_of(request)
+    report = report_of(services_of(gateway, name), gateway.config.telemetry.stuck_step_seconds)
+    return _health_response(health_of(report))
 
 
 @router.get(f"{PREFIX}/sampler/{{name:path}}/healthz")
 async def sampler_health(request: Request, name: str) -> Response:
     return _health_response(_sampler_health(services_of(gateway_of(request), name), name))
-
-
-def _health_of(report: ModelReport) -> dict[str, object]:
-    return {"healthy": report.healthy, "detail": report.detail}
 
 
 def _sampler_health(entry: Services, name: str) -> dict[str, object]:

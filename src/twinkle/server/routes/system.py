@@ -1,4 +1,4 @@
-"""Health, the client handshake, what is served, and how the server is doing."""
+"""The client handshake, what is served, and how the server is doing."""
 
 import time
 from collections.abc import Mapping
@@ -24,11 +24,6 @@ _CLIENT_CONFIG = {
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
-
-
-@router.get("/healthz")
-async def health() -> Response:
-    return json_response({"status": "ok"})
 
 
 @router.post("/client/config")

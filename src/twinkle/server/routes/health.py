@@ -1,0 +1,44 @@
+"""Health: is it alive, is it ready, is everything in it all right. Nobody here waits for the compute thread."""
+
+from fastapi import APIRouter, Request, Response
+
+from twinkle.server.fleet import ModelReport
+from twinkle.server.gateway import Gateway
+from twinkle.server.routes.http import PREFIX, gateway_of, json_response
+
+router = APIRouter(prefix=PREFIX)
+
+
+@router.get("/healthz")
+async def live() -> Response:
+    """Whether the process answers: one that does not is to be restarted."""
+    return json_response({"status": "ok"})
+
+
+@router.get("/healthz/ready")
+async def ready(request: Request) -> Response:
+    """Whether to send clients here: not while adapters are brought back after a restart, nor while it ends."""
+    gateway = gateway_of(request)
+    if gateway.stopping:
+        return json_response({"ready": False, "detail": "the server is shutting down"}, 503)
+    reports = await gateway.fleet.reports()
+    recovering = [name for name, report in reports.items() if report.recovering]
+    if recovering:
+        return json_response({"ready": False, "detail": f"recovering: {', '.join(recovering)}"}, 503)
+    return json_response({"ready": True, "detail": "serving"})
+
+
+@router.get("/healthz/deep")
+async def deep(request: Request) -> Response:
+    """Of every model: whether its loops run, and whether its device is stuck."""
+    models = await models_health(gateway_of(request))
+    healthy = all(model["healthy"] for model in models.values())
+    return json_response({"healthy": healthy, "models": models}, 200 if healthy else 503)
+
+
+async def models_health(gateway: Gateway) -> dict[str, dict[str, object]]:
+    return {name: health_of(report) for name, report in (await gateway.fleet.reports()).items()}
+
+
+def health_of(report: ModelReport) -> dict[str, object]:
+    return {"healthy": report.healthy, "detail": report.detail}

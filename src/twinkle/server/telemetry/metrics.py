@@ -1,0 +1,92 @@
+"""The instruments of one server process, and how they are written down for Prometheus."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from twinkle.server.telemetry.instruments import INSTRUMENTS, Instrument
+
+__all__ = ["Metrics", "Reading"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The value of an instrument that is read. ``labels`` in the order of the instrument's."""
+
+    instrument: Instrument
+    value: float
+    labels: tuple[str, ...] = ()
+
+
+class Metrics:
+    """Recording is thread-safe and takes about a microsecond: bind labels once, where they are known beforehand."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a second series for each, which nothing here uses
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        recorded = [one for one in INSTRUMENTS if not one.read]
+        self._counters = {
+            one: Counter(one.name, one.meaning, one.labels, registry=self._registry)
+            for one in recorded
+            if one.kind == "counter"
+        }
+        self._histograms = {
+            one: Histogram(one.name, one.meaning, one.labels, buckets=one.buckets, registry=self._registry)
+            for one in recorded
+            if one.kind == "histogram"
+        }
+
+    def counter(self, instrument: Instrument, *labels: str) -> Counter:
+        return self._counters[instrument].labels(*labels)
+
+    def histogram(self, instrument: Instrument, *labels: str) -> Histogram:
+        return self._histograms[instrument].labels(*labels)
+
+    def families(self, readings: Iterable[Reading]) -> list[Metric]:
+        """All that was recorded, and these."""
+        return [*self._registry.collect(), *_families_of(readings)]
+
+    def render(self, readings: Iterable[Reading], accept: str) -> tuple[bytes, str]:
+        """(text, its content type) for a scraper that accepts the latter."""
+        encode, content_type = choose_encoder(accept)
+        text: bytes = encode(_Collected(self.families(readings)))
+        return text, content_type
+
+
+class _Collected(CollectorRegistry):
+    """What the encoders take."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _families_of(readings: Iterable[Reading]) -> list[Metric]:
+    grouped: dict[Instrument, dict[tuple[str, ...], float]] = {}
+    for reading in readings:
+        values = grouped.setdefault(reading.instrument, {})
+        values[reading.labels] = values.get(reading.labels, 0.0) + reading.value
+    return [_family(instrument, values) for instrument, values in grouped.items()]
+
+
+def _family(instrument: Instrument, values: Mapping[tuple[str, ...], float]) -> Metric:
+    kind = CounterMetricFamily if instrument.kind == "counter" else GaugeMetricFamily
+    family: CounterMetricFamily | GaugeMetricFamily = kind(
+        instrument.name, instrument.meaning, labels=instrument.labels
+    )
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,94 @@
+"""Usage by tenant as series, a bounded number of them.
+
+Whenever somebody looks, the busiest tenants without series of their own get them, as long as there are places, and keep
+them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own stays
+with the others, so that no total ever falls.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from twinkle.server.telemetry import instruments
+from twinkle.server.telemetry.instruments import Instrument
+from twinkle.server.telemetry.metrics import Reading
+
+__all__ = ["TenantSeries", "UsageTotals"]
+
+OTHER = "other"
+
+
+class TenantCounts(Protocol):
+    """What one tenant has used since the process started."""
+
+    @property
+    def trained_tokens(self) -> int: ...
+
+    @property
+    def sampled_tokens(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def optim_steps(self) -> int: ...
+
+    @property
+    def requests(self) -> int: ...
+
+
+class UsageTotals(Protocol):
+    def totals(self) -> Mapping[str, TenantCounts]: ...
+
+
+_Values = dict[Instrument, int]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A tenant with series of its own; ``before``: what it had used when it got them."""
+
+    before: _Values
+
+
+class TenantSeries:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._own: dict[str, _Own] = {}
+
+    def usage(self, totals: Mapping[str, TenantCounts]) -> list[Reading]:
+        values = {tenant: _values(counts) for tenant, counts in totals.items()}
+        active = [tenant for tenant, used in values.items() if any(used.values())]
+        busiest = sorted(active, key=lambda tenant: (-sum(values[tenant].values()), tenant))
+        for tenant in self._admit(busiest):
+            self._own[tenant] = _Own(values[tenant])
+        readings = []
+        for tenant, used in values.items():
+            own = self._own.get(tenant)
+            for instrument, value in used.items():
+                before = value if own is None else own.before.get(instrument, 0)
+                readings.append(Reading(instrument, before, (OTHER,)))
+                if own is not None:
+                    readings.append(Reading(instrument, value - before, (tenant,)))
+        return readings
+
+    def waiting(self, waiting: Mapping[str, int]) -> list[Reading]:
+        """Of tenants that have series; those of whom nothing was counted yet are among the others."""
+        return [
+            Reading(instruments.TENANT_QUEUE, count, (tenant if tenant in self._own else OTHER,))
+            for tenant, count in waiting.items()
+        ]
+
+    def _admit(self, busiest: Iterable[str]) -> list[str]:
+        room = self._most - len(self._own)
+        return [tenant for tenant in busiest if tenant not in self._own][: max(0, room)]
+
+
+def _values(counts: TenantCounts) -> _Values:
+    return {
+        instruments.TENANT_TRAINED: counts.trained_tokens,
+        instruments.TENANT_SAMPLED: counts.sampled_tokens,
+        instruments.TENANT_PROMPTS: counts.prompt_tokens,
+        instruments.TENANT_STEPS: counts.optim_steps,
+        instruments.TENANT_REQUESTS: counts.requests,
+    }
