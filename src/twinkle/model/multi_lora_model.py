@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
+from twinkle.infra import remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.lora_verbs import LoraVerbs
 from twinkle.model.parallel_options import check_parallel_options, check_precision
 from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.remote_verbs import at_once
 from twinkle.model.trainer import Trainer
 
 
+@remote_class()
 class MultiLoraTransformersModel(LoraVerbs):
     """``adapter_name`` is given to every verb; adapters never meet.
 
@@ -108,6 +111,7 @@ class MultiLoraTransformersModel(LoraVerbs):
         self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))
         self.optimizer_group[adapter_name] = group
 
+    @at_once
     def remove_adapter(self, adapter_name: str) -> None:
         self._group(adapter_name)
         self.trainer.remove_adapter(adapter_name)
