@@ -18,9 +18,9 @@ from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.infra import remote_class, remote_function
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Arguments
+from twinkle.infra.proxy import RemoteProxy
 from twinkle.model.components import build_template
 from twinkle.model.multi_lora_model import MultiLoraTransformersModel
-from twinkle.model.parallel_options import check_precision
 from twinkle.model.sequences import as_feature_list
 from twinkle.model.trainer import Trainer
 from twinkle.sampler import types as engine_types
@@ -53,32 +53,27 @@ _at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
 class LocalSampler:
     """Generates with the adapters of a :class:`MultiLoraTransformersModel`, each with its weights of that moment.
 
-    model: one of this process, whose weights it uses; or the id of a model, of which it loads a copy of its own, in
-    ``mixed_precision`` ("bf16" by default). Adapters then come by :meth:`receive_weights`.
+    model: one of this process, whose weights it uses; or one on a worker group, of whose base it loads a copy here. Its
+    adapters come by :meth:`receive_weights`.
     template: encodes trajectories, and puts prompt and completion together; without one the model's plain template.
     kv_budget_bytes, max_sequences: as :class:`TorchSampler` has them.
     """
 
     def __init__(
         self,
-        model: MultiLoraTransformersModel | str,
+        model: MultiLoraTransformersModel,
         template: "Template | type[Template] | str" = "Template",
         *,
-        mixed_precision: str | None = None,
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
     ) -> None:
-        if isinstance(model, str):
-            trainer = Trainer.from_pretrained(model, dtype=check_precision(mixed_precision or "bf16"))
-            self._tokenizer_id: str | None = model
-        elif mixed_precision is not None:
-            raise InvalidInputError("mixed_precision", mixed_precision, "None: the model has its precision already")
-        else:
-            trainer, self._tokenizer_id = model.trainer, model.tokenizer_id
-        self._trainer = trainer
+        base = model.base_model()
+        elsewhere = isinstance(model, RemoteProxy)
+        self._trainer = Trainer.from_pretrained(base.model_id, dtype=base.dtype) if elsewhere else model.trainer
+        self._tokenizer_id = base.tokenizer_id
         self.set_template(template)
         self.engine = TorchSampler(
-            trainer, self.template.tokenizer, kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences
+            self._trainer, self.template.tokenizer, kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences
         )
         self._numbers = count()
         self._received: dict[str, str] = {}  # versions by the names of adapters
@@ -114,10 +109,11 @@ class LocalSampler:
         """One response for each trajectory or feature, with ``num_samples`` sequences.
 
         adapter_name: with this adapter's weights as they were received or, if they never were, as they are now;
-        adapter_path: with a directory in PEFT's format; neither: with the base model. A ``seed`` is the first input's; the next one has the next number, so that inputs
-        that are alike get samples that are not. ``max_tokens=0`` generates nothing and scores the prompt, which then is
-        the whole conversation. Log-probabilities are those of the tempered distribution, as a loss with the same
-        ``temperature`` computes them; those of the prompt are at temperature 1.
+        adapter_path: with a directory in PEFT's format; neither: with the base model. A ``seed`` is the first input's;
+        the next one has the next number, so that inputs that are alike get samples that are not. ``max_tokens=0``
+        generates nothing and scores the prompt, which then is the whole conversation. Log-probabilities are those of
+        the tempered distribution, as a loss with the same ``temperature`` computes them; those of the prompt are at
+        temperature 1.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         refuse_unsupported(params)
