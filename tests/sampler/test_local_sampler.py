@@ -9,12 +9,14 @@ import torch
 from plain_training import LORA, MODEL, PlainLora, plain_model
 
 from twinkle.data_format import SamplingParams
-from twinkle.errors import InvalidInputError, NonFiniteError, UnknownNameError, UnsupportedError
+from twinkle.errors import CheckpointError, InvalidInputError, NonFiniteError, UnknownNameError, UnsupportedError
+from twinkle.infra import DeviceMesh
 from twinkle.loss import GRPOLoss
 from twinkle.metric import GRPOMetric
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.sampler import Finished, LocalSampler, SampleFailure, SampleRequest
 from twinkle.sampler import SamplingParams as EngineParams
+from twinkle.sampler.local_sampler import own_prompts
 
 A = "a"
 
@@ -238,3 +240,40 @@ def test_a_failure_is_raised(sampler, monkeypatch):
     with pytest.raises(NonFiniteError, match="not finite"):
         sampler.sample([trajectory("Hello"), trajectory("Bye")], SamplingParams(max_tokens=4), adapter_name=A)
     assert_idle(sampler)
+
+
+def test_weights_that_were_received_stay_until_others_come(model):
+    sampler, params = LocalSampler(model), SamplingParams(max_tokens=6, seed=4, logprobs=1)
+
+    def hand_over() -> None:
+        sampler.receive_weights(A, model.get_state_dict(adapter_name=A), model.get_peft_config_dict(adapter_name=A))
+
+    def drawn(adapter_name: str | None = A) -> list:
+        return sampler.sample(trajectory("Hello"), params, adapter_name=adapter_name)[0].sequences[0].logprobs
+
+    live = drawn()
+    hand_over()
+    assert drawn() == live
+    move(model)
+    assert drawn() == live
+    hand_over()
+    assert drawn() != live
+    assert drawn() == LocalSampler(model).sample(trajectory("Hello"), params, adapter_name=A)[0].sequences[0].logprobs
+    assert len(sampler.engine.version_ids()) == 1
+    with pytest.raises(CheckpointError, match="weights does not fit"):
+        sampler.receive_weights(A, {}, model.get_peft_config_dict(adapter_name=A))
+
+
+def test_workers_share_out_inputs_and_their_seeds():
+    mesh = DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
+    inputs, params = [trajectory(text) for text in "abc"], SamplingParams(seed=7)
+    shares = [own_prompts(2, i, (inputs, params), {"adapter_name": A}, device_mesh=mesh)[1] for i in range(2)]
+    assert [share["inputs"] for share in shares] == [inputs[:2], inputs[2:]]
+    assert [share["sampling_params"].seed for share in shares] == [7, 9]
+    assert [share["adapter_name"] for share in shares] == [A, A]
+    first, second = (own_prompts(2, i, (inputs[0],), {}, device_mesh=mesh)[1] for i in range(2))
+    assert (first["inputs"], second["inputs"], first["sampling_params"]) == ([inputs[0]], [], None)
+
+
+def test_no_inputs_no_responses(sampler):
+    assert sampler.sample([]) == []

@@ -9,7 +9,7 @@ from twinkle.dataloader.draw import EpochOrder, Table
 from twinkle.dataloader.mesh import WHOLE, DataMesh
 from twinkle.dataloader.stream import is_stream
 from twinkle.errors import InvalidInputError, StreamError
-from twinkle.infra import current_seed
+from twinkle.infra import current_seed, remote_class, remote_function
 
 if TYPE_CHECKING:
     import torch.utils.data
@@ -20,7 +20,10 @@ __all__ = ["DataLoader"]
 
 Collate = Callable[[list[Any]], Any]
 
+_at_once = remote_function(lazy_collect=False)
 
+
+@remote_class(execute="first")
 class DataLoader:
     """Iterates over a dataset in batches: lists of rows, or what a processor makes of them.
 
@@ -31,6 +34,9 @@ class DataLoader:
 
     The state is a position in the sequence of all epochs' rows, so a loop that is left early and started again goes on
     with the next epoch, and the rest of the one before counts as consumed.
+
+    On a worker group it is on the first worker, and so is a dataset that a function makes; batches are promises, which
+    the workers of a model fetch from there.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class DataLoader:
         self._plan: BatchPlan | None = None
         self._loader: torch.utils.data.DataLoader[Any] | None = None
 
+    @_at_once
     def set_processor(
         self, processor_cls: "InputProcessor | type[InputProcessor] | str | Callable[..., Any]", **init_args: Any
     ) -> None:
@@ -96,10 +103,12 @@ class DataLoader:
         self._collate = cast("Collate", construct(processor_cls, InputProcessor, "twinkle.processor", init_args))
         self._loader = None  # it is made with the function that it has
 
+    @_at_once
     def get_state(self) -> dict[str, int]:
         """What to keep in a checkpoint."""
         return {"consumed_train_samples": self._position}
 
+    @_at_once
     def skip_consumed_samples(self, consumed_train_samples: int) -> None:
         """Begin the next loop after this many rows; loops after that begin at the start of theirs.
 
@@ -111,20 +120,24 @@ class DataLoader:
         self._resumed = True
         self._batches = None
 
+    @_at_once
     def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
         """:meth:`skip_consumed_samples`, under the name that models use."""
         self.skip_consumed_samples(consumed_train_samples)
 
+    @_at_once
     def __len__(self) -> int:
         """Batches of an epoch."""
         if self._stream:
             raise StreamError("DataLoader: a stream has no length")
         return self._epochs().batches_per_epoch
 
+    @remote_function()
     def __iter__(self) -> Iterator[Any]:
         self._batches = self._stream_epoch() if self._stream else self._table_epoch()
         return self
 
+    @remote_function()
     def __next__(self) -> Any:
         if self._batches is None:
             iter(self)

@@ -20,7 +20,7 @@ from twinkle.dataset.options import (
 from twinkle.dataset.saving import RowFile, file_format, write_rows
 from twinkle.dataset.sources import Sources
 from twinkle.errors import InvalidInputError
-from twinkle.infra import process_lock
+from twinkle.infra import process_lock, remote_class, remote_function
 
 if TYPE_CHECKING:
     from twinkle.preprocessor import DataFilter, Preprocessor
@@ -30,7 +30,11 @@ __all__ = ["Dataset", "Row"]
 
 Row = dict[str, Any]
 
+# A dataset is on one worker of its group; what goes wrong there shows in the call.
+on_worker = remote_function(dispatch="all", lazy_collect=False)
 
+
+@remote_class(execute="first")
 class Dataset:
     """A table of rows. Methods change it in place and return nothing."""
 
@@ -59,6 +63,7 @@ class Dataset:
     def mixed(self) -> bool:
         return self._sources.mixture is not None
 
+    @on_worker
     def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
         """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
         if not isinstance(dataset_meta, DatasetMeta):
@@ -66,16 +71,19 @@ class Dataset:
         options = check_load_options(load_options)
         self._sources.add(dataset_meta, load_rows(dataset_meta, self.streaming, options))
 
+    @on_worker
     def mix_dataset(self, interleave: bool = True) -> None:
         """Make one dataset of all: in turn until the first is used up, or one after another."""
         self._sources.mix(interleave)
 
+    @on_worker
     def set_template(self, template_func: "Template | type[Template] | str", **init_args: Any) -> None:
         """The template that encodes: an instance, a class, a name in ``twinkle.template`` or a plugin id."""
         from twinkle.template import Template
 
         self.template = construct_instance(template_func, Template, "twinkle.template", init_args)
 
+    @on_worker
     def map(
         self,
         preprocess_func: "Preprocessor | type[Preprocessor] | str | Callable[..., Any]",
@@ -91,6 +99,7 @@ class Dataset:
         options = {**self._progress("Map"), **check_map_options(map_options, streaming=self.streaming)}
         self._sources.change(dataset_meta, lambda rows: rows.map(_PlainColumns(function), **options))
 
+    @on_worker
     def filter(
         self,
         filter_func: "DataFilter | type[DataFilter] | str | Callable[..., Any]",
@@ -103,6 +112,7 @@ class Dataset:
         options = {**self._progress("Filter"), **check_filter_options(filter_options, streaming=self.streaming)}
         self._sources.change(dataset_meta, lambda rows: rows.filter(function, **options))
 
+    @on_worker
     def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
         """Tokenise every row with the template; rows it leaves nothing of are dropped.
 
@@ -116,18 +126,21 @@ class Dataset:
         with process_lock("dataset") if options.get("load_from_cache_file") else nullcontext():
             self._sources.change(None, lambda rows: rows.map(function, **options))
 
+    @on_worker
     def check(self, **filter_options: Unpack[FilterOptions]) -> None:
         """Keep the rows that the template can encode, without encoding the dataset."""
         template = self._require_template("check")
         options = {**self._progress("Check"), **check_filter_options(filter_options, streaming=self.streaming)}
         self._sources.change(None, lambda rows: rows.filter(_Checked(template), **options))
 
+    @on_worker
     def cast_column(self, column: str, decode: bool = True) -> None:
         """Read a column as images, of all loaded datasets; ``decode=False`` leaves them as bytes and paths."""
         from datasets import Image
 
         self._sources.change_all(lambda rows: rows.cast_column(column, Image(decode=decode)))
 
+    @on_worker
     def save_as(
         self, output_path: str | Path, format: str | None = None, batch_size: int = 1000, mode: str = "immediate"
     ) -> None:
@@ -148,16 +161,20 @@ class Dataset:
         else:
             self._write(path, kind, batch_size)
 
+    @on_worker
     def flush_save(self) -> None:
         """End what ``save_as(mode="training")`` began."""
         self._row_file = None
 
+    @on_worker
     def __getitem__(self, idx: int) -> Row:
         return self._serve(self._sources.require_current()[idx])
 
+    @on_worker
     def __iter__(self) -> Iterator[Row]:
         return map(self._serve, self._sources.require_current())
 
+    @on_worker
     def __len__(self) -> int:
         return len(self._sources.require_current())
 

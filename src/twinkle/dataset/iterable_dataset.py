@@ -4,10 +4,12 @@ from typing import ClassVar
 
 from twinkle.dataset.dataset import Dataset, Row
 from twinkle.errors import StreamError
+from twinkle.infra import remote_class
 
 __all__ = ["IterableDataset"]
 
 
+@remote_class(execute="first")
 class IterableDataset(Dataset):
     """A stream of rows: map, filter and encode happen as it is read. Each iteration reads it from the start."""
 

@@ -5,11 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from twinkle.dataset.dataset import Dataset, Row
+from twinkle.dataset.dataset import Dataset, Row, on_worker
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.options import LoadOptions, MapOptions
 from twinkle.dataset.packing import DEFAULT_CAPACITY, join_rows, pack
 from twinkle.errors import InvalidInputError, StreamError, UnsupportedError
+from twinkle.infra import remote_class
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["IterablePackingDataset"]
 
 
+@remote_class(execute="first")
 class IterablePackingDataset(Dataset):
     """Set a template, :meth:`pack_dataset`, iterate. Rows are encoded here: do not call :meth:`encode`.
 
@@ -55,6 +57,7 @@ class IterablePackingDataset(Dataset):
     def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
         raise UnsupportedError("encode: IterablePackingDataset encodes while it is read; call pack_dataset() instead")
 
+    @on_worker
     def pack_dataset(self) -> None:
         """Allow iteration; the work begins with it and ends with it."""
         self._require_template("pack_dataset")

@@ -9,6 +9,7 @@ from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.options import FilterOptions, LoadOptions, MapOptions
 from twinkle.dataset.saving import write_rows
 from twinkle.errors import DataError, InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.infra import remote_class
 
 if TYPE_CHECKING:
     from twinkle.preprocessor import Preprocessor
@@ -18,6 +19,7 @@ __all__ = ["LazyDataset"]
 Columns = dict[str, list[Any]]
 
 
+@remote_class(execute="first")
 class LazyDataset(Dataset):
     """Remembers maps, mixing and encoding, and applies them to one row at a time.
 

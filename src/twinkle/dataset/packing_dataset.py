@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar, Unpack
 
-from twinkle.dataset.dataset import Dataset, Row
+from twinkle.dataset.dataset import Dataset, Row, on_worker
 from twinkle.dataset.loading import Rows
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.options import LoadOptions
 from twinkle.dataset.packing import DEFAULT_CAPACITY, join_rows, pack
 from twinkle.errors import InvalidInputError
+from twinkle.infra import remote_class
 
 __all__ = ["PackingDataset"]
 
@@ -17,6 +18,7 @@ __all__ = ["PackingDataset"]
 _WINDOW = 1000
 
 
+@remote_class(execute="first")
 class PackingDataset(Dataset):
     """Encode, then :meth:`pack_dataset`: rows joined up to the template's ``max_length``."""
 
@@ -36,6 +38,7 @@ class PackingDataset(Dataset):
         self._packed_rows: Rows | None = None
         super().__init__(dataset_meta, **load_options)
 
+    @on_worker
     def pack_dataset(self) -> None:
         """Decide which rows go together; they are joined when they are asked for."""
         template = self._require_template("pack_dataset")

@@ -4,6 +4,7 @@ A promised call returns two Ray objects: the result, and a small flag. The group
 failure, which does not keep a large result alive.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -67,7 +68,7 @@ class Worker:
         if share is not None:
             args, kwargs = dispatch_arguments(dispatch, share, *resolved(args, kwargs))
         # Of the type, as the interpreter does it for __len__ and the like.
-        return getattr(type(self._object), method)(self._object, *args, **kwargs), False
+        return _sendable(getattr(type(self._object), method)(self._object, *args, **kwargs)), False
 
     def iterate(self, iterator: str) -> None:
         self._iterators[iterator] = iter(self._object)
@@ -178,7 +179,10 @@ class WorkerGroup:
         number = next(self._numbers)
         self._unseen[number] = (origin, [flag for _, flag in refs])
         seen = partial(self._unseen.pop, number, None)
-        return LazyResult([value for value, _ in refs], origin, spec.collect, self.mesh, spec.timeout, seen)
+        # Where the first result is the answer, nobody fetches the others: their flags tell of failures.
+        first = spec.collect == "first"
+        values = [flag if first and place else value for place, (value, flag) in enumerate(refs)]
+        return LazyResult(values, origin, spec.collect, self.mesh, spec.timeout, seen)
 
     def _is_lazy(self, spec: RemoteSpec) -> bool:
         if spec.sync:
@@ -241,6 +245,14 @@ def start_workers(
         gather([actor.construct.remote(told) for actor in actors], origin, None)
         failed.pop_all()
     return workers
+
+
+def _sendable(result: Any) -> Any:
+    if "torch" not in sys.modules:  # then there are no tensors
+        return result
+    from twinkle.infra.tensor_collect import on_host
+
+    return on_host(result)
 
 
 def _shared_variables(settings: Settings) -> dict[str, str]:

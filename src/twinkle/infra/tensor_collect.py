@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from twinkle.infra.device_mesh import DeviceMesh
 
-__all__ = ["collect_tensor_dict", "concatenated"]
+__all__ = ["collect_tensor_dict", "concatenated", "on_host"]
 
 _PADDING = -200  # no label, no token and hardly a log-probability is −200
 
@@ -37,6 +37,15 @@ def collect_tensor_dict(outputs: Sequence[Mapping[str, Any]], device_mesh: "Devi
 
 def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors))
+
+
+def on_host(value: Any) -> Any:
+    """The same with its tensors in host memory: a process that has no such device could not read them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    return [on_host(item) for item in value] if isinstance(value, list) else value
 
 
 def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

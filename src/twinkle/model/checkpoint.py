@@ -85,11 +85,20 @@ def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bo
 
 def read_spec(directory: Path) -> LoraSpec:
     """The spec of a saved adapter, ours or PEFT's."""
-    config = read_json(directory / CONFIG)
     try:
-        return spec_from_peft({**config, **_TRAINING_ONLY})
+        return spec_of(read_json(directory / CONFIG))
     except InvalidInputError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+
+
+def spec_of(config: Mapping[str, object]) -> LoraSpec:
+    """The spec of an adapter that has been trained, from the contents of its adapter_config.json."""
+    return spec_from_peft({**config, **_TRAINING_ONLY})
+
+
+def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the weights of an adapter by tensors with PEFT's names."""
+    adapter.weights_P.copy_(_row(tensors, adapter.layout, adapter.spec.rank, "", "weights"))
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
@@ -185,7 +194,7 @@ def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "")
     return tensors
 
 
-def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: str, path: Path) -> Tensor:
+def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: str, path: Path | str) -> Tensor:
     expected = {prefix + name for target in layout.targets for name in _names(target.name)}
     found = {name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)}
     if found != expected:

@@ -8,6 +8,8 @@ tokens are those of all processes that train together.
 
 What the verbs remember of an adapter is its :class:`~twinkle.model.optimizer_group.OptimizerGroup`. The class holds
 what is the same whoever computes; a model adds the computing.
+
+The decorators say how a verb runs on a worker group (see :mod:`twinkle.model.remote_verbs`); elsewhere they do nothing.
 """
 
 import warnings
@@ -33,6 +35,7 @@ from twinkle.model.components import (
 )
 from twinkle.model.optimizer_group import OptimizerGroup, TrainStatus, accumulate_metrics
 from twinkle.model.parallel import ALONE, Ranks, together
+from twinkle.model.remote_verbs import at_once, averaged, by_first, on_rows, promised
 from twinkle.model.sequences import NO_SEQUENCES, SequenceBatch, as_feature_list, encode, split_batch
 
 
@@ -54,6 +57,7 @@ class TwinkleModel(ABC):
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
+    @on_rows
     @abstractmethod
     def forward(
         self,
@@ -67,6 +71,7 @@ class TwinkleModel(ABC):
     ) -> dict[str, Any]:
         """The outputs of the model for ``inputs``, features or trajectories; further keywords are the loss's."""
 
+    @on_rows
     @abstractmethod
     def forward_only(
         self,
@@ -81,14 +86,17 @@ class TwinkleModel(ABC):
     ) -> dict[str, Any]:
         """The same for evaluation, without gradients."""
 
+    @averaged
     @abstractmethod
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
         """The loss of the last forward pass; further keywords are the loss's."""
 
+    @promised
     @abstractmethod
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
         """Adds the gradient of the last loss."""
 
+    @on_rows
     @abstractmethod
     def forward_backward(
         self,
@@ -103,6 +111,7 @@ class TwinkleModel(ABC):
     ) -> dict[str, Any]:
         """All three; "loss" in the outputs is a number."""
 
+    @promised
     @abstractmethod
     def clip_grad_norm(
         self,
@@ -114,6 +123,7 @@ class TwinkleModel(ABC):
     ) -> float | None:
         """Normalises and clips the gradient; its norm before clipping, or None inside a window."""
 
+    @promised
     @abstractmethod
     def step(
         self,
@@ -124,10 +134,12 @@ class TwinkleModel(ABC):
     ) -> None:
         """Updates the weights. ``optim_params`` sets lr (and weight_decay, eps, betas) of Adam before."""
 
+    @promised
     @abstractmethod
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
         """Drops the gradient."""
 
+    @promised
     def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
         """Moves the learning-rate schedule on, if there is one."""
         group = self._group(adapter_name)
@@ -135,6 +147,7 @@ class TwinkleModel(ABC):
         if group.at_boundary and group.lr_scheduler is not None:
             group.lr_scheduler.step()
 
+    @promised
     def clip_grad_and_step(
         self,
         max_grad_norm: float = 1.0,
@@ -154,6 +167,7 @@ class TwinkleModel(ABC):
 
     # --- setting up ---------------------------------------------------------------------------------------------------
 
+    @at_once
     def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """A name in :mod:`twinkle.loss`, class, instance, plugin id, or function of inputs and outputs."""
         loss = build_loss(loss_cls, options)
@@ -162,6 +176,7 @@ class TwinkleModel(ABC):
         group.loss_instance = loss
         group.chosen.add("set_loss")
 
+    @at_once
     @abstractmethod
     def set_optimizer(
         self,
@@ -175,12 +190,14 @@ class TwinkleModel(ABC):
     ) -> None:
         """A name in ``torch.optim`` or a class, with further ``options`` of its constructor."""
 
+    @at_once
     def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """A name in ``torch.optim.lr_scheduler`` or :mod:`twinkle.module.scheduler`, a class, or an instance."""
         group = self._group(adapter_name)
         optimizer = group.required_optimizer("set_lr_scheduler")
         group.lr_scheduler = build_scheduler(scheduler_cls, optimizer, options)
 
+    @at_once
     def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """What trajectories are encoded with. A class or name is made for this model's tokenizer."""
         if isinstance(template_cls, str | type):
@@ -189,12 +206,14 @@ class TwinkleModel(ABC):
         group.template = build_template(template_cls, options)
         group.chosen.add("set_template")
 
+    @at_once
     def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """What makes a batch of features."""
         group = self._group(adapter_name)
         group.processor = build_processor(processor_cls, options)
         group.chosen.add("set_processor")
 
+    @at_once
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
     ) -> None:
@@ -210,6 +229,7 @@ class TwinkleModel(ABC):
             group.eval_status.metrics.append(build_metric(metric_cls, options))
         group.chosen.add("add_metric")
 
+    @at_once
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, Any]:
         """What all metrics saw since they were last asked, the last forward pass included."""
         group = self._group(adapter_name)
@@ -222,20 +242,24 @@ class TwinkleModel(ABC):
             metric.reset()  # also one that reports as it grows: here it would grow for ever
         return result
 
+    @at_once
     @abstractmethod
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: object, *, gradient_accumulation_steps: int = 1
     ) -> None:
         """A new LoRA adapter with an optimizer group of its own."""
 
+    @at_once
     def apply_patch(self, patch_cls: object, **options: Any) -> None:
         raise UnsupportedError("apply_patch: there are no patches; models run as transformers defines them")
 
+    @at_once
     def set_grad_scaler(self, *, adapter_name: str | None = None, **options: Any) -> None:
         raise UnsupportedError("set_grad_scaler: gradients are scaled for fp16 only; use mixed_precision='bf16'")
 
     # --- state --------------------------------------------------------------------------------------------------------
 
+    @at_once
     @abstractmethod
     def save(
         self,
@@ -249,6 +273,7 @@ class TwinkleModel(ABC):
     ) -> str | None:
         """Writes a checkpoint and returns its directory; None where cur_step is no multiple of ``interval``."""
 
+    @at_once
     @abstractmethod
     def load(
         self,
@@ -261,20 +286,24 @@ class TwinkleModel(ABC):
     ) -> None:
         """Reads an adapter's weights from a directory or a hub repository."""
 
+    @at_once
     @abstractmethod
     def resume_from_checkpoint(
         self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
         """Goes on where ``save(save_optimizer=True)`` was; returns cur_step, consumed_train_samples, and the window."""
 
+    @promised
     @abstractmethod
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Any]:
         """Trainable parameters by name."""
 
+    @at_once
     @abstractmethod
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         """For people: what is trained, and how."""
 
+    @by_first
     def upload_to_hub(
         self, checkpoint_dir: str, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
     ) -> None:

@@ -29,6 +29,7 @@ from twinkle.model.lora_state import LoraState, StateTrainer
 from twinkle.model.optimizer_group import OptimizerGroup, check_accumulation, check_clipping
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.parameter_groups import apply_optim_params
+from twinkle.model.remote_verbs import at_once
 from twinkle.model.train_configs import describe
 from twinkle.model.training_state import checkpoint_path, is_due
 from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
@@ -357,6 +358,7 @@ class LoraVerbs(TwinkleModel):
         weights = self._lora_trainer.weights(self._group(adapter_name).adapter_name)
         return {name: torch.from_numpy(array) for name, array in weights.items()}
 
+    @at_once
     def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, object]:
         """The contents of its adapter_config.json."""
         return self._lora_trainer.peft_config(self._group(adapter_name).adapter_name)

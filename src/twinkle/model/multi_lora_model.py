@@ -1,20 +1,32 @@
 """Many LoRA adapters on one frozen model: the verbs of the library and a Trainer of its own in each process."""
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
+from twinkle.infra import remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.lora_verbs import LoraVerbs
 from twinkle.model.parallel_options import check_parallel_options, check_precision
 from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.remote_verbs import at_once
 from twinkle.model.trainer import Trainer
 
 
+@dataclass(frozen=True)
+class BaseModel:
+    """What another process needs to load the same base."""
+
+    model_id: str
+    tokenizer_id: str | None
+    dtype: torch.dtype
+
+
+@remote_class()
 class MultiLoraTransformersModel(LoraVerbs):
     """``adapter_name`` is given to every verb; adapters never meet.
 
@@ -108,10 +120,15 @@ class MultiLoraTransformersModel(LoraVerbs):
         self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))
         self.optimizer_group[adapter_name] = group
 
+    @at_once
     def remove_adapter(self, adapter_name: str) -> None:
         self._group(adapter_name)
         self.trainer.remove_adapter(adapter_name)
         del self.optimizer_group[adapter_name]
+
+    @at_once
+    def base_model(self) -> BaseModel:
+        return BaseModel(self.model_id, self.tokenizer_id, self.trainer.dtype)
 
 
 def _limit(field: str, value: int) -> int:

@@ -5,6 +5,7 @@ of it. Ranks call the same verbs in the same order; a rank without data calls th
 :class:`Ranks`; a process by itself is :data:`ALONE`, which says nothing and copies nothing.
 """
 
+import atexit
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -217,9 +218,15 @@ def _ensure_processes(device: torch.device, size: int) -> None:
     """Join the others, unless the program has done so already; torchrun's variables say where they are."""
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_leave)  # before the interpreter ends under the group's threads, which may abort the process
     if dist.get_world_size() != size:
         raise InvalidInputError("device_mesh", f"{size} processes", f"{dist.get_world_size()}, as many as there are")
     if device.type == "cuda" and "cpu:gloo" not in str(dist.get_backend_config()):
         raise InvalidInputError(
             "backend of the process group", dist.get_backend(), "'cpu:gloo,cuda:nccl': ranks also talk from the host"
         )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -375,6 +375,12 @@ class Trainer:
         checkpoint.load_adapter(adapter, Path(directory), optimizer=False)
         return Adapter.frozen_copy(adapter)
 
+    def frozen_from_weights(self, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> Adapter:
+        """Weights by PEFT's names, and the contents of their adapter_config.json."""
+        adapter = self._blank("weights", check_spec(checkpoint.spec_of(config)))
+        checkpoint.put_weights(adapter, weights)
+        return Adapter.frozen_copy(adapter)
+
     def set_aside(self, size: int) -> None:
         """Give up ``size`` bytes of the adapters' memory for another use of the device."""
         if not 0 <= size < self.memory.adapters:

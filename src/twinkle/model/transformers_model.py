@@ -27,6 +27,7 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
+from twinkle.infra import remote_class
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, TrainMetric
@@ -42,6 +43,7 @@ from twinkle.model.parallel_options import check_parallel_options, check_precisi
 from twinkle.model.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.peft_adapters import PeftAdapters
 from twinkle.model.plain_state import PlainState
+from twinkle.model.remote_verbs import at_once
 from twinkle.model.sequences import SequenceBatch, check_vocabulary
 from twinkle.model.sharding import shard_trained, whole
 from twinkle.model.train_configs import describe
@@ -52,6 +54,7 @@ _TASKS = ("causal_lm", "embedding", "fused_lm_ce")
 _ONE_TOKEN = SequenceBatch(({"input_ids": torch.zeros(1, dtype=torch.long)},))
 
 
+@remote_class()
 class TransformersModel(TwinkleModel):
     """``model`` is the Hugging Face model, or PEFT's view of it once there are adapters.
 
@@ -339,6 +342,7 @@ class TransformersModel(TwinkleModel):
             return self._adapters.state_dict(group.adapter_name)
         return {name: whole(parameter.detach()) for name, parameter in trained_parameters(self.model, "").items()}
 
+    @at_once
     def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, Any] | None:
         """None for a model without adapters."""
         group = self._group(adapter_name)

@@ -6,11 +6,12 @@ its other tokens in the cache, then a piece of prompts, and again. What it leave
 from one thread, in turns with training.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError
 from twinkle.model.adapter import Adapter
@@ -91,9 +92,12 @@ class TorchSampler:
 
     def load_version(self, version_id: str, directory: str) -> None:
         self._require_new(version_id)
-        version = self._trainer.frozen_from_checkpoint(directory)
-        self._trainer.pool.add_version(version)
-        self._versions[version_id] = version
+        self._add_version(version_id, self._trainer.frozen_from_checkpoint(directory))
+
+    def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
+        """A version of weights from elsewhere, by PEFT's names, and the contents of their adapter_config.json."""
+        self._require_new(version_id)
+        self._add_version(version_id, self._trainer.frozen_from_weights(config, weights))
 
     def retire(self, version_id: str) -> None:
         version = self._versions.pop(version_id, None)
@@ -297,6 +301,10 @@ class TorchSampler:
             self._schedule.remove(sequence)
         del self._jobs[job.request.request_id]
         self._remove_unused()
+
+    def _add_version(self, version_id: str, version: Adapter) -> None:
+        self._trainer.pool.add_version(version)
+        self._versions[version_id] = version
 
     def _require_new(self, version_id: str) -> None:
         if not isinstance(version_id, str) or not version_id:
