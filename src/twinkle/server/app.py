@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 import twinkle
 from twinkle.server.routes import (
+    custom_losses,
     futures,
     native_gateway,
     native_model,
@@ -33,6 +34,7 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
         openai,
         sessions,
         system,
+        custom_losses,
         rest,
         native_model,
         native_processor,

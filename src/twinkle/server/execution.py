@@ -12,6 +12,7 @@ from twinkle.server.native.host import NativeHost
 from twinkle.server.types import (
     CreateAdapter,
     CreateNative,
+    CustomLossUse,
     NativePass,
     NativeVerb,
     Op,
@@ -51,6 +52,8 @@ class Execution:
 
     def _prepared(self, op: Op) -> "_Pass":
         match op.payload:
+            case TrainPass(custom=CustomLossUse()) as asked:
+                return _Pass(_custom_item(op.adapter_id, asked), encode_training_result)
             case TrainPass(data, loss, loss_config):
                 return _Pass(TrainItem(op.adapter_id, data, loss, loss_config), encode_training_result)
             case NativePass() as asked:
@@ -138,6 +141,15 @@ class Execution:
 class _Pass:
     item: TrainItem
     encode: Callable[[TrainResult], Outcome]
+
+
+def _custom_item(adapter_id: str, asked: TrainPass) -> TrainItem:
+    from twinkle.model.graph_objective import GraphObjective  # torch: not before somebody has a loss of its own
+
+    custom = asked.custom
+    assert custom is not None
+    assert custom.graph is not None, "it was looked up when the op was accepted"
+    return TrainItem(adapter_id, asked.data, objective=GraphObjective.of(custom.graph, asked.data, custom.inputs))
 
 
 def _rounds(ops: Sequence[Op]) -> list[list[int]]:

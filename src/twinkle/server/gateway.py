@@ -26,6 +26,7 @@ from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import readable_checkpoint, version_of
 from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
+from twinkle.server.custom_losses import CustomLosses
 from twinkle.server.files import DataDir
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
@@ -78,6 +79,7 @@ class Gateway:
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads()
+        self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._heartbeats: dict[str, float] = {}
         self._creating: Counter[str] = Counter()  # adapters of a tenant that are on their way
@@ -392,6 +394,7 @@ class Gateway:
             await self.store.ops.mark_delivered(entry.training.sweep(now), now)
             if entry.sampling is not None:
                 entry.sampling.sweep(now)
+        await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
 
     async def _expire(self, now: float) -> None:

@@ -10,12 +10,14 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from twinkle.errors import NotFoundError, QuotaError, UserError
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
+from twinkle.server.custom_losses import LossGraphs
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import is_native_run, split_request_id
@@ -67,6 +69,7 @@ class ModelService:
         )
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
+        self._loss_graphs = LossGraphs(store)
         self._live_versions = LiveVersions(model, self._runner, compute)
         self._refused_ids = itertools.count(_REFUSED_FROM)
         self._rate = RecentRate(time.time())
@@ -98,8 +101,9 @@ class ModelService:
         )
         replays = await read_replay(self._store, run, applied)
         for replay in replays:
-            adapter.replays[replay.op.seq] = replay
-            self._runner.enqueue(adapter, replay.op)
+            op = await self._loss_graphs.resolved(replay.op, run)
+            adapter.replays[op.seq] = replace(replay, op=op)
+            self._runner.enqueue(adapter, op)
         if replays:
             logger.info("replaying %d ops of %s from %d", len(replays), run.run_id, applied + 1)
 
@@ -132,6 +136,7 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
+        op = await self._loss_graphs.resolved(op, adapter.run)
         accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))

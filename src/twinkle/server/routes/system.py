@@ -19,7 +19,6 @@ _CLIENT_CONFIG = {
     "fwd_via_fwdbwd": True,
     "pjwt_auth_enabled": False,
     "create_model_via_load_weights": False,
-    "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
@@ -34,8 +33,12 @@ async def health() -> Response:
 async def client_config(request: Request) -> Response:
     await tenant_of(request)
     await parsed(ClientConfigRequest, request)
-    batched = gateway_of(request).config.clients.batched_sample_polls
-    return json_response({**_CLIENT_CONFIG, "sample_use_retrieve_futures": batched})
+    clients = gateway_of(request).config.clients
+    switches = {
+        "sample_use_retrieve_futures": clients.batched_sample_polls,
+        "custom_loss_server_side": clients.custom_loss_server_side,
+    }
+    return json_response({**_CLIENT_CONFIG, **switches})
 
 
 @router.post("/client/dynamic_config")

@@ -7,7 +7,22 @@ released.
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, insert, inspect, select, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Double,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    insert,
+    inspect,
+    select,
+    update,
+)
 
 from twinkle.server.state.errors import SchemaVersionError
 from twinkle.server.state.tables import METADATA, SCHEMA_VERSION
@@ -32,7 +47,24 @@ def _add_sampling_clients(connection: Connection) -> None:
     )
 
 
-MIGRATIONS: Sequence[Migration] = (_add_sampling_clients,)
+def _add_custom_losses(connection: Connection) -> None:
+    table = Table(
+        "custom_losses",
+        MetaData(),
+        Column("loss_id", String, primary_key=True),
+        Column("session_id", String, nullable=False),
+        Column("number", BigInteger, nullable=False),
+        Column("tenant_id", String, nullable=False),
+        Column("digest", LargeBinary, nullable=False),
+        Column("body", LargeBinary, nullable=False),
+        Column("error", Text),
+        Column("created_at", Double, nullable=False),
+        Index("custom_losses_by_tenant", "tenant_id"),
+    )
+    table.create(connection)
+
+
+MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_custom_losses)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from twinkle.errors import InvalidInputError, UserError
+from twinkle.errors import InvalidInputError
 from twinkle.loss.graph.catalog import DTYPES, INERT, rule_of
 from twinkle.loss.graph.nodes import (
     LOGPROBS,
@@ -240,12 +240,3 @@ def _is_inert(key: str, value: object) -> bool:
     return any(
         value is allowed or (type(value) is type(allowed) and value == allowed) for allowed in INERT.get(key, ())
     )
-
-
-def error_of(body: bytes) -> str | None:
-    """Why a body is no loss; None if it is one."""
-    try:
-        decode_custom_loss(body)
-    except UserError as error:
-        return str(error)
-    return None
