@@ -155,6 +155,7 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     with_store(tmp_path, begin)
     new = query(tmp_path, tables)
     query(tmp_path, "DROP TABLE sampling_clients")
+    query(tmp_path, "DROP TABLE custom_losses")
     query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):

@@ -12,6 +12,7 @@ from sqlalchemy import (
     Column,
     Connection,
     Double,
+    ForeignKey,
     Index,
     LargeBinary,
     MetaData,
@@ -48,11 +49,13 @@ def _add_sampling_clients(connection: Connection) -> None:
 
 
 def _add_custom_losses(connection: Connection) -> None:
+    schema = MetaData()
+    Table("sessions", schema, Column("session_id", String, primary_key=True))
     table = Table(
         "custom_losses",
-        MetaData(),
+        schema,
         Column("loss_id", String, primary_key=True),
-        Column("session_id", String, nullable=False),
+        Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
         Column("number", BigInteger, nullable=False),
         Column("tenant_id", String, nullable=False),
         Column("digest", LargeBinary, nullable=False),
