@@ -37,7 +37,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray chaos clean
+	test-parallel test-postgres test-ray chaos fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -106,6 +106,9 @@ test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's packag
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
+
+fuzz: $(STAMP) ## changed requests, odd connections, requests made from our OpenAPI document, for some ten minutes
+	@$(VENV)/bin/pytest -q -s -m fuzz tests/fuzz
 
 clean: ## remove build outputs and caches (environments stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

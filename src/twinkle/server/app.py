@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from fastapi import FastAPI
 
 import twinkle
+from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
     custom_losses,
     futures,
@@ -43,4 +44,5 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
     ):
         app.router.routes.extend(area.router.routes)
     install_error_handlers(app)
+    describe_bodies(app)
     return app

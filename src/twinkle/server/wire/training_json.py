@@ -100,4 +100,7 @@ def _array(name: str, tensor: _Tensor, field: str) -> Any:
     shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
     if math.prod(shape) != len(tensor.data):
         raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
-    return np.array(tensor.data, dtype).reshape(shape)
+    try:
+        return np.array(tensor.data, dtype).reshape(shape)
+    except OverflowError:
+        raise InvalidInputError(f"{field}.data", "numbers beyond 64 bits", f"numbers that {dtype} can hold") from None
