@@ -105,13 +105,15 @@ def _wide(logprobs, teacher):
     return -kept.sum() + logprobs.transpose(0, 1).reshape(-1).sort()[0][0], {}
 
 
-def _every_operation() -> bytes:
+def _every_operation(at_once: int = 8) -> list[bytes]:
     """Each name of the catalog on what might fit it: pieces for other graphs."""
-    nodes = [call(f"n{n}", target, ref("logprobs"), ref("w")) for n, target in enumerate(CATALOG)]
-    metrics = {f"custom/m{n}:sum": ref(f"n{n}") for n in range(20)}
-    body = calls(*nodes, loss="n0", w=1)
-    body["graph"]["nodes"][-1]["args"][0]["tuple"][1] = {"dict": metrics}
-    return json.dumps(body).encode()
+    targets, bodies = list(CATALOG), []
+    for first in range(0, len(targets), at_once):
+        chosen = targets[first : first + at_once]
+        nodes = [call(f"n{n}", target, ref("logprobs"), ref("w")) for n, target in enumerate(chosen)]
+        body = calls(*nodes, call("all", "torch.stack", [ref(f"n{n}") for n in range(len(nodes))]), loss="all", w=1)
+        bodies.append(json.dumps(body).encode())
+    return bodies
 
 
 _INPUTS = {
@@ -209,7 +211,7 @@ TARGETS: Mapping[str, Target] = {
                 request(_policy, {"logprobs": 1, "q": 1, "advantages": 1}),
                 request(_wide, {"logprobs": 2, "teacher": 2}),
             ),
-            _every_operation(),
+            *_every_operation(),
         ],
         changed_json,
         _custom_loss,
