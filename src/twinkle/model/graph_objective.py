@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, TwinkleError, UserError
 from twinkle.loss.graph.interpreter import DatumLoss, Limits, Meter, evaluate
 from twinkle.loss.graph.nodes import LOGPROBS, LossGraph, LossInput
 from twinkle.model.types import Datum, ObjectiveValue, TokenValues
@@ -34,6 +34,14 @@ class GraphObjective:
         return cls(graph, tuple(inputs))
 
     def __call__(self, values: Sequence[TokenValues]) -> ObjectiveValue:
+        try:
+            return self._value(values)
+        except TwinkleError:
+            raise
+        except Exception as error:  # an edge: requests of others are in the same batch
+            raise UserError(f"custom loss {self.graph.name!r} failed: {type(error).__name__}") from error
+
+    def _value(self, values: Sequence[TokenValues]) -> ObjectiveValue:
         meter = Meter(self.limits)
         losses = [
             evaluate(self.graph, {**inputs, LOGPROBS: value.logprobs}, f"data[{number}]", meter)
