@@ -38,7 +38,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray test-dashboard chaos clean
+	test-parallel test-postgres test-ray test-dashboard chaos fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -111,6 +111,9 @@ test-dashboard: $(STAMP) ## the dashboard in a real browser (Debian's packages c
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
+
+fuzz: $(STAMP) ## changed requests, odd connections, requests made from our OpenAPI document, for some ten minutes
+	@$(VENV)/bin/pytest -q -s -m fuzz tests/fuzz
 
 clean: ## remove build outputs and caches (environments stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -157,7 +157,7 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     new = query(tmp_path, tables)
     query(tmp_path, "ALTER TABLE runs DROP COLUMN replica")
     query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN replica")
-    for table in ("sampling_clients", "leases", "run_metrics", "run_metric_names"):
+    for table in ("sampling_clients", "leases", "run_metrics", "run_metric_names", "custom_losses"):
         query(tmp_path, f"DROP TABLE {table}")
     query(tmp_path, "UPDATE schema_version SET version = 1")
 

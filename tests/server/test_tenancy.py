@@ -21,6 +21,7 @@ from twinkle.server import routes as server_routes
 from twinkle.server.app import make_app
 from twinkle.server.config import default_config
 from twinkle.server.routes.http import PREFIX
+from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files, which are the same for everyone; what it shows has routes of its own.
 PAGES = {("GET", "/dashboard"), ("GET", "/dashboard/"), ("GET", "/dashboard/{part}")}
@@ -48,6 +49,7 @@ class Ids:
     sample: str
     checkpoint: str
     named_sampler: str
+    loss: str
 
     @classmethod
     def of_nobody(cls) -> "Ids":
@@ -60,6 +62,7 @@ class Ids:
             sample=f"{session}:sample:0:0",
             checkpoint=f"tinker://{session}:train:0/weights/ck",
             named_sampler=f"tinker://{session}:train:0/sampler_weights/named",
+            loss=f"{session}:loss:0",
         )
 
 
@@ -82,6 +85,7 @@ class Victim:
             sample=tenant.sample(sampler),
             checkpoint=tenant.json(tenant.save(model, 5, "ck"))["path"],
             named_sampler=tenant.json(named)["path"],
+            loss=tenant.json(tenant.submit("create_custom_loss", _custom_loss(session)))["loss_id"],
         )
 
     def belongings(self) -> dict[str, object]:
@@ -164,6 +168,23 @@ def _create_model(ids: Ids, number: int) -> dict[str, object]:
     return {"session_id": ids.session, "model_seq_id": number, "base_model": "mock", "lora_config": lora}
 
 
+def _custom_loss(session_id: str) -> dict[str, object]:
+    nodes = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "logprobs"}]},
+        {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "s"}, {"dict": {}}]}]},
+    ]
+    graph = {"format": 1, "nodes": nodes}
+    inputs = [{"name": "logprobs", "rank": 1}]
+    return {"session_id": session_id, "custom_loss_seq_id": 0, "name": "loss", "inputs": inputs, "graph": graph}
+
+
+def _train_with(tenant: Tenant, loss_id: str) -> httpx.Response:
+    """On a model of one's own; the answer is in the future."""
+    config = {"loss_id": pb.LossConfigValue(text=loss_id)}
+    return tenant.poll(tenant.forward_backward(tenant.model(), 1, loss="custom", loss_fn_config_v2=config))
+
+
 _STEP = {"adam_params": {"learning_rate": 0.1}}
 _PATH = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 FINISHED = {"reason": {"type": "success"}, "detail": None}
@@ -179,6 +200,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _posts("create_model", lambda ids: _create_model(ids, 0)),  # one that is there, word for word
         _posts("create_model", lambda ids: _create_model(ids, 7)),
     ],
+    ("POST", "/create_custom_loss"): [_posts("create_custom_loss", lambda ids: _custom_loss(ids.session))],
     ("POST", "/get_info"): [_posts("get_info", lambda ids: {"model_id": ids.model})],
     ("POST", "/forward"): [
         _posts("forward", lambda ids: {"model_id": ids.model, "seq_id": 6, "forward_input": {}}),
@@ -190,6 +212,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _posts("forward_backward", lambda ids: training_body(ids.model, 6)),  # the owner's next
         _posts("forward_backward", lambda ids: training_body(ids.model, 6, forward_only=True)),
         _posts("forward_backward", lambda ids: training_body(ids.model, 6, loss="nonsense")),
+        lambda tenant, ids: _train_with(tenant, ids.loss),
     ],
     ("POST", "/optim_step"): [
         _posts("optim_step", lambda ids: {"model_id": ids.model, "seq_id": 2, **_STEP}),
@@ -224,6 +247,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _posts("retrieve_future", lambda ids: {"request_id": f"{ids.model}:999"}),
         _posts("retrieve_future", lambda ids: {"request_id": ids.sample}),
         _posts("retrieve_future", lambda ids: {"request_id": f"{ids.sampler}:999"}),
+        _posts("retrieve_future", lambda ids: {"request_id": ids.loss}),
     ],
     ("POST", "/retrieve_futures"): [
         _posts("retrieve_futures", lambda ids: {"target": {"sampling_session_id": ids.sampler}}),

@@ -158,3 +158,11 @@ def test_json_requests_are_replayed(own_server):
     server.kill()
     server.start()
     assert fetch(tenant, tenant.submit("forward", request(model, 4, "forward_input"))) == before
+
+
+def test_numbers_beyond_64_bits_are_refused():
+    body = copy.deepcopy(request("s:train:0", 1))
+    body["forward_backward_input"]["data"][0]["loss_fn_inputs"]["target_tokens"] = [2**63] * 3
+    op = decode_json_pass(json.dumps(body).encode(), OpKind.FORWARD_BACKWARD)
+    assert isinstance(op.payload, Refused)
+    assert "64 bits" in op.payload.message

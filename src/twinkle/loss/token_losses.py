@@ -305,5 +305,5 @@ TOKEN_LOSSES: Mapping[str, TokenLoss] = {
 # Names of the protocol that we know and do not offer.
 _NOT_IMPLEMENTED: Mapping[str, str] = {
     "stable_reinforce": "its objective is not published; importance_sampling, ppo and cispo are the nearest",
-    "custom": "losses uploaded as graphs do not run on the server; forward_backward_custom computes them in the client",
+    "custom": "it names no loss by itself; a server knows the one whose loss_id create_custom_loss returned",
 }

@@ -202,8 +202,7 @@ class Call:
         data = tuple(request.item.data[sequence.datum] for sequence in sequences)
         custom = None
         if request.evaluation is not None and self._train:
-            numbers, lengths = [s.datum for s in sequences], [s.length for s in sequences]
-            custom = CustomPart(request.evaluation, numbers, lengths)
+            custom = CustomPart(request.evaluation, [s.datum for s in sequences], [d.target_shape for d in data])
         return Part(index, request.item, request.adapter, data, custom)
 
     def _evaluate_early(self, batch: MicroBatch, index: int) -> None:
@@ -243,10 +242,10 @@ class Call:
             request = self._requests[index]
             for sequence in (s for s in batch.sequences if s.item == index):
                 rows_TM = all_values_TM[row : row + sequence.length]
-                own_width = request.item.data[sequence.datum].targets.shape[1]
-                request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, :own_width])
+                datum = request.item.data[sequence.datum]
+                request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, : datum.targets.shape[1]])
                 if request.keeps_values:
-                    request.values[sequence.datum] = token_values(rows_TM, width)
+                    request.values[sequence.datum] = token_values(rows_TM, width, datum.target_shape)
                 row += sequence.length
             if request.complete:
                 self._evaluate(request)

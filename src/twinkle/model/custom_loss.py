@@ -52,15 +52,19 @@ class Evaluation:
         if not math.isfinite(value.loss):
             self.error = NonFiniteError(f"the loss is {value.loss}: nothing was kept")
             return
-        for slopes in (value.logprobs, value.entropies):
-            assert not slopes or [len(each) for each in slopes] == [len(each.logprobs) for each in values]
+        assert [slope.shape for slope in value.logprobs] == [each.logprobs.shape for each in values]
+        assert not value.entropies or [len(slope) for slope in value.entropies] == [
+            len(each.logprobs) for each in values
+        ]
         self.value = value
 
     def slopes(self, numbers: Sequence[int], lengths: Sequence[int], columns: int, width: int) -> Tensor:
         """dL/dvalue of the sequences ``numbers``, (n, M); zero where the objective failed."""
         result = np.zeros((sum(lengths), columns), np.float32)
         if self.value is not None:
-            result[:, 0] = np.concatenate([self.value.logprobs[number] for number in numbers])
+            for rows, number in zip(np.split(result, np.cumsum(lengths)[:-1]), numbers, strict=True):
+                slope_TK = self.value.logprobs[number].reshape(len(rows), -1)
+                rows[:, : slope_TK.shape[1]] = slope_TK
             if self.value.entropies:
                 result[:, width] = np.concatenate([self.value.entropies[number] for number in numbers])
         return torch.from_numpy(result)
@@ -69,10 +73,12 @@ class Evaluation:
 class CustomPart:
     """Those sequences of such a request that are in one batch, in row order."""
 
-    def __init__(self, evaluation: Evaluation, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+    def __init__(self, evaluation: Evaluation, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> None:
+        """``shapes``: (T,) or (T, K) of each sequence's targets."""
         self._evaluation = evaluation
         self._numbers = tuple(numbers)
-        self._lengths = tuple(lengths)
+        self._shapes = tuple(shapes)
+        self._lengths = tuple(shape[0] for shape in shapes)
         self._slopes_nM: Tensor | None = None
 
     @property
@@ -83,16 +89,18 @@ class CustomPart:
         if not self._evaluation.done:
             assert (start, stop) == (0, sum(self._lengths)), "an objective needs its whole request"
             rows = np.split(values_CM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
-            by_number = dict(zip(self._numbers, rows, strict=True))
-            self._evaluation.run([token_values(by_number[number], width) for number in sorted(by_number)])
+            values = map(token_values, rows, [width] * len(rows), self._shapes)
+            by_number = dict(zip(self._numbers, values, strict=True))
+            self._evaluation.run([by_number[number] for number in sorted(by_number)])
         if self._slopes_nM is None:
             slopes_nM = self._evaluation.slopes(self._numbers, self._lengths, values_CM.shape[1], width)
             self._slopes_nM = to_device(slopes_nM, values_CM.device)
         return self._slopes_nM[start:stop]
 
 
-def token_values(rows_TM: FloatArray, width: int) -> TokenValues:
-    """``width``: how many of the values are log-probabilities. The first belongs to the only target."""
+def token_values(rows_TM: FloatArray, width: int, target_shape: tuple[int, ...]) -> TokenValues:
+    """``width``: how many of the values are log-probabilities, of which the first belong to the targets."""
+    logprobs = rows_TM[:, 0] if len(target_shape) == 1 else rows_TM[:, : target_shape[1]]
     if rows_TM.shape[1] == width:
-        return TokenValues(rows_TM[:, 0].copy(), _NONE, _NO_IDS)
-    return TokenValues(rows_TM[:, 0].copy(), rows_TM[:, width].copy(), rows_TM[:, width + 1].astype(np.int64))
+        return TokenValues(logprobs.copy(), _NONE, _NO_IDS)
+    return TokenValues(logprobs.copy(), rows_TM[:, width].copy(), rows_TM[:, width + 1].astype(np.int64))

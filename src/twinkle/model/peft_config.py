@@ -65,6 +65,9 @@ UNIMPLEMENTED: Mapping[str, object] = {
     "velora_config": None,
 }
 
+# In an error: so many fields, each with so many characters. A server repeats them to whoever sent them.
+_NAMED, _SHOWN = 16, 120
+
 
 def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
     """The spec of an adapter that PEFT would make from ``config``; a field left out has PEFT's default.
@@ -74,7 +77,9 @@ def spec_from_peft(config: Mapping[str, object]) -> LoraSpec:
     """
     refused = [f"{name}={value!r}" for name, value in sorted(config.items()) if not _is_implemented(name, value)]
     if refused:
-        raise UnsupportedError(f"LoraConfig fields with values that Twinkle does not implement: {', '.join(refused)}")
+        named = ", ".join(each[:_SHOWN] for each in refused[:_NAMED])
+        more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+        raise UnsupportedError(f"LoraConfig fields with values that Twinkle does not implement: {named}{more}")
     fields = {**READ, **config}
     return LoraSpec(
         rank=_rank(fields["r"]),

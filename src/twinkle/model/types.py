@@ -69,7 +69,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What the model says of the targets of one sequence, each (T,).
+    """What the model says of the targets of one sequence: logprobs of their shape, the others (T,).
 
     entropies and predictions (the likeliest token) are empty unless statistics were asked for.
     """
@@ -81,9 +81,10 @@ class TokenValues:
 
 @dataclass(frozen=True)
 class ObjectiveValue:
-    """What an objective makes of a request: its loss, and the loss's slope in every token, one array (T,) a datum.
+    """What an objective makes of a request: its loss, and the loss's slope in every value, one array a datum.
 
-    ``entropies`` is empty where the loss does not depend on them. ``metrics`` are named ``name:reduction``.
+    ``logprobs`` have the shapes of the targets; ``entropies`` is empty where the loss does not depend on them.
+    ``metrics`` are named ``name:reduction``.
     """
 
     loss: float

@@ -71,8 +71,8 @@ def _check_options(item: TrainItem, data: Sequence[CheckedDatum]) -> None:
         return
     if item.objective is not None and item.loss_config:
         raise InvalidInputError("loss_config", item.loss_config, "nothing beside an objective")
-    if any(len(datum.target_shape) != 1 for datum in data):
-        raise InvalidInputError("targets", "several a token", "one a token with an objective or with statistics")
+    if item.statistics and any(len(datum.target_shape) != 1 for datum in data):
+        raise InvalidInputError("targets", "several a token", "one a token with statistics")
 
 
 def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max_length: int) -> CheckedDatum:

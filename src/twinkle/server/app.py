@@ -6,7 +6,9 @@ from contextlib import AbstractAsyncContextManager
 from fastapi import FastAPI
 
 import twinkle
+from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
+    custom_losses,
     dashboard,
     futures,
     health,
@@ -44,6 +46,7 @@ def make_app(
         sessions,
         system,
         health,
+        custom_losses,
         rest,
         native_model,
         native_processor,
@@ -58,4 +61,5 @@ def make_app(
     install_error_handlers(app)
     app.state.telemetry = telemetry
     app.add_middleware(ObservedRequests, metrics=telemetry.metrics, tracing=telemetry.tracing)
+    describe_bodies(app)
     return app

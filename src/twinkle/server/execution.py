@@ -70,6 +70,8 @@ class Execution:
                         self._measurements.passed(op.adapter_id, summed, counted(sent), sent.tokens)
                     return outcome
 
+                if sent.custom is not None:
+                    return _Pass(_custom_item(op.adapter_id, sent), encode_sent)
                 return _Pass(TrainItem(op.adapter_id, data, loss, loss_config), encode_sent)
             case NativePass() as asked:
                 native = self._native.adapters
@@ -168,6 +170,15 @@ class Execution:
 class _Pass:
     item: TrainItem
     encode: Callable[[TrainResult], Outcome]
+
+
+def _custom_item(adapter_id: str, asked: TrainPass) -> TrainItem:
+    from twinkle.model.graph_objective import GraphObjective  # torch: not before somebody has a loss of its own
+
+    custom = asked.custom
+    assert custom is not None
+    assert custom.graph is not None, "it was looked up when the op was accepted"
+    return TrainItem(adapter_id, asked.data, objective=GraphObjective.of(custom.graph, asked.data, custom.inputs))
 
 
 def _rounds(ops: Sequence[Op]) -> list[list[int]]:

@@ -27,6 +27,7 @@ from twinkle.server.checkpoints import readable_checkpoint, version_of
 from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import known_name
+from twinkle.server.custom_losses import CustomLosses
 from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.ids import CheckpointPath
@@ -86,6 +87,7 @@ class Gateway:
         self.uploads = Uploads()
         self.replica = replica
         self.fleet: Fleet = fleet or LocalFleet(self)
+        self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
@@ -415,6 +417,7 @@ class Gateway:
             await self.store.ops.mark_delivered(entry.training.sweep(now), now)
             if entry.sampling is not None:
                 entry.sampling.sweep(now)
+        await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
 
     async def expire(self, now: float) -> None:

@@ -55,6 +55,16 @@ def sampling_session_id(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
+def custom_loss_id(session_id: str, number: int) -> str:
+    """Of the loss, and of the request that creates it."""
+    return f"{session_id}:loss:{number}"
+
+
+def is_custom_loss(owner: str) -> bool:
+    """``owner``: of a request id."""
+    return owner.endswith(":loss")
+
+
 def split_request_id(request_id: str) -> tuple[str, int] | None:
     """(owner, sequence number), or None for what cannot be one of ours."""
     owner, _, seq = request_id.rpartition(":")

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from twinkle.errors import NotFoundError, QuotaError, UserError
 from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
+from twinkle.server.custom_losses import LossGraphs
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import is_native_run, split_request_id
@@ -86,6 +88,7 @@ class ModelService:
         )
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
+        self._loss_graphs = LossGraphs(store)
         self._live_versions = LiveVersions(model, self._runner, compute)
         self._refused_ids = itertools.count(_REFUSED_FROM)
         self._rate = RecentRate(time.time())
@@ -117,8 +120,9 @@ class ModelService:
         )
         replays = await read_replay(self._store, run, applied)
         for replay in replays:
-            adapter.replays[replay.op.seq] = replay
-            self._runner.enqueue(adapter, replay.op)
+            op = await self._loss_graphs.resolved(replay.op, run)
+            adapter.replays[op.seq] = replace(replay, op=op)
+            self._runner.enqueue(adapter, op)
         if replays:
             logger.info("replaying %d ops of %s from %d", len(replays), run.run_id, applied + 1)
 
@@ -152,6 +156,7 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
+        op = await self._loss_graphs.resolved(op, adapter.run)
         with self._recorder.journalling(op):
             accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+from numpy.typing import NDArray
+
+from twinkle.loss.graph.nodes import LossGraph
 from twinkle.model.types import AdamParams, Datum, LoraSpec
 
 Metadata = Mapping[str, str]
@@ -41,12 +44,25 @@ class CreateAdapter:
 
 
 @dataclass(frozen=True)
+class CustomLossUse:
+    """A loss that the tenant created. ``inputs``: for every datum all arrays it brought, by name.
+
+    ``graph`` is what ``loss_id`` stands for, once somebody looked.
+    """
+
+    loss_id: str
+    inputs: tuple[Mapping[str, NDArray[Any]], ...]
+    graph: LossGraph | None = None
+
+
+@dataclass(frozen=True)
 class TrainPass:
-    """One forward or forward_backward request."""
+    """One forward or forward_backward request. ``custom`` comes in the place of a named loss."""
 
     data: tuple[Datum, ...]
     loss: str
     loss_config: Mapping[str, float]
+    custom: CustomLossUse | None = None
 
     @property
     def tokens(self) -> int:
@@ -272,6 +288,20 @@ class SamplingSessionRecord:
     directory: str | None
     created_at: float
     replica: str = ""  # which of several replicas of the model samples
+
+
+@dataclass(frozen=True)
+class CustomLossRecord:
+    """A loss of a session's own. ``body`` is what created it; ``error`` says why it is none."""
+
+    loss_id: str
+    session_id: str
+    number: int  # custom_loss_seq_id
+    tenant_id: str
+    digest: bytes  # of the body as it came
+    body: bytes
+    error: str | None
+    created_at: float
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,10 @@ class ClientsConfig(BaseModel):
         description="A client waits for all of its samples with one request instead of one for each: "
         "needed for thousands at a time.",
     )
+    custom_loss_server_side: bool = Field(
+        default=True,
+        description="A loss made with `create_custom_loss` runs here, in one pass; otherwise in the client, in two.",
+    )
 
 
 class LimitsConfig(BaseModel):
@@ -178,6 +182,9 @@ class LimitsConfig(BaseModel):
     max_rank: int = Field(default=128, ge=1, le=512, description="LoRA rank of one adapter.")
     max_tokens_per_request: Count = Field(
         default=1_048_576, description="Tokens of one training request, summed over its sequences."
+    )
+    max_custom_losses_per_tenant: Count = Field(
+        default=100, description="Losses made with `create_custom_loss`, until their sessions end."
     )
     max_processors_per_tenant: Count = Field(
         default=20, description="Datasets, loaders, templates and the like that live on the server."

@@ -261,14 +261,14 @@ class MockTrainer:
         self._rows += sum(len(datum.tokens) for datum in item.data)
         phis = [_features_of(datum) for datum in item.data]
         lps = [logprobs(weights, phi) for phi in phis]
+        metrics: Mapping[str, float] = {}
         if item.objective is None:
             parts = [_terms(item.loss, lp, datum) for lp, datum in zip(lps, item.data, strict=True)]
             loss, slopes = sum(float(terms.sum()) for terms, _ in parts), [slope for _, slope in parts]
-        elif train:
-            value = item.objective([_values(lp) for lp in lps])
-            loss, slopes = value.loss, [slope.astype(np.float64) for slope in value.logprobs]
         else:
-            loss, slopes = 0.0, [np.zeros_like(lp) for lp in lps]
+            value = item.objective([_values(lp) for lp in lps])
+            loss, metrics = value.loss, value.metrics
+            slopes = [slope.astype(np.float64) for slope in value.logprobs]
         gradient = np.zeros(SIZE)
         for lp, phi, slope in zip(lps, phis, slopes, strict=True):
             gradient += np.tensordot(slope * -np.expm1(lp), phi, axes=lp.ndim)  # dlp/ds = 1 − σ(s)
@@ -281,7 +281,7 @@ class MockTrainer:
             adapter.gradient = total
         results = [lp.astype(np.float32) for lp in lps]
         values = tuple(_values(lp) for lp in lps) if item.statistics else ()
-        return TrainResult(results, {"loss:sum": loss}, values)
+        return TrainResult(results, {"loss:sum": loss, **metrics}, values)
 
 
 def _features_of(datum: Datum) -> Doubles:

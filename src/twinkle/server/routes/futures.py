@@ -102,5 +102,7 @@ async def _outcome(gateway: Gateway, request_id: str, tenant_id: str) -> Outcome
     if ":sample:" in owner:
         session = await gateway.sampling_session(owner, tenant_id)
         return await gateway.sampler_of(session).wait(request_id, _LONG_POLL_SECONDS)
+    if ids.is_custom_loss(owner):
+        return await gateway.custom_losses.outcome(request_id, tenant_id)
     run = await gateway.run(owner, tenant_id)
     return await gateway.serving(run.model_name).training.wait(request_id, owner, seq, _LONG_POLL_SECONDS)

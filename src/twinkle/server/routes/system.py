@@ -20,7 +20,6 @@ _CLIENT_CONFIG = {
     "fwd_via_fwdbwd": True,
     "pjwt_auth_enabled": False,
     "create_model_via_load_weights": False,
-    "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
@@ -30,8 +29,12 @@ _CLIENT_CONFIG = {
 async def client_config(request: Request) -> Response:
     await tenant_of(request)
     await parsed(ClientConfigRequest, request)
-    batched = gateway_of(request).config.clients.batched_sample_polls
-    return json_response({**_CLIENT_CONFIG, "sample_use_retrieve_futures": batched})
+    clients = gateway_of(request).config.clients
+    switches = {
+        "sample_use_retrieve_futures": clients.batched_sample_polls,
+        "custom_loss_server_side": clients.custom_loss_server_side,
+    }
+    return json_response({**_CLIENT_CONFIG, **switches})
 
 
 @router.post("/client/dynamic_config")

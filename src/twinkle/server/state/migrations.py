@@ -7,7 +7,23 @@ released.
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, insert, inspect, select, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Double,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    insert,
+    inspect,
+    select,
+    update,
+)
 
 from twinkle.server.state.errors import SchemaVersionError
 from twinkle.server.state.tables import METADATA, SCHEMA_VERSION
@@ -68,7 +84,26 @@ def _add_run_metrics(connection: Connection) -> None:
     )
 
 
-MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_replicas, _add_run_metrics)
+def _add_custom_losses(connection: Connection) -> None:
+    schema = MetaData()
+    Table("sessions", schema, Column("session_id", String, primary_key=True))
+    table = Table(
+        "custom_losses",
+        schema,
+        Column("loss_id", String, primary_key=True),
+        Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+        Column("number", BigInteger, nullable=False),
+        Column("tenant_id", String, nullable=False),
+        Column("digest", LargeBinary, nullable=False),
+        Column("body", LargeBinary, nullable=False),
+        Column("error", Text),
+        Column("created_at", Double, nullable=False),
+        Index("custom_losses_by_tenant", "tenant_id"),
+    )
+    table.create(connection)
+
+
+MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_replicas, _add_run_metrics, _add_custom_losses)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

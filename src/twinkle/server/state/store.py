@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.checkpoints import Checkpoints
+from twinkle.server.state.custom_losses import CustomLosses
 from twinkle.server.state.database import Database
 from twinkle.server.state.directory_lock import DirectoryLock
 from twinkle.server.state.driver import Driver, Part
@@ -81,6 +82,7 @@ class Store:
         self.sampling_sessions = SamplingSessions(self._database)
         self.ops = Ops(self._database, self._bodies, self._outcomes, self._writers)
         self.leases = Leases(self._database)
+        self.custom_losses = CustomLosses(self._database)
         self.snapshots = Snapshots(self._database)
         self.keys = Keys(self._database, secret)
 

@@ -24,6 +24,7 @@ from sqlalchemy import (
 __all__ = [
     "API_KEYS",
     "CHECKPOINTS",
+    "CUSTOM_LOSSES",
     "LEASES",
     "METADATA",
     "OPS",
@@ -125,6 +126,21 @@ SAMPLING_CLIENTS = Table(
     Column("first_seq", BigInteger, nullable=False),
     Column("next_seq", BigInteger, nullable=False),
     sqlite_with_rowid=False,
+)
+
+# Losses of a session's own. A body is a few kilobytes, and is looked up with the first op that uses it.
+CUSTOM_LOSSES = Table(
+    "custom_losses",
+    METADATA,
+    Column("loss_id", String, primary_key=True),
+    Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("error", Text),
+    Column("created_at", Double, nullable=False),
+    Index("custom_losses_by_tenant", "tenant_id"),
 )
 
 # A row a request; the bytes of body and outcome are in the journal. One tree is all that accepting an op has to change:

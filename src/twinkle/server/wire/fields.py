@@ -22,6 +22,7 @@ _MAX_TTL = 3653 * 86400  # ten years, in seconds
 _MAX_METADATA_ENTRIES = 256
 _MAX_METADATA_BYTES = 65_536  # as JSON
 _MAX_TOKEN_ID = 2**31 - 1
+_MAX_PATH = 256  # characters of it in an error
 
 
 def _storable(text: str) -> str:
@@ -121,6 +122,7 @@ def check(request_type: type[RequestT], fields: object) -> RequestT:
 def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    path = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"  # keys may be as long as the body
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] in ("missing", "json_invalid"):
         return f"{path or 'body'}: {message}"

@@ -38,6 +38,10 @@ def loaded(path: str, model_id: str) -> Outcome:
     return _success({"path": path, "model_id": model_id, "type": "load_weights"})
 
 
+def created_loss(loss_id: str) -> Outcome:
+    return _success({"loss_id": loss_id, "type": "create_custom_loss"})
+
+
 def failed(message: str, category: Category) -> Outcome:
     return Outcome(Encoding.JSON, _json({"error": message, "category": category}), failed=True)
 

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
-from twinkle.server.types import Encoding, Op, OpKind, Outcome, Refused, TrainPass
+from twinkle.server.types import CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 from twinkle.server.wire.tensors import decode_tensor, read_array, sparse_bytes
 
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
+CUSTOM = "custom"  # a loss that the tenant created: its inputs have names of the tenant's choice
+LOSS_ID = "loss_id"
 # What the losses read besides targets and weights; all of it float32.
 EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", "sequence_ratio_mask")
 
@@ -86,10 +88,30 @@ def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, max_tokens:
     for name in (request.loss_fn, *request.loss_fn_config, *request.loss_fn_config_v2):
         if len(name) > _MAX_NAME:  # names are repeated in errors
             raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
-    config = _loss_config(request)
     left = Allowance(tokens=max_tokens, sparse_bytes=_MAX_SPARSE_BYTES)
+    if request.loss_fn == CUSTOM:
+        return _custom_pass(request, _loss_id(request), left)
+    config = _loss_config(request)
     data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(request.data))
     return TrainPass(data, request.loss_fn, config)
+
+
+def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: "Allowance") -> TrainPass:
+    data, inputs = [], []
+    for index, datum in enumerate(request.data):
+        where = f"data[{index}]"
+        arrays = _arrays(datum, where, left)
+        inputs.append(dict(arrays))
+        targets = {TARGETS: arrays[TARGETS]} if TARGETS in arrays else {}
+        data.append(datum_of(_tokens(datum, where), targets, where, left))
+    return TrainPass(tuple(data), request.loss_fn, {}, CustomLossUse(loss_id, tuple(inputs)))
+
+
+def _loss_id(request: pb.ForwardBackwardRequest) -> str:
+    config = {key: value.text for key, value in request.loss_fn_config_v2.items()}
+    if set(config) != {LOSS_ID} or not 1 <= len(config[LOSS_ID]) <= _MAX_NAME:
+        raise InvalidInputError("loss_fn_config", config, f"{LOSS_ID}, as create_custom_loss returned it, alone")
+    return config[LOSS_ID]
 
 
 @dataclass
@@ -101,12 +123,17 @@ class Allowance:
 
 
 def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
+    for name in datum.loss_fn_inputs:
+        check_input_name(name, where)
+    return datum_of(_tokens(datum, where), _arrays(datum, where, left), where, left)
+
+
+def _arrays(datum: pb.Datum, where: str, left: Allowance) -> dict[str, AnyArray]:
     arrays = {}
     for name, tensor in datum.loss_fn_inputs.items():
-        check_input_name(name, where)
-        arrays[name] = decode_tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]", left.sparse_bytes)
+        arrays[name] = decode_tensor(tensor, f"{where}.loss_fn_inputs[{name[:_MAX_NAME]!r}]", left.sparse_bytes)
         left.sparse_bytes -= sparse_bytes(tensor)
-    return datum_of(_tokens(datum, where), arrays, where, left)
+    return arrays
 
 
 def check_input_name(name: str, where: str) -> None:

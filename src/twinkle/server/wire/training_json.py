@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from twinkle.errors import InvalidInputError, UserError
 from twinkle.server.types import Op, OpKind, Refused, TrainPass
 from twinkle.server.wire.fields import Id, Request, SequenceNumber, TokenIds, parse
-from twinkle.server.wire.training import MAX_DATUMS, MAX_TOKENS, Allowance, check_input_name, datum_of
+from twinkle.server.wire.training import CUSTOM, MAX_DATUMS, MAX_TOKENS, Allowance, check_input_name, datum_of
 
 _INTEGERS = ("target_tokens",)  # what a bare list means
 
@@ -73,6 +73,8 @@ def decode_json_pass(body: bytes, kind: OpKind, *, max_tokens: int = MAX_TOKENS)
             asked = parse(_Forward, body).forward_input
         else:
             asked = parse(_ForwardBackward, body).forward_backward_input
+        if asked.loss_fn == CUSTOM:
+            raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
         left = Allowance(tokens=max_tokens, sparse_bytes=0)
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
         payload = TrainPass(data, asked.loss_fn, asked.loss_fn_config or {})
@@ -98,4 +100,7 @@ def _array(name: str, tensor: _Tensor, field: str) -> Any:
     shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
     if math.prod(shape) != len(tensor.data):
         raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
-    return np.array(tensor.data, dtype).reshape(shape)
+    try:
+        return np.array(tensor.data, dtype).reshape(shape)
+    except OverflowError:
+        raise InvalidInputError(f"{field}.data", "numbers beyond 64 bits", f"numbers that {dtype} can hold") from None

@@ -1,0 +1,77 @@
+"""What a loss graph is made of. Plain data, without torch; whoever builds one has checked it against the catalog."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["LOGPROBS", "Argument", "Call", "DType", "Device", "Dots", "Items", "LossGraph", "LossInput", "Ref", "Slice"]
+
+LOGPROBS = "logprobs"  # the first input of every loss, and the only one with a gradient
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value of an input, or of a call that stands before."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """A tuple, or a list: as an index they do not mean the same."""
+
+    values: "tuple[Argument, ...]"
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class Slice:
+    start: "Argument"
+    stop: "Argument"
+    step: "Argument"
+
+
+@dataclass(frozen=True)
+class Dots:
+    """An ellipsis in an index."""
+
+
+@dataclass(frozen=True)
+class DType:
+    name: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where tensors live. A loss is computed in host memory whatever it says."""
+
+
+Argument = None | bool | int | float | str | Ref | Items | Slice | Dots | DType | Device
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation. ``target`` is its name in the catalog: ``torch.exp``, or ``.exp`` for a method."""
+
+    name: str
+    target: str
+    arguments: tuple[Argument, ...]
+    keywords: Mapping[str, Argument]
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """``rank``: 0 for a number, 1 for (T,), 2 for (T, K)."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class LossGraph:
+    """Of one sequence: ``loss`` is a scalar, ``metrics`` are called ``custom/<name>:sum`` or ``:mean``."""
+
+    name: str
+    inputs: tuple[LossInput, ...]
+    calls: tuple[Call, ...]
+    loss: Argument
+    metrics: Mapping[str, Argument]

@@ -1,0 +1,81 @@
+"""Functions of tensors as the JSON that create_custom_loss takes: traced by torch.fx, written down as the SDK does."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import _get_qualified_name
+
+
+def traced(function: Callable[..., Any], ranks: Mapping[str, int]) -> dict[str, Any]:
+    """The body of a request without its session and number. ``function`` returns (loss, metrics)."""
+    graph = torch.fx.symbolic_trace(function).graph
+    return {
+        "name": function.__name__,
+        "inputs": [{"name": name, "rank": rank} for name, rank in ranks.items()],
+        "graph": {"format": 1, "nodes": [_node(node) for node in graph.nodes]},
+        "type": "create_custom_loss",
+    }
+
+
+def request(function: Callable[..., Any], ranks: Mapping[str, int], session_id: str = "s", number: int = 0) -> dict:
+    return {"session_id": session_id, "custom_loss_seq_id": number, **traced(function, ranks)}
+
+
+def calls(*nodes: dict[str, Any], loss: str = "logprobs", **inputs: int) -> dict[str, Any]:
+    """A request from nodes written by hand; ``inputs`` are ranks beside that of logprobs."""
+    ranks = {"logprobs": 1, **inputs}
+    output = {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": loss}, {"dict": {}}]}]}
+    places = [{"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}} for name in ranks]
+    return {
+        "session_id": "s",
+        "custom_loss_seq_id": 0,
+        "name": "by_hand",
+        "inputs": [{"name": name, "rank": rank} for name, rank in ranks.items()],
+        "graph": {"format": 1, "nodes": [*places, *nodes, output]},
+    }
+
+
+def call(name: str, target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """``.sum`` is a method, anything else a function."""
+    op = "call_method" if target.startswith(".") else "call_function"
+    return {"op": op, "name": name, "target": target.lstrip("."), "args": list(args), "kwargs": kwargs}
+
+
+def ref(name: str) -> dict[str, str]:
+    return {"ref": name}
+
+
+def _node(node: torch.fx.Node) -> dict[str, Any]:
+    target = node.target if isinstance(node.target, str) else _get_qualified_name(node.target)
+    return {
+        "op": node.op,
+        "name": node.name,
+        "target": target.removeprefix("builtins.").replace("_operator.", "operator."),
+        "args": [] if node.op == "placeholder" else [_argument(value) for value in node.args],
+        "kwargs": {key: _argument(value) for key, value in node.kwargs.items()},
+    }
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return {"ref": value.name}
+    if isinstance(value, tuple):
+        return {"tuple": [_argument(each) for each in value]}
+    if isinstance(value, list):
+        return [_argument(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": {key: _argument(each) for key, each in value.items()}}
+    if isinstance(value, slice):
+        return {"slice": [_argument(each) for each in (value.start, value.stop, value.step)]}
+    if value is ...:
+        return {"ellipsis": True}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value
