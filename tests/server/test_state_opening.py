@@ -154,7 +154,9 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     tables = TABLES[backend]
     with_store(tmp_path, begin)
     new = query(tmp_path, tables)
-    query(tmp_path, "DROP TABLE sampling_clients")
+    for table in ("sampling_clients", "usage", "operator_requests"):
+        query(tmp_path, f"DROP TABLE {table}")
+    query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN size_bytes")
     query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):

@@ -258,7 +258,10 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class SamplingSessionRecord:
-    """``version_id`` names the immutable weights (None: the base model) and ``directory`` where they lie."""
+    """``version_id`` names the immutable weights (None: the base model) and ``directory`` where they lie.
+
+    ``size_bytes``: of the files there, if they are the tenant's own.
+    """
 
     sampling_session_id: str
     session_id: str
@@ -270,6 +273,7 @@ class SamplingSessionRecord:
     version_id: str | None
     directory: str | None
     created_at: float
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,21 @@ from twinkle.server.state.errors import (
     StoreClosedError,
 )
 from twinkle.server.state.keys import KeyRecord, Keys
+from twinkle.server.state.operator_requests import OperatorRequest, OperatorRequests
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
 from twinkle.server.state.runs import Runs, RunState
 from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
 from twinkle.server.state.snapshots import Snapshots
 from twinkle.server.state.store import Store
+from twinkle.server.state.usage import DailyUsage, UsageRecords
 
 __all__ = [
     "Accepted",
     "AcceptedRun",
     "CheckpointExistsError",
     "Checkpoints",
+    "DailyUsage",
     "DataDirInUseError",
     "DatabaseConnectionError",
     "DatabaseInUseError",
@@ -33,6 +36,8 @@ __all__ = [
     "JournalError",
     "KeyRecord",
     "Keys",
+    "OperatorRequest",
+    "OperatorRequests",
     "Ops",
     "Page",
     "Pruned",
@@ -45,4 +50,5 @@ __all__ = [
     "StorageFullError",
     "Store",
     "StoreClosedError",
+    "UsageRecords",
 ]

@@ -21,12 +21,14 @@ from twinkle.server.state.errors import DataDirInUseError
 from twinkle.server.state.journal import SEGMENT_BYTES, Journal
 from twinkle.server.state.keys import Keys, read_secret
 from twinkle.server.state.migrations import migrate, needs_migration
+from twinkle.server.state.operator_requests import OperatorRequests
 from twinkle.server.state.ops import Ops
 from twinkle.server.state.runs import Runs
 from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
 from twinkle.server.state.snapshots import Snapshots
 from twinkle.server.state.sqlite import SqliteDriver, default_url
+from twinkle.server.state.usage import UsageRecords
 
 __all__ = ["Store"]
 
@@ -67,6 +69,8 @@ class Store:
         self.ops = Ops(self._database, self._bodies, self._outcomes)
         self.snapshots = Snapshots(self._database)
         self.keys = Keys(self._database, secret)
+        self.usage = UsageRecords(self._database)
+        self.operator_requests = OperatorRequests(self._database)
 
     @classmethod
     async def open(

@@ -25,6 +25,7 @@ __all__ = [
     "API_KEYS",
     "CHECKPOINTS",
     "METADATA",
+    "OPERATOR_REQUESTS",
     "OPS",
     "RUNS",
     "SAMPLING_CLIENTS",
@@ -32,6 +33,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SESSIONS",
     "SNAPSHOTS",
+    "USAGE",
 ]
 
 METADATA = MetaData()
@@ -108,6 +110,7 @@ SAMPLING_SESSIONS = Table(
     Column("version_id", String),
     Column("directory", Text),
     Column("created_at", Double, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False, server_default="0"),
     Index("sampling_sessions_by_number", "session_id", "number", unique=True),
 )
 
@@ -164,4 +167,30 @@ API_KEYS = Table(
     Column("key_hash", LargeBinary, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
+)
+
+# A day of a tenant; see twinkle.server.usage. ``storage_bytes``: the most that was on disk that day.
+USAGE = Table(
+    "usage",
+    METADATA,
+    Column("tenant_id", String, primary_key=True),
+    Column("day", String, primary_key=True),
+    Column("trained_tokens", BigInteger, nullable=False),
+    Column("sampled_tokens", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("optim_steps", BigInteger, nullable=False),
+    Column("requests", BigInteger, nullable=False),
+    Column("storage_bytes", BigInteger, nullable=False),
+)
+
+# What an operator asks of the running server on the command line.
+OPERATOR_REQUESTS = Table(
+    "operator_requests",
+    METADATA,
+    Column("request_id", String, primary_key=True),
+    Column("kind", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("answer", Text),
+    Column("failed", Integer, nullable=False),
 )
