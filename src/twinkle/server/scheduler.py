@@ -6,14 +6,16 @@ forward_backward and optim_step share every pass. A batch is made of what is rea
 
 Which passes come first:
 
-- The tenant with the fewest tokens leads, and the batch is filled one op at a time by the same rule; what does not fit
-  the rest of the budget is left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than
-  one. A tenant that had nothing ready starts again at the lead's count: idle time earns nothing.
-- Barriers are short and make passes ready, so all that are ready go before passes.
+- Of the tenants of the highest priority that have something ready, the one least served leads: with the fewest tokens
+  for its weight. The batch is filled one op at a time by the same rule; what does not fit the rest of the budget is
+  left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than one. A tenant that had
+  nothing ready starts again where the least served of its priority is: idle time earns nothing.
+- Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
+  while a pass is ready: nobody keeps others waiting with steps alone.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
-  that. The tenant waiting longest then leads, whatever the shares, and barriers may take only every other batch: with
-  T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each op's, because
-  an op's would let a tenant with many adapters outrun the shares.
+  that. The tenant waiting longest then leads, whatever the shares and priorities, and barriers may take only every
+  other batch: with T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each
+  op's, because an op's would let a tenant with many adapters outrun the shares.
 
 The caller's loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, ``finish`` each of its tickets;
 sleep until something is submitted or ``next_deadline()``.
@@ -37,6 +39,7 @@ from twinkle.server.scheduler_sequence import (
     Ticket,
     TooLate,
 )
+from twinkle.server.standing import Priority, Standing
 from twinkle.server.types import OpKind
 
 __all__ = [
@@ -62,7 +65,9 @@ class BatchKind(StrEnum):
     BARRIERS = "barriers"
 
 
+_BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
+_FIRST = (-len(Priority), 0.0)  # before any tenant's place
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class _Tenant:
         self.tenant_id = tenant_id
         self.waiting = 0
         self.tokens = 0
-        self.share = 0  # tokens, plus what it was raised by for idle times
+        self.standing = Standing()
+        self.share = 0.0  # tokens for its weight, plus what it was raised by for idle times
         self.turn = 0  # the number of the batch that last started its longest-ready pass
         self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
 
@@ -109,8 +115,13 @@ class _Tenant:
         first = self.first
         return max(self.turn, first.ready_batch), first.ready_rank
 
-    def by_share(self) -> tuple[int, int]:
-        return self.share, self.first.ready_rank
+    @property
+    def place(self) -> tuple[int, float]:
+        """The smallest goes first."""
+        return -self.standing.priority, self.share
+
+    def by_place(self) -> tuple[tuple[int, float], int]:
+        return self.place, self.first.ready_rank
 
 
 class _Adapter:
@@ -140,8 +151,9 @@ class Scheduler:
         self._barriers: dict[str, _Adapter] = {}
         self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
         self._ready_count = 0
-        self._floor = 0  # the smallest share of a ready tenant when the last pass batch was made
-        self._barriers_last = False
+        # By priority, the smallest share of a ready tenant when a pass batch was last made.
+        self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
+        self._barriers_in_a_row = 0  # batches since the last one of passes
         self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = 0
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -153,6 +165,10 @@ class Scheduler:
         tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
         ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout)
         self._adapters[adapter_id] = _Adapter(ops, tenant)
+
+    def set_standing(self, tenant_id: str, standing: Standing) -> None:
+        """From now on. Without it a tenant is like all others."""
+        self._tenants.setdefault(tenant_id, _Tenant(tenant_id)).standing = standing
 
     def remove_adapter(self, adapter_id: str) -> list[Ticket]:
         """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
@@ -231,17 +247,25 @@ class Scheduler:
         tenants = self._ready_tenants.values()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
         overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
-        if self._barriers and not (overdue and self._barriers_last):
+        most = 1 if overdue else _BARRIERS_IN_A_ROW
+        if self._barriers and (longest is None or self._barriers_in_a_row < most):
             return self._barrier_batch()
         if longest is None:
             return None
-        least = min(tenants, key=_Tenant.by_share)
-        self._floor = max(self._floor, least.share)
-        return self._pass_batch((longest if overdue else least).first)
+        self._raise_floors()
+        return self._pass_batch((longest if overdue else min(tenants, key=_Tenant.by_place)).first)
+
+    def _raise_floors(self) -> None:
+        least: dict[Priority, float] = {}
+        for tenant in self._ready_tenants.values():
+            priority = tenant.standing.priority
+            least[priority] = min(tenant.share, least.get(priority, tenant.share))
+        for priority, share in least.items():
+            self._floors[priority] = max(self._floors[priority], share)
 
     def _barrier_batch(self) -> Batch:
         self._batches += 1
-        self._barriers_last = True
+        self._barriers_in_a_row += 1
         adapters = list(self._barriers.values())[: None if self._merge else 1]
         for adapter in adapters:
             self._unplace(adapter)
@@ -250,7 +274,7 @@ class Scheduler:
     def _pass_batch(self, lead: _Adapter) -> Batch:
         self._batches += 1
         self._pass_batches += 1
-        self._barriers_last = False
+        self._barriers_in_a_row = 0
         tickets = self._fill(lead)
         self._pass_ops += len(tickets)
         return Batch(lead.ready_kind, tickets)
@@ -260,7 +284,7 @@ class Scheduler:
         tickets: list[Ticket] = []
         room = self._budget
         queue = [
-            (-1 if tenant is lead.tenant else tenant.share, line[0].ready_rank, line)
+            (_FIRST if tenant is lead.tenant else tenant.place, line[0].ready_rank, line)
             for tenant in self._ready_tenants.values()
             if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
@@ -277,7 +301,7 @@ class Scheduler:
                 if following is not None and following.kind is ticket.kind:
                     line.append(adapter)
             if line:
-                heapq.heappush(queue, (adapter.tenant.share, line[0].ready_rank, line))
+                heapq.heappush(queue, (adapter.tenant.place, line[0].ready_rank, line))
         return tuple(tickets)
 
     def _start_pass(self, adapter: _Adapter) -> Ticket:
@@ -293,7 +317,7 @@ class Scheduler:
         tenant = adapter.tenant
         tenant.waiting -= 1
         tenant.tokens += ticket.tokens
-        tenant.share += ticket.tokens
+        tenant.share += ticket.tokens / tenant.standing.weight
         self._running[ticket] = adapter
         self._ops += 1
         return ticket
@@ -309,7 +333,7 @@ class Scheduler:
             self._barriers[adapter_id] = adapter
         else:
             if tenant.tenant_id not in self._ready_tenants:
-                tenant.share = max(tenant.share, self._floor)
+                tenant.share = max(tenant.share, self._floors[tenant.standing.priority])
             self._ready_tenants[tenant.tenant_id] = tenant
             self._ready_count += 1
             adapter.ready_kind = _PASSES[head.kind]

@@ -37,7 +37,8 @@ def _add_usage(connection: Connection) -> None:
     counters = "trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests", "storage_bytes"
     columns = ", ".join(f"{name} BIGINT NOT NULL" for name in counters)
     connection.exec_driver_sql(
-        f"CREATE TABLE usage (tenant_id VARCHAR NOT NULL, day VARCHAR NOT NULL, {columns}, PRIMARY KEY (tenant_id, day))"
+        f"CREATE TABLE usage (tenant_id VARCHAR NOT NULL, day VARCHAR NOT NULL, {columns},"
+        " PRIMARY KEY (tenant_id, day))"
     )
     double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
     connection.exec_driver_sql(
