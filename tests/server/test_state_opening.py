@@ -156,6 +156,8 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     new = query(tmp_path, tables)
     for table in ("sampling_clients", "usage", "operator_requests"):
         query(tmp_path, f"DROP TABLE {table}")
+    for index in ("sampling_sessions_by_size", "sessions_by_state_of_tenant"):
+        query(tmp_path, f"DROP INDEX {index}")
     query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN size_bytes")
     query(tmp_path, "UPDATE schema_version SET version = 1")
 

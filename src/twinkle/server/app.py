@@ -1,4 +1,4 @@
-"""The HTTP application: routers by area under ``/api/v1``, error handlers, nothing in between."""
+"""The HTTP application: routers by area under ``/api/v1``, error handlers, and a count of bodies on their way in."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +20,7 @@ from twinkle.server.routes import (
     training,
 )
 from twinkle.server.routes.http import install_error_handlers
+from twinkle.server.routes.uploads import UploadCounter
 
 
 def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -41,4 +42,5 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
     ):
         app.router.routes.extend(area.router.routes)
     install_error_handlers(app)
+    app.add_middleware(UploadCounter)
     return app

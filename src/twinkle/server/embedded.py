@@ -19,16 +19,19 @@ from twinkle.server.app import make_app
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
+from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.launch import LISTENING
 from twinkle.server.loading import load_served_model
 from twinkle.server.model_service import ModelService
+from twinkle.server.operator_desk import answer_operators
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
 from twinkle.server.templates import Templates
+from twinkle.server.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +114,15 @@ async def _running(
     await store.sessions.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
+    tenants = configured_tenants(config)
     computes = {model.name: Compute() for model in models}
     services = {
-        served.name: _services(model, served.model.merge, config, store, computes[model.name], files)
+        served.name: _services(model, served.model.merge, config, store, computes[model.name], files, tenants)
         for served, model in zip(config.served_models, models, strict=True)
     }
     processors = configured_processors(config, models)
-    gateway = Gateway(config, store, services, files, processors)
+    gateway = Gateway(config, store, services, files, processors, tenants)
+    await gateway.books.read_key_names()
     app.state.gateway = gateway
     for entry in services.values():
         await entry.training.start()
@@ -135,12 +140,19 @@ async def _running(
         if entry.sampling is not None:
             await entry.sampling.stop()
         await entry.training.stop()
+    await gateway.books.flush_usage()
     for compute in computes.values():
         compute.close()
 
 
 def _services(
-    model: ServedModel, merge: bool, config: ServerConfig, store: Store, compute: Compute, files: DataDir
+    model: ServedModel,
+    merge: bool,
+    config: ServerConfig,
+    store: Store,
+    compute: Compute,
+    files: DataDir,
+    tenants: Tenants,
 ) -> Services:
     limits = config.limits
     templates = Templates(model)
@@ -152,8 +164,7 @@ def _services(
         files,
         merge=merge,
         allowed_dirs=config.allowed_dirs,
-        max_queued_ops=limits.max_queued_ops_per_tenant,
-        max_unfetched_bytes=limits.max_unfetched_result_bytes,
+        tenants=tenants,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
     )
     if model.sampler is None:
@@ -162,8 +173,8 @@ def _services(
         model.sampler,
         compute,
         files,
-        max_waiting=limits.max_waiting_samples_per_tenant,
-        max_unfetched_bytes=limits.max_unfetched_result_bytes,
+        tenants=tenants,
+        context=model.max_context_length,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         completion_streams=config.clients.batched_sample_polls,
     )
@@ -179,7 +190,12 @@ async def _keep_house(gateway: Gateway) -> None:
         except Exception:
             logger.exception("housekeeping failed")
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-        work = gateway.keep_house(time.time())
+        work = _house(gateway, time.time())
+
+
+async def _house(gateway: Gateway, now: float) -> None:
+    await answer_operators(gateway, now)
+    await gateway.keep_house(now)
 
 
 def _allow_many_connections() -> None:

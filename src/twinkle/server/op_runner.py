@@ -25,7 +25,8 @@ from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, Refu
 from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Store
 from twinkle.server.templates import Templates
-from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
+from twinkle.server.tenants import Tenants
+from twinkle.server.types import Op, OpKind, Outcome
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class OpRunner:
         compute: Compute,
         files: DataDir,
         futures: Futures,
+        tenants: Tenants,
         *,
         merge: bool,
         allowed_dirs: Sequence[Path],
@@ -51,7 +53,7 @@ class OpRunner:
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
         self.native = NativeHost(model, templates)
-        self.checkpoints = Checkpoints(model, self.native, store, compute, files, allowed_dirs)
+        self.checkpoints = Checkpoints(model, self.native, store, compute, files, tenants, allowed_dirs)
         self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.busy_seconds = 0.0
         self.stopping = False
@@ -60,6 +62,7 @@ class OpRunner:
         self._compute = compute
         self._files = files
         self._futures = futures
+        self._usage = tenants.usage
         self._execution = Execution(model, self.native)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,8 +92,7 @@ class OpRunner:
 
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        tokens = op.payload.tokens if isinstance(op.payload, TrainPass | NativePass) else 0
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, op.digest)
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
@@ -263,6 +265,9 @@ class OpRunner:
             outcome = replay.outcome
         else:
             self._background(self._record(adapter, op, outcome))
+            if not outcome.failed:
+                tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
+                self._usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
         self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
         if op.kind is not OpKind.FORWARD:

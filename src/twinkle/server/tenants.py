@@ -1,7 +1,7 @@
 """What each tenant may take and has taken: limits, place in line, tokens a minute, usage. One for all services."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from twinkle.server.standing import Standing
@@ -63,8 +63,6 @@ class Tenants:
     def needs_key_names(self) -> bool:
         return bool(self._special)
 
-    def know_keys(self, tenants_of_names: Mapping[str, str]) -> None:
-        """Which tenant the keys of each name belong to, now."""
-        self._by_key_name = {
-            tenant_id: self._special[name] for name, tenant_id in tenants_of_names.items() if name in self._special
-        }
+    def know_keys(self, keys: Iterable[tuple[str, str]]) -> None:
+        """The names of all keys there are now, each with the tenant it belongs to."""
+        self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}

@@ -169,10 +169,20 @@ class Op:
         return digest(self.body if self.sent is None else self.sent)
 
     @property
-    def changes_weights(self) -> bool:
+    def tokens(self) -> int:
+        """What a pass computes; all others: 0."""
+        return self.payload.tokens if isinstance(self.payload, TrainPass | NativePass) else 0
+
+    @property
+    def is_step(self) -> bool:
+        """Of the optimizer."""
         if isinstance(self.payload, NativeVerb):
             return self.payload.verb in ("step", "clip_grad_and_step")
-        return self.kind in (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.LOAD)
+        return self.kind is OpKind.OPTIM_STEP
+
+    @property
+    def changes_weights(self) -> bool:
+        return self.is_step or self.kind in (OpKind.CREATE, OpKind.LOAD)
 
 
 def digest(body: bytes) -> bytes:

@@ -55,6 +55,8 @@ def _add_usage(connection: Connection) -> None:
         """
     )
     connection.exec_driver_sql("ALTER TABLE sampling_sessions ADD COLUMN size_bytes BIGINT NOT NULL DEFAULT 0")
+    connection.exec_driver_sql("CREATE INDEX sampling_sessions_by_size ON sampling_sessions (tenant_id, size_bytes)")
+    connection.exec_driver_sql("CREATE INDEX sessions_by_state_of_tenant ON sessions (tenant_id, state)")
 
 
 MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_usage)

@@ -57,6 +57,7 @@ SESSIONS = Table(
     Index("sessions_by_idempotency_key", "tenant_id", "idempotency_key", unique=True),
     Index("sessions_by_tenant", "tenant_id", "created_at"),
     Index("sessions_by_last_seen", "state", "last_seen"),
+    Index("sessions_by_state_of_tenant", "tenant_id", "state"),
 )
 
 RUNS = Table(
@@ -112,6 +113,7 @@ SAMPLING_SESSIONS = Table(
     Column("created_at", Double, nullable=False),
     Column("size_bytes", BigInteger, nullable=False, server_default="0"),
     Index("sampling_sessions_by_number", "session_id", "number", unique=True),
+    Index("sampling_sessions_by_size", "tenant_id", "size_bytes"),
 )
 
 # The clients of a sampling session that have a number of their own or used sequence numbers; those in use lie between.

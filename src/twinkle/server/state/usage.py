@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, func, insert, select, update
 
+from twinkle.errors import StorageQuotaError
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.tables import CHECKPOINTS, SAMPLING_SESSIONS, USAGE
 from twinkle.server.usage import UsageCounts
 
-__all__ = ["DailyUsage", "UsageRecords", "storage_bytes"]
+__all__ = ["DailyUsage", "UsageRecords", "check_storage"]
 
 _COUNTERS = ("trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests")
 _AT = (USAGE.c.tenant_id == bindparam("tenant")) & (USAGE.c.day == bindparam("on_day"))
@@ -29,19 +30,18 @@ _LIST_OF_TENANT = _LIST.where(USAGE.c.tenant_id == bindparam("tenant"))
 
 # Files that lie on disk: checkpoints, and versions of samplers. A sampler that was made from a checkpoint has the
 # same directory, also when the checkpoint was deleted since: a UNION counts it once.
-_FILES = (
-    select(CHECKPOINTS.c.tenant_id, CHECKPOINTS.c.directory, CHECKPOINTS.c.size_bytes)
-    .union(
-        select(SAMPLING_SESSIONS.c.tenant_id, SAMPLING_SESSIONS.c.directory, SAMPLING_SESSIONS.c.size_bytes).where(
-            SAMPLING_SESSIONS.c.size_bytes > 0
-        )
-    )
+_CHECKPOINTS = select(CHECKPOINTS.c.tenant_id, CHECKPOINTS.c.directory, CHECKPOINTS.c.size_bytes)
+_VERSIONS = select(SAMPLING_SESSIONS.c.tenant_id, SAMPLING_SESSIONS.c.directory, SAMPLING_SESSIONS.c.size_bytes).where(
+    SAMPLING_SESSIONS.c.size_bytes > 0
+)
+_FILES = _CHECKPOINTS.union(_VERSIONS).subquery()
+_FILES_OF_TENANT = (
+    _CHECKPOINTS.where(CHECKPOINTS.c.tenant_id == bindparam("tenant"))
+    .union(_VERSIONS.where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant")))
     .subquery()
 )
-_STORAGE_OF_TENANT = select(func.coalesce(func.sum(_FILES.c.size_bytes), 0)).where(
-    _FILES.c.tenant_id == bindparam("tenant")
-)
 _STORAGE = select(_FILES.c.tenant_id, func.sum(_FILES.c.size_bytes).label("bytes")).group_by(_FILES.c.tenant_id)
+_STORAGE_OF_TENANT = select(func.coalesce(func.sum(_FILES_OF_TENANT.c.size_bytes), 0))
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,20 @@ class UsageRecords:
         return {row["tenant_id"]: int(row["bytes"]) for row in rows}
 
     async def storage_of(self, tenant_id: str) -> int:
-        return await self._database.read(lambda cursor: storage_bytes(cursor, tenant_id))
+        return await self._database.read(lambda cursor: _storage(cursor, tenant_id))
 
 
-def storage_bytes(cursor: Cursor, tenant_id: str) -> int:
+def _storage(cursor: Cursor, tenant_id: str) -> int:
     """Of one tenant, as the transaction of ``cursor`` sees it."""
     return cursor.number(_STORAGE_OF_TENANT, {"tenant": tenant_id})
+
+
+def check_storage(cursor: Cursor, tenant_id: str, added: int, most: int | None) -> None:
+    """Raise if with ``added`` bytes, which are on record already, the tenant has too much. ``most`` None: no limit."""
+    if most is not None:
+        total = _storage(cursor, tenant_id)
+        if total > most:
+            raise StorageQuotaError(total - added, added, most)
 
 
 def _usage(row: Row) -> DailyUsage:

@@ -1,0 +1,39 @@
+"""What operators ask of a running server on its command line, answered when the server keeps house."""
+
+import logging
+
+from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError
+from twinkle.server.gateway import Gateway
+
+__all__ = ["EVICT", "answer_operators"]
+
+logger = logging.getLogger(__name__)
+
+EVICT = "evict"
+_FORGOTTEN_SECONDS = 86_400.0
+
+
+async def answer_operators(gateway: Gateway, now: float) -> None:
+    """Do what was asked since the last time, in order. A request that fails says so to whoever asked."""
+    requests = gateway.store.operator_requests
+    for request in await requests.open():
+        logger.info("the operator asks: %s %s", request.kind, request.target)
+        assert request.kind == EVICT, request.kind
+        try:
+            answer, failed = await _evict(gateway, request.target), False
+        except TwinkleError as error:
+            answer, failed = str(error), True
+        await requests.answer(request.request_id, answer, failed=failed)
+    await requests.forget(now - _FORGOTTEN_SECONDS)
+
+
+async def _evict(gateway: Gateway, run_id: str) -> str:
+    """Take an adapter off the device; returns what its tenant will be told."""
+    run = await gateway.store.runs.get(run_id)
+    if run is None or run.state != "live" or run.model_name not in gateway.services:
+        raise NotFoundError("model that is live here", run_id)
+    await gateway.park(run, f"model {run_id} was evicted by the operator")
+    parked = await gateway.store.runs.get(run_id)
+    if parked is None or parked.state != "parked" or parked.note is None:
+        raise TwinkleServerError(f"{run_id} could not be kept as a checkpoint; the server's log says why")
+    return parked.note
