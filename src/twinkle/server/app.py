@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 import twinkle
 from twinkle.server.routes import (
+    billing,
     futures,
     native_gateway,
     native_model,
@@ -35,6 +36,7 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
         sessions,
         system,
         rest,
+        billing,
         native_model,
         native_processor,
         native_sampler,

@@ -1,4 +1,4 @@
-"""``twinkle-server``: launch, status, keys, check-config, print-config."""
+"""``twinkle-server``: launch, status, keys, check-config, print-config, and what is in ``commands``."""
 
 import argparse
 import asyncio
@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from twinkle.errors import TwinkleError
+from twinkle.server.commands import backup, evict, usage
+from twinkle.server.commands.opening import open_store, server_options
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config, describe, load_config
 from twinkle.server.launch import fetch_status, run_server, start_in_background
-from twinkle.server.state import Store
 
 # What `status` shows of training and of sampling in one line; rates are of about the last minute.
 _SIDE_BY_SIDE = {
@@ -76,8 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     revoke.add_argument("key_id")
     revoke.set_defaults(run=_revoke_key)
     for action in (create, listing, revoke):
-        action.add_argument("-c", "--config", type=Path, default=None, metavar="FILE")
-        action.add_argument("--data-dir", type=Path, default=None)
+        server_options(action)
+    usage.add_parser(commands)
+    evict.add_parser(commands)
+    backup.add_parsers(commands)
     return parser
 
 
@@ -157,18 +160,9 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-async def _open_store(args: argparse.Namespace) -> Store:
-    """The state of the server that these arguments would start."""
-    if args.config is not None:
-        config, _ = load_config(args.config, data_dir=args.data_dir)
-    else:
-        config = default_config(data_dir=args.data_dir)
-    return await Store.open(config.data_dir, config.database_url, lock=False)
-
-
 def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
     async def create() -> None:
-        store = await _open_store(args)
+        store = await open_store(args)
         record, key = await store.keys.create(args.tenant, args.name, time.time())
         await store.close()
         print(key)
@@ -179,7 +173,7 @@ def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
     async def listing() -> None:
-        store = await _open_store(args)
+        store = await open_store(args)
         for record in await store.keys.list():
             state = "revoked" if record.revoked_at is not None else "active"
             print(f"{record.key_id}  {record.tenant_id}  {state:8} {_day(record.created_at)}  {record.name}")
@@ -190,7 +184,7 @@ def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
     async def revoke() -> bool:
-        store = await _open_store(args)
+        store = await open_store(args)
         revoked = await store.keys.revoke(args.key_id, time.time())
         await store.close()
         return revoked

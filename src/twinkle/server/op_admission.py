@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from twinkle.errors import QuotaError
-from twinkle.server.futures import Futures
+from twinkle.server.futures import PROMISE_BYTES, Futures
 from twinkle.server.live_adapter import LiveAdapter
 from twinkle.server.scheduler import Scheduler
 from twinkle.server.tenants import TenantLimits, Tenants
@@ -45,11 +45,11 @@ class OpAdmission:
         self._tenants.training_rate.check(tenant_id, limits.training_tokens_per_minute)
 
     def check_results(self, tenant_id: str) -> None:
-        """What waits and runs will have results, too, hardly ever larger than what was sent."""
-        limits = self._tenants.limits(tenant_id)
+        """Raise QuotaError if the tenant has too many results to fetch."""
+        limit = self._tenants.limits(tenant_id).unfetched_bytes
         unfetched = self._futures.unfetched_bytes(tenant_id)
-        if unfetched + self._queued_bytes(tenant_id) >= limits.unfetched_bytes and unfetched:
-            raise QuotaError("bytes of results not fetched", unfetched, limits.unfetched_bytes)
+        if unfetched >= limit:
+            raise QuotaError("bytes of results not fetched", unfetched, limit)
 
     @contextmanager
     def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
@@ -78,9 +78,14 @@ class OpAdmission:
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
         if waiting >= limits.queued_ops:
             raise QuotaError("queued ops", waiting, limits.queued_ops)
-        size = self._queued_bytes(tenant_id)
-        if size and size + len(op.body) > limits.queued_bytes:
-            raise QuotaError("bytes of queued ops", size, limits.queued_bytes)
+        queued = self._queued_bytes(tenant_id)
+        if queued and queued + len(op.body) > limits.queued_bytes:
+            raise QuotaError("bytes of queued ops", queued, limits.queued_bytes)
+        # What waits and runs will have results, too, hardly ever larger than what was sent.
+        coming = queued + (waiting + 1) * PROMISE_BYTES + len(op.body)
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if waiting and unfetched + coming > limits.unfetched_bytes:
+            raise QuotaError("bytes of results not fetched, or on their way", unfetched, limits.unfetched_bytes)
 
     def _queued_bytes(self, tenant_id: str) -> int:
         own = (adapter for adapter in self._adapters.values() if adapter.run.tenant_id == tenant_id)

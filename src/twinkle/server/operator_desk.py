@@ -4,12 +4,12 @@ import logging
 
 from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError
 from twinkle.server.gateway import Gateway
+from twinkle.server.state import EVICT
 
-__all__ = ["EVICT", "answer_operators"]
+__all__ = ["answer_operators"]
 
 logger = logging.getLogger(__name__)
 
-EVICT = "evict"
 _FORGOTTEN_SECONDS = 86_400.0
 
 

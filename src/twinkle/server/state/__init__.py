@@ -14,7 +14,7 @@ from twinkle.server.state.errors import (
     StoreClosedError,
 )
 from twinkle.server.state.keys import KeyRecord, Keys
-from twinkle.server.state.operator_requests import OperatorRequest, OperatorRequests
+from twinkle.server.state.operator_requests import EVICT, OperatorRequest, OperatorRequests
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
 from twinkle.server.state.runs import Runs, RunState
 from twinkle.server.state.sampling import SamplingSessions
@@ -24,6 +24,7 @@ from twinkle.server.state.store import Store
 from twinkle.server.state.usage import DailyUsage, UsageRecords
 
 __all__ = [
+    "EVICT",
     "Accepted",
     "AcceptedRun",
     "CheckpointExistsError",

@@ -12,7 +12,9 @@ from sqlalchemy import bindparam, delete, insert, select, update
 from twinkle.server.state.database import Database
 from twinkle.server.state.tables import OPERATOR_REQUESTS
 
-__all__ = ["OperatorRequest", "OperatorRequests"]
+__all__ = ["EVICT", "OperatorRequest", "OperatorRequests"]
+
+EVICT = "evict"  # an adapter, by its run
 
 _OF_ID = OPERATOR_REQUESTS.c.request_id == bindparam("id")
 _INSERT = insert(OPERATOR_REQUESTS)

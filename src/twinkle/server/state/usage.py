@@ -7,10 +7,10 @@ from sqlalchemy import bindparam, func, insert, select, update
 
 from twinkle.errors import StorageQuotaError
 from twinkle.server.state.database import Cursor, Database, Row
-from twinkle.server.state.tables import CHECKPOINTS, SAMPLING_SESSIONS, USAGE
+from twinkle.server.state.tables import CHECKPOINTS, RUNS, SAMPLING_SESSIONS, SESSIONS, USAGE
 from twinkle.server.usage import UsageCounts
 
-__all__ = ["DailyUsage", "UsageRecords", "check_storage"]
+__all__ = ["DailyUsage", "ProjectStorage", "UsageRecords", "check_storage"]
 
 _COUNTERS = ("trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests")
 _AT = (USAGE.c.tenant_id == bindparam("tenant")) & (USAGE.c.day == bindparam("on_day"))
@@ -41,6 +41,20 @@ _FILES_OF_TENANT = (
     .subquery()
 )
 _STORAGE = select(_FILES.c.tenant_id, func.sum(_FILES.c.size_bytes).label("bytes")).group_by(_FILES.c.tenant_id)
+_BY_PROJECT = (
+    select(
+        SESSIONS.c.project_id,
+        func.count().label("checkpoints"),
+        func.sum(CHECKPOINTS.c.size_bytes).label("bytes"),
+    )
+    .select_from(
+        CHECKPOINTS.join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id).join(
+            SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id
+        )
+    )
+    .where(CHECKPOINTS.c.tenant_id == bindparam("tenant"))
+    .group_by(SESSIONS.c.project_id)
+)
 _STORAGE_OF_TENANT = select(func.coalesce(func.sum(_FILES_OF_TENANT.c.size_bytes), 0))
 
 
@@ -52,6 +66,15 @@ class DailyUsage:
     day: str
     counts: UsageCounts
     storage_bytes: int
+
+
+@dataclass(frozen=True)
+class ProjectStorage:
+    """The checkpoints of a tenant that belong to one project, or to none."""
+
+    project_id: str | None
+    checkpoints: int
+    size_bytes: int
 
 
 class UsageRecords:
@@ -100,6 +123,12 @@ class UsageRecords:
         """Bytes on disk of every tenant that has some: checkpoints and what samplers were made from."""
         rows = await self._database.read(lambda cursor: cursor.rows(_STORAGE, {}))
         return {row["tenant_id"]: int(row["bytes"]) for row in rows}
+
+    async def stored_by_project(self, tenant_id: str) -> tuple[ProjectStorage, ...]:
+        """Checkpoints alone, the largest project first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_BY_PROJECT, {"tenant": tenant_id}))
+        stored = (ProjectStorage(row["project_id"], int(row["checkpoints"]), int(row["bytes"])) for row in rows)
+        return tuple(sorted(stored, key=lambda each: -each.size_bytes))
 
     async def storage_of(self, tenant_id: str) -> int:
         return await self._database.read(lambda cursor: _storage(cursor, tenant_id))
