@@ -194,8 +194,8 @@ async def _keep_house(gateway: Gateway) -> None:
 
 
 async def _house(gateway: Gateway, now: float) -> None:
-    await answer_operators(gateway, now)
     await gateway.keep_house(now)
+    await answer_operators(gateway, now)
 
 
 def _allow_many_connections() -> None:

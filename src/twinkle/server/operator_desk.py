@@ -2,7 +2,7 @@
 
 import logging
 
-from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError
+from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError, UnknownNameError
 from twinkle.server.gateway import Gateway
 from twinkle.server.state import EVICT
 
@@ -18,11 +18,15 @@ async def answer_operators(gateway: Gateway, now: float) -> None:
     requests = gateway.store.operator_requests
     for request in await requests.open():
         logger.info("the operator asks: %s %s", request.kind, request.target)
-        assert request.kind == EVICT, request.kind
         try:
+            if request.kind != EVICT:
+                raise UnknownNameError("request", request.kind, [EVICT])
             answer, failed = await _evict(gateway, request.target), False
         except TwinkleError as error:
             answer, failed = str(error), True
+        except Exception:  # housekeeping must outlive any error, and would meet this one again
+            logger.exception("%s %s failed", request.kind, request.target)
+            answer, failed = "internal error; the server's log has the details", True
         await requests.answer(request.request_id, answer, failed=failed)
     await requests.forget(now - _FORGOTTEN_SECONDS)
 
