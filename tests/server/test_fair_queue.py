@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.server.fair_queue import MAX_SKIPS, FairQueue
@@ -63,6 +63,7 @@ def test_who_may_not_start_is_passed_over_and_keeps_its_place() -> None:
     assert [queue.pop() for _ in range(3)] == ["a", "a", None]
 
 
+@settings(deadline=None, max_examples=40)
 @given(
     priorities=st.lists(st.sampled_from(Priority), min_size=2, max_size=5),
     weights=st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=5, max_size=5),

@@ -1,7 +1,7 @@
 """Tokens a minute on a clock of our own: exact, whoever comes when."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.errors import RateLimitError
@@ -67,6 +67,7 @@ def test_a_request_larger_than_a_minutes_worth_needs_all_and_leaves_a_debt() -> 
     assert taken(rate, 1)
 
 
+@settings(deadline=None)
 @given(asked=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 60)), min_size=1, max_size=50))
 def test_no_window_sees_more_than_the_rate_and_a_minutes_worth(asked: list[tuple[float, int]]) -> None:
     clock = Clock()

@@ -32,6 +32,9 @@ from twinkle.server.wire import responses
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 5.0
+# What a tenant gets of a batch while others have work: on a GPU as much as takes hardly longer than less would.
+_CONTENDED_TOKENS = 2048
+_CONTENDED_PART = 16
 
 
 class OpRunner:
@@ -51,7 +54,11 @@ class OpRunner:
         allowed_dirs: Sequence[Path],
     ) -> None:
         self.adapters: dict[str, LiveAdapter] = {}
-        self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
+        self.scheduler = Scheduler(
+            model.tokens_per_batch,
+            merge=merge,
+            contended_tokens=min(_CONTENDED_TOKENS, model.tokens_per_batch // _CONTENDED_PART),
+        )
         self.native = NativeHost(model, templates)
         self.checkpoints = Checkpoints(model, self.native, store, compute, files, tenants, allowed_dirs)
         self.snapshots = Snapshots(model, self.native, store, compute, files)

@@ -10,6 +10,8 @@ Which passes come first:
   for its weight. The batch is filled one op at a time by the same rule; what does not fit the rest of the budget is
   left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than one. A tenant that had
   nothing ready starts again where the least served of its priority is: idle time earns nothing.
+- While others have work, or had lately, a tenant fills no batch to the brim, for all would wait until it is done: it
+  gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more.
 - Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
   while a pass is ready: nobody keeps others waiting with steps alone.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
@@ -22,8 +24,8 @@ sleep until something is submitted or ``next_deadline()``.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,6 +67,7 @@ class BatchKind(StrEnum):
     BARRIERS = "barriers"
 
 
+_LATELY = 64  # batches
 _BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
 _FIRST = (-len(Priority), 0.0)  # before any tenant's place
@@ -103,6 +106,8 @@ class _Tenant:
         self.tokens = 0
         self.standing = Standing()
         self.share = 0.0  # tokens for its weight, plus what it was raised by for idle times
+        self.demand = 0  # tokens of all its ready passes, when a batch of passes was last made of what was ready
+        self.demanded_at = 0  # the number of that batch
         self.turn = 0  # the number of the batch that last started its longest-ready pass
         self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
 
@@ -133,13 +138,41 @@ class _Adapter:
         self.ready_batch = 0  # batches so far when it became ready
 
 
+class _Portions:
+    """How much of one batch each tenant may have, while others have work or had lately."""
+
+    def __init__(self, contended_tokens: int | None, demanding: Iterable[_Tenant]) -> None:
+        self._contended_tokens = contended_tokens
+        self._largest = heapq.nlargest(2, ((each.demand / each.standing.weight, each.tenant_id) for each in demanding))
+        self._taken: Counter[str] = Counter()
+
+    def has_room(self, tenant: _Tenant, tokens: int) -> bool:
+        """Its first pass goes in any case."""
+        taken = self._taken[tenant.tenant_id]
+        others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
+        if not taken or not others or self._contended_tokens is None:
+            return True
+        return taken + tokens <= max(self._contended_tokens, others[0] * tenant.standing.weight)
+
+    def take(self, tenant: _Tenant, tokens: int) -> None:
+        self._taken[tenant.tenant_id] += tokens
+
+
 class Scheduler:
     """See the module. Adapters are made known first; an unknown adapter or ticket is the caller's bug and raises."""
 
     def __init__(
-        self, token_budget: int, *, merge: bool = True, gap_timeout: float = 360.0, max_skips: int = 8
+        self,
+        token_budget: int,
+        *,
+        merge: bool = True,
+        gap_timeout: float = 360.0,
+        max_skips: int = 8,
+        contended_tokens: int | None = None,
     ) -> None:
+        """contended_tokens: of one tenant in a batch while others have work; None: as many as there is room for."""
         self._budget = token_budget
+        self._contended_tokens = contended_tokens
         self._merge = merge
         self._gap_timeout = gap_timeout
         self._max_skips = max_skips
@@ -150,6 +183,7 @@ class Scheduler:
         self._blocked: dict[str, _Adapter] = {}  # its next op is missing or must be refused
         self._barriers: dict[str, _Adapter] = {}
         self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
+        self._demanding: OrderedDict[str, _Tenant] = OrderedDict()  # had a ready pass lately, longest ago first
         self._ready_count = 0
         # By priority, the smallest share of a ready tenant when a pass batch was last made.
         self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
@@ -275,14 +309,26 @@ class Scheduler:
         self._batches += 1
         self._pass_batches += 1
         self._barriers_in_a_row = 0
+        self._note_demands()
         tickets = self._fill(lead)
         self._pass_ops += len(tickets)
         return Batch(lead.ready_kind, tickets)
+
+    def _note_demands(self) -> None:
+        for tenant in self._ready_tenants.values():
+            heads = (adapter.ops.head for adapter in tenant.ready.values())
+            tenant.demand = min(self._budget, sum(head.tokens for head in heads if head is not None))
+            tenant.demanded_at = self._batches
+            self._demanding[tenant.tenant_id] = tenant
+            self._demanding.move_to_end(tenant.tenant_id)
+        while self._batches - next(iter(self._demanding.values())).demanded_at > _LATELY:
+            self._demanding.popitem(last=False)
 
     def _fill(self, lead: _Adapter) -> tuple[Ticket, ...]:
         """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit."""
         tickets: list[Ticket] = []
         room = self._budget
+        portions = _Portions(self._contended_tokens, self._demanding.values())
         queue = [
             (_FIRST if tenant is lead.tenant else tenant.place, line[0].ready_rank, line)
             for tenant in self._ready_tenants.values()
@@ -294,8 +340,11 @@ class Scheduler:
             adapter = line.popleft()
             ticket = adapter.ops.head
             assert ticket is not None
+            if not portions.has_room(adapter.tenant, ticket.tokens):
+                continue  # none of its other passes either
             if not tickets or ticket.tokens <= room:
                 tickets.append(self._start_pass(adapter))
+                portions.take(adapter.tenant, ticket.tokens)
                 room -= ticket.tokens
                 following = adapter.ops.head
                 if following is not None and following.kind is ticket.kind:
