@@ -155,7 +155,7 @@ class LimitsConfig(BaseModel):
         default=64 * 2**20, description="Size of one request body, also after decompression."
     )
     max_uploading_bytes_per_tenant: Count = Field(
-        default=256 * 2**20, description="Request bodies of a tenant that are being received or read at one time."
+        default=256 * 2**20, description="Bodies of requests that are not answered yet, from their first byte on."
     )
     max_sessions_per_tenant: Count = Field(default=1000, description="Sessions that are active.")
     max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")

@@ -18,7 +18,7 @@ class SpecialLimits(BaseModel):
     model_config = STRICT
 
     max_uploading_bytes_per_tenant: Count | None = Field(
-        default=None, description=f"Request bodies that are being received or read; {_AS_FOR_ALL}"
+        default=None, description=f"Bodies of requests that are not answered yet; {_AS_FOR_ALL}"
     )
     max_sessions_per_tenant: Count | None = Field(default=None, description=f"Active sessions; {_AS_FOR_ALL}")
     max_adapters_per_tenant: Count | None = Field(default=None, description=f"Live adapters; {_AS_FOR_ALL}")

@@ -16,7 +16,7 @@ _LONGEST = timedelta(days=366)
 
 
 @router.get("/events")
-async def events(request: Request, starting_on: str, ending_before: str) -> Response:
+async def events(request: Request, starting_on: str = "", ending_before: str = "") -> Response:
     """By day: we know no hours. A day that is partly within the window is there as a whole."""
     tenant_id = await tenant_of(request)
     start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
