@@ -214,8 +214,29 @@ class ShuttingDownError(TwinkleServerError):
 class QuotaError(TwinkleServerError, RuntimeError):
     """A tenant's limit is reached for now."""
 
+    retry_after = 1  # seconds
+
     def __init__(self, what: str, used: int, limit: int) -> None:
         super().__init__(f"{what}: {used} of {limit} in use; wait until some are done, or ask for a higher limit")
+
+
+class RateLimitError(QuotaError):
+    """A tenant's tokens of this minute are used up, or what is left is too little for this request."""
+
+    def __init__(self, what: str, limit: int, retry_after: int) -> None:
+        message = f"{what}: the limit of {limit} is reached; try again in {retry_after} s, or ask for a higher limit"
+        TwinkleServerError.__init__(self, message)
+        self.retry_after = retry_after
+
+
+class StorageQuotaError(UserError, RuntimeError):
+    """What a tenant wants to keep does not fit the disk space that it may use."""
+
+    def __init__(self, used: int, wanted: int, limit: int) -> None:
+        super().__init__(
+            f"max_checkpoint_bytes_per_tenant: {used} bytes of checkpoints are kept, and {wanted} more would pass the "
+            f"limit of {limit}; nothing was saved: delete checkpoints or ask for a higher limit"
+        )
 
 
 def _restored(kind: type[TwinkleError], args: tuple[object, ...], attributes: Mapping[str, object]) -> TwinkleError:

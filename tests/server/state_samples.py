@@ -142,6 +142,7 @@ def sampling_session(number: int = 1, session_id: str = "s1", **fields) -> Sampl
         version_id=fields.pop("version_id", None),
         directory=fields.pop("directory", None),
         created_at=100.0,
+        size_bytes=fields.pop("size_bytes", 0),
     )
 
 

@@ -17,6 +17,7 @@ from twinkle.server.mock import mock_model
 from twinkle.server.native.host import NativeHost
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.templates import Templates
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import Op, OpKind, Outcome, PublishSampler, SaveWeights
 
 RUN = samples.run()
@@ -30,7 +31,7 @@ def with_checkpoints(root: Path, check: Callable[[Checkpoints, Store], Awaitable
         model.trainer.create_adapter(RUN.run_id, LoraSpec(8, seed=1))
         try:
             native = NativeHost(model, Templates(model))
-            await check(Checkpoints(model, native, store, compute, DataDir(root), ()), store)
+            await check(Checkpoints(model, native, store, compute, DataDir(root), Tenants(), ()), store)
         finally:
             compute.close()
 

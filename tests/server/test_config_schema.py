@@ -43,11 +43,18 @@ def problems(*applications):
 def test_defaults_of_limits():
     assert LimitsConfig().model_dump() == {
         "max_request_bytes": 64 * 1024 * 1024,
+        "max_uploading_bytes_per_tenant": 256 * 1024 * 1024,
+        "max_sessions_per_tenant": 1000,
         "max_adapters_per_tenant": 30,
         "max_queued_ops_per_tenant": 1024,
+        "max_queued_bytes_per_tenant": 2**30,
+        "max_training_tokens_per_minute": None,
+        "max_sampling_tokens_per_minute": None,
+        "max_checkpoint_bytes_per_tenant": None,
         "max_waiting_samples_per_tenant": 4096,
         "max_rank": 128,
         "max_tokens_per_request": 1_048_576,
+        "max_custom_losses_per_tenant": 100,
         "max_processors_per_tenant": 20,
         "max_processor_sessions_per_tenant": 4,
         "processor_memory_gib": 4.0,

@@ -26,6 +26,7 @@ from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
 from twinkle.server.routes.http import install_error_handlers
 from twinkle.server.state import StorageFullError
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import Op, OpKind, RunRecord, SaveWeights
 from twinkle.server.wire import tinker_pb2 as pb
 
@@ -691,7 +692,7 @@ def test_a_save_that_cannot_be_written_is_no_mistake_of_the_tenants() -> None:
     compute = Compute()
     files = DataDir(Path("/var/lib/twinkle"))
     store = SimpleNamespace(checkpoints=NoCheckpoints())
-    checkpoints = Checkpoints(SimpleNamespace(trainer=FullDisk()), None, store, compute, files, ())
+    checkpoints = Checkpoints(SimpleNamespace(trainer=FullDisk()), None, store, compute, files, Tenants(), ())
     run = RunRecord("s:train:0", "s", 0, "t", "mock", "mock", LoraSpec(rank=8), 0.0, 0.0)
     op = Op(run.run_id, 1, OpKind.SAVE, SaveWeights("ck"), b"")
     outcome = json.loads(asyncio.run(checkpoints.run(op, run)).body)

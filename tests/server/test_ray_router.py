@@ -25,6 +25,7 @@ from twinkle.server.ray_serve.replica import ReplicaGoneError
 from twinkle.server.ray_serve.router import Router
 from twinkle.server.state import Store
 from twinkle.server.telemetry.start import Telemetry
+from twinkle.server.tenants import Tenants
 
 
 class Member:
@@ -46,6 +47,7 @@ class Member:
             self.store,
             self.compute,
             files,
+            Tenants(),
             Telemetry(),
             merge=True,
             is_ours=lambda run: group.owner(run.run_id, run.replica) == self.name,

@@ -24,6 +24,7 @@ from twinkle.server.compute import Compute
 from twinkle.server.files import DataDir
 from twinkle.server.mock import MockSampler, MockTrainer
 from twinkle.server.sampler_service import SamplerService
+from twinkle.server.tenants import TenantLimits, Tenants, TenantTerms
 from twinkle.server.types import SamplingSessionRecord
 
 
@@ -204,7 +205,7 @@ def test_generate_counts_with_the_samples_of_its_tenant() -> None:
         service.cancel("s:sample:0:0")
         service.sample(session(), request(3))
 
-    running(ScriptedSampler(), check, max_waiting=1)
+    running(ScriptedSampler(), check, tenants=Tenants(TenantTerms(TenantLimits(waiting_samples=1))))
 
 
 def test_stopping_lets_listeners_go() -> None:

@@ -382,7 +382,7 @@ def test_barriers_without_end_do_not_hold_up_passes():
     scheduler.add_adapter("trainer", "trainer")
     submit(scheduler, "trainer", [BACKWARD])
 
-    assert [run(scheduler)[0] for _ in range(5)] == ["saver:0", "saver:1", "saver:2", "trainer:0", "saver:3"]
+    assert [run(scheduler)[0] for _ in range(5)] == ["saver:0", "saver:1", "trainer:0", "saver:2", "saver:3"]
 
 
 def test_passes_without_end_do_not_hold_up_barriers():

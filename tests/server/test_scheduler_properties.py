@@ -22,6 +22,7 @@ from twinkle.server.scheduler import (
     Ticket,
     TooLate,
 )
+from twinkle.server.standing import Priority, Standing
 from twinkle.server.types import OpKind
 
 BUDGET, GAP_TIMEOUT, MAX_SKIPS = 10, 100.0, 3
@@ -101,15 +102,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.accepted: set[str] = set()
         self.ended: set[str] = set()
         self.batches = 0
-        self.barriers_last = False
+        self.barriers_in_a_row = 0
         self.ready: dict[str, int] = {}  # adapters with a ready pass, longest-ready first: batches when it became ready
-        self.shares = dict.fromkeys(TENANTS, 0)
-        self.floor = 0
+        self.shares = dict.fromkeys(TENANTS, 0.0)
+        self.standings = dict.fromkeys(TENANTS, Standing())
+        self.floors = dict.fromkeys(Priority, 0.0)
         self.turns = dict.fromkeys(TENANTS, 0)  # batches when the longest-ready pass of a tenant last started
         self.passed_over: dict[str, tuple[str, int]] = {}  # a tenant's longest-ready pass, batches that went by it
         self.barriers_passed_over = 0
 
     # --- what may happen ----------------------------------------------------------------------------------------------
+
+    @rule(tenant=st.sampled_from(TENANTS), weight=st.sampled_from([0.5, 1.0, 4.0]), priority=st.sampled_from(Priority))
+    def set_standing(self, tenant: str, weight: float, priority: Priority) -> None:
+        self.standings[tenant] = Standing(weight, priority)
+        self.scheduler.set_standing(tenant, self.standings[tenant])
 
     @precondition(lambda self: len(self.adapters) < 6)
     @rule(tenant=st.sampled_from(TENANTS), next_seq=st.integers(0, 3), spoilt=st.booleans())
@@ -181,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert batch.tickets[0].adapter_id == lead if lead else batch.kind is BatchKind.BARRIERS
         self.batches += 1
-        self.barriers_last = lead is None
+        self.barriers_in_a_row = self.barriers_in_a_row + 1 if lead is None else 0
         self.count_passed_over(batch)
         for ticket in batch.tickets:
             self.start(ticket)
@@ -196,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert adapter.waiting.pop(ticket.seq) == ticket
         assert ticket.seq == adapter.next_seq
         adapter.next_seq += 1
-        self.shares[adapter.tenant] += ticket.tokens
+        self.shares[adapter.tenant] += ticket.tokens / self.standings[adapter.tenant].weight
         if self.firsts().get(adapter.tenant) == ticket.adapter_id:
             self.turns[adapter.tenant] = self.batches
         self.ready.pop(ticket.adapter_id, None)
@@ -291,10 +298,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             return None
         waits = {tenant: self.batches - max(self.turns[tenant], self.ready[name]) for tenant, name in firsts.items()}
         overdue = max(waits.values()) >= MAX_SKIPS
-        if barriers and not (overdue and self.barriers_last):
+        if barriers and self.barriers_in_a_row < (1 if overdue else 2):
             return None
-        least = min(firsts, key=self.shares.__getitem__)
-        self.floor = max(self.floor, self.shares[least])
+        for priority in Priority:
+            shares = [self.shares[tenant] for tenant in firsts if self.standings[tenant].priority is priority]
+            self.floors[priority] = max(self.floors[priority], min(shares, default=0.0))
+        highest = max(self.standings[tenant].priority for tenant in firsts)
+        leads = [tenant for tenant in firsts if self.standings[tenant].priority is highest]
+        least = min(leads, key=self.shares.__getitem__)
         return firsts[max(firsts, key=waits.__getitem__) if overdue else least]
 
     def count_passed_over(self, batch: Batch) -> None:
@@ -307,7 +318,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.passed_over[tenant] = (name, count + 1 if known == name else 1)
                 assert self.passed_over[tenant][1] <= MAX_SKIPS + 2 * len(TENANTS)
         barriers = [each for each in self.adapters.values() if (ready := each.ready()) and not ready.kind.is_pass]
-        self.barriers_passed_over = self.barriers_passed_over + 1 if barriers and not self.barriers_last else 0
+        passed_over = barriers and not self.barriers_in_a_row
+        self.barriers_passed_over = self.barriers_passed_over + 1 if passed_over else 0
         assert self.barriers_passed_over <= 1
 
     def update_ready(self, candidates: list[str]) -> None:
@@ -318,7 +330,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if name in heads and heads[name].kind.is_pass and name not in self.ready:
                 tenant = self.adapters[name].tenant
                 if tenant not in self.firsts():
-                    self.shares[tenant] = max(self.shares[tenant], self.floor)
+                    floor = self.floors[self.standings[tenant].priority]
+                    self.shares[tenant] = max(self.shares[tenant], floor)
                 self.ready[name] = self.batches
 
     @invariant()
@@ -454,3 +467,112 @@ def test_tenants_with_work_get_equal_tokens_whatever_their_number_of_adapters(
         assert max(numbers.tokens.values()) - min(numbers.tokens.values()) <= 10
         for ticket in batch.tickets:
             scheduler.finish(ticket, failed=False)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
+    adapters=st.lists(st.integers(1, 6), min_size=4, max_size=4),
+)
+def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], adapters: list[int]):
+    """Never more than one op apart, as long as nobody is overdue."""
+    scheduler = Scheduler(10, max_skips=1000)
+    for tenant, weight in enumerate(weights):
+        scheduler.set_standing(f"t{tenant}", Standing(weight))
+        for i in range(adapters[tenant]):
+            scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
+            for seq in range(20):
+                scheduler.submit(Ticket(f"{tenant}:{i}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+
+    while batch := scheduler.next_batch():
+        numbers = scheduler.numbers()
+        if not all(numbers.waiting.values()):
+            return
+        served = [numbers.tokens[f"t{tenant}"] / weight for tenant, weight in enumerate(weights)]
+        assert max(served) - min(served) <= 10 / min(weights)
+        for ticket in batch.tickets:
+            scheduler.finish(ticket, failed=False)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    priorities=st.lists(st.sampled_from(Priority), min_size=2, max_size=6),
+    weights=st.lists(st.sampled_from([0.01, 1.0, 100.0]), min_size=6, max_size=6),
+    skips=st.integers(0, 8),
+)
+def test_nobody_starves_whatever_weights_and_priorities(priorities: list[Priority], weights: list[float], skips: int):
+    """Everybody always has work of which one op fills a batch; each leads again within the bound."""
+    scheduler = Scheduler(10, max_skips=skips)
+    for tenant, priority in enumerate(priorities):
+        scheduler.set_standing(f"t{tenant}", Standing(weights[tenant], priority))
+        scheduler.add_adapter(f"a{tenant}", f"t{tenant}")
+        for seq in range(120):
+            scheduler.submit(Ticket(f"a{tenant}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+    waited = dict.fromkeys(range(len(priorities)), 0)
+    for _ in range(100):
+        batch = scheduler.next_batch()
+        assert batch is not None
+        served = {int(ticket.adapter_id[1:]) for ticket in batch.tickets}
+        for tenant in waited:
+            waited[tenant] = 0 if tenant in served else waited[tenant] + 1
+            assert waited[tenant] <= skips + 2 * len(priorities)
+        for ticket in batch.tickets:
+            scheduler.finish(ticket, failed=False)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    adapters=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+    sizes=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    contended=st.integers(1, 60),
+)
+def test_beside_others_a_tenant_gets_a_portion_of_a_batch(
+    adapters: list[int], weights: list[float], sizes: list[int], contended: int
+):
+    """As many tokens as anybody else asks for, by weight, or the portion that everybody has; and at least one op."""
+    scheduler = Scheduler(1000, contended_tokens=contended)
+    for tenant, count in enumerate(adapters):
+        scheduler.set_standing(f"t{tenant}", Standing(weights[tenant]))
+        for i in range(count):
+            scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
+            for seq in range(4):
+                kind = OpKind.OPTIM_STEP if seq % 2 else OpKind.FORWARD_BACKWARD
+                scheduler.submit(Ticket(f"{tenant}:{i}", seq, kind, 0 if seq % 2 else sizes[tenant], b""), 0.0)
+    demands = {tenant: count * sizes[tenant] for tenant, count in enumerate(adapters)}
+    while batch := scheduler.next_batch():
+        taken: dict[int, list[int]] = {}
+        for ticket in batch.tickets:
+            taken.setdefault(int(ticket.adapter_id.partition(":")[0]), []).append(ticket.tokens)
+            scheduler.finish(ticket, failed=False)
+        for tenant, tokens in taken.items():
+            others = [demands[each] / weights[each] for each in demands if each != tenant]
+            assert len(tokens) == 1 or sum(tokens) <= max(contended, max(others) * weights[tenant])
+    assert sum(scheduler.numbers().waiting.values()) == 0
+
+
+def test_a_tenant_on_its_own_fills_batches_again_after_a_while():
+    scheduler = Scheduler(100, contended_tokens=20)
+    for name, tenant in (("small", "other"), *((f"a{i}", "big") for i in range(10))):
+        scheduler.add_adapter(name, tenant)
+        for seq in range(100 if tenant == "big" else 1):
+            scheduler.submit(Ticket(name, seq, OpKind.FORWARD, 10, b""), 0.0)
+    sizes = []
+    while batch := scheduler.next_batch():
+        sizes.append(sum(ticket.tokens for ticket in batch.tickets if ticket.adapter_id != "small"))
+        for ticket in batch.tickets:
+            scheduler.finish(ticket, failed=False)
+    assert set(sizes[:60]) == {20}
+    assert sizes[70] == 100
+
+
+def test_tenants_of_one_size_share_every_batch():
+    """Merging is what the service is for: the portion is no less than what the others ask for."""
+    scheduler = Scheduler(1000, contended_tokens=1)
+    for tenant in range(16):
+        for i in range(2):
+            scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
+            scheduler.submit(Ticket(f"{tenant}:{i}", 0, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert len(batch.tickets) == 32

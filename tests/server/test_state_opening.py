@@ -157,8 +157,19 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     new = query(tmp_path, tables)
     query(tmp_path, "ALTER TABLE runs DROP COLUMN replica")
     query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN replica")
-    for table in ("sampling_clients", "leases", "run_metrics", "run_metric_names", "custom_losses"):
+    for table in (
+        "sampling_clients",
+        "leases",
+        "run_metrics",
+        "run_metric_names",
+        "custom_losses",
+        "usage",
+        "operator_requests",
+    ):
         query(tmp_path, f"DROP TABLE {table}")
+    for index in ("sampling_sessions_by_size", "sessions_by_state_of_tenant"):
+        query(tmp_path, f"DROP INDEX {index}")
+    query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN size_bytes")
     query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):

@@ -312,6 +312,10 @@ WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
     ("GET", "/get_server_capabilities"): lambda tenant: tenant.get("get_server_capabilities"),
     ("GET", "/training_runs"): lambda tenant: tenant.get("training_runs"),
     ("GET", "/checkpoints"): lambda tenant: tenant.get("checkpoints"),
+    ("GET", "/billing/usage/events"): lambda tenant: tenant.get(
+        "billing/usage/events", starting_on="2026-01-01T00:00:00Z", ending_before="2026-12-31T00:00:00Z"
+    ),
+    ("GET", "/billing/usage/checkpoints/current"): lambda tenant: tenant.get("billing/usage/checkpoints/current"),
     ("POST", "/create_session"): lambda tenant: tenant.post("create_session", {}),
     ("GET", "/models"): lambda tenant: tenant.get("models"),
     ("GET", "/v1/models"): lambda tenant: tenant.http.get(_at(tenant, "/v1/models")),

@@ -1,4 +1,4 @@
-"""The HTTP application: routers by area under ``/api/v1``, error handlers, and around all of it what is measured."""
+"""The HTTP application: routers by area under ``/api/v1``, error handlers, and around it what counts and measures."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -8,6 +8,7 @@ from fastapi import FastAPI
 import twinkle
 from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
+    billing,
     custom_losses,
     dashboard,
     futures,
@@ -27,6 +28,7 @@ from twinkle.server.routes import (
     training,
 )
 from twinkle.server.routes.http import install_error_handlers
+from twinkle.server.routes.uploads import UploadCounter
 from twinkle.server.telemetry.http_requests import ObservedRequests
 from twinkle.server.telemetry.start import Telemetry
 
@@ -48,6 +50,7 @@ def make_app(
         health,
         custom_losses,
         rest,
+        billing,
         native_model,
         native_processor,
         native_sampler,
@@ -62,4 +65,5 @@ def make_app(
     app.state.telemetry = telemetry
     app.add_middleware(ObservedRequests, metrics=telemetry.metrics, tracing=telemetry.tracing)
     describe_bodies(app)
+    app.add_middleware(UploadCounter)
     return app

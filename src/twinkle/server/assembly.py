@@ -13,6 +13,7 @@ from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
 from twinkle.server.telemetry.start import Telemetry
 from twinkle.server.templates import Templates
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import RunRecord
 
 
@@ -22,6 +23,7 @@ def services_on(
     store: Store,
     compute: Compute,
     files: DataDir,
+    tenants: Tenants,
     telemetry: Telemetry,
     *,
     merge: bool,
@@ -38,8 +40,7 @@ def services_on(
         files,
         merge=merge,
         allowed_dirs=config.allowed_dirs,
-        max_queued_ops=limits.max_queued_ops_per_tenant,
-        max_unfetched_bytes=limits.max_unfetched_result_bytes,
+        tenants=tenants,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         is_ours=is_ours,
         recorder=telemetry.training(model.name),
@@ -50,8 +51,8 @@ def services_on(
         model.sampler,
         compute,
         files,
-        max_waiting=limits.max_waiting_samples_per_tenant,
-        max_unfetched_bytes=limits.max_unfetched_result_bytes,
+        tenants=tenants,
+        context=model.max_context_length,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         completion_streams=config.clients.batched_sample_polls,
         recorder=telemetry.sampling(model.name),

@@ -9,6 +9,7 @@ import errno
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,6 +17,7 @@ from typing import Literal, TypeVar
 from twinkle.errors import (
     CheckpointError,
     InvalidInputError,
+    StorageQuotaError,
     TwinkleError,
     UnknownCheckpointError,
     UnsupportedError,
@@ -30,6 +32,8 @@ from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sa
 from twinkle.server.native.codec import succeeded
 from twinkle.server.native.host import NativeHost
 from twinkle.server.state import StorageFullError, Store
+from twinkle.server.tenant_turns import TenantTurns
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import (
     CheckpointKind,
     CheckpointRecord,
@@ -66,6 +70,7 @@ class Checkpoints:
         store: Store,
         compute: Compute,
         files: DataDir,
+        tenants: Tenants,
         allowed_dirs: Sequence[Path],
     ) -> None:
         self._model = model
@@ -74,6 +79,8 @@ class Checkpoints:
         self._store = store
         self._compute = compute
         self._files = files
+        self._tenants = tenants
+        self._writing = TenantTurns()  # files: a tenant that saves much waits for itself
         self._publishing: set[str] = set()  # sampling sessions that come into being
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
@@ -124,7 +131,7 @@ class Checkpoints:
         resume = f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
         if is_native_run(run.run_id):
             resume = f"add an adapter in a new session, and resume_from_checkpoint({path.native!r}) goes on from it"
-        return f"session {run.session_id} {why}; its adapter is kept for {days:g} days: {resume}"
+        return f"{why}; its adapter is kept for {days:g} days: {resume}"
 
     async def _name_for_parking(self, run: RunRecord) -> str:
         """One that the tenant did not give to a checkpoint of its own."""
@@ -169,9 +176,13 @@ class Checkpoints:
         if existing is not None and not overwrite:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
+        # What we keep ourselves, when an adapter leaves the device, is kept in any case.
+        most = None if op.seq == _PARKING else self._tenants.limits(run.tenant_id).checkpoint_bytes
+        await self._check_space(run.tenant_id, most)
         directory = self._files.checkpoint(path, op.seq)
-        write = await self._compute.run(copy)
-        await asyncio.to_thread(_write_files, write, directory)
+        async with self._writing.turn(run.tenant_id):
+            write = await self._compute.run(copy)
+            await asyncio.to_thread(_write_files, write, directory)
         now = time.time()
         record = CheckpointRecord(
             run_id=path.run_id,
@@ -186,8 +197,8 @@ class Checkpoints:
             user_metadata=user_metadata,
         )
         try:
-            replaced = await self._store.checkpoints.add(record, overwrite=True)
-        except StorageFullError:
+            replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
+        except (StorageFullError, StorageQuotaError):
             if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
                 await asyncio.to_thread(self._files.remove, record.directory)
             raise
@@ -195,6 +206,12 @@ class Checkpoints:
             return
         if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
             await asyncio.to_thread(self._files.remove, replaced.directory)
+
+    async def _check_space(self, tenant_id: str, most: int | None) -> None:
+        """Before anything is written. How much it will be is known only then, and checked once more."""
+        used = 0 if most is None else await self._store.usage.storage_of(tenant_id)
+        if most is not None and used >= most:
+            raise StorageQuotaError(used, 1, most)
 
     async def _publish_unnamed(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
         """A sampling session of its own. On disk before the client hears of it, on the device at once."""
@@ -233,11 +250,15 @@ class Checkpoints:
         """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
         version_id, directory = record.sampling_session_id, record.directory
         assert directory is not None, "a version has files"
+        most = self._tenants.limits(record.tenant_id).checkpoint_bytes
+        await self._check_space(record.tenant_id, most)
         write = await self._compute.run(lambda: self._publish(version_id, adapter_id))
         made = None
         try:
-            await asyncio.to_thread(_write_files, write, self._files.root / directory)
-            made = await self._store.sampling_sessions.create(record)
+            async with self._writing.turn(record.tenant_id):
+                await asyncio.to_thread(_write_files, write, self._files.root / directory)
+            record = replace(record, size_bytes=size_of(self._files.root / directory))
+            made = await self._store.sampling_sessions.create(record, most_bytes=most)
             return made
         finally:
             if made is None or made.directory != directory:

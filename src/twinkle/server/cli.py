@@ -1,4 +1,4 @@
-"""``twinkle-server``: launch, status, stop, keys, check-config, print-config."""
+"""``twinkle-server``: launch, status, stop, keys, check-config, print-config, and what is in ``commands``."""
 
 import argparse
 import asyncio
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server import process_record
+from twinkle.server.commands import backup, evict, usage
+from twinkle.server.commands.opening import config_of, open_store, server_options
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config, describe, load_config
 from twinkle.server.launch import fetch_status, run_server, start_in_background
-from twinkle.server.state import Store
 
 # What `status` shows of training and of sampling in one line; rates are of about the last minute.
 _SIDE_BY_SIDE = {
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     stop = commands.add_parser("stop", help="end a server once it has finished what runs")
     stop.set_defaults(run=_stop)
     for action in (status, stop):
-        _state_options(action)
+        server_options(action)
 
     keys = commands.add_parser("keys", help="API keys, for auth.mode: keys").add_subparsers(
         required=True, metavar="ACTION"
@@ -84,14 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     revoke.add_argument("key_id")
     revoke.set_defaults(run=_revoke_key)
     for action in (create, listing, revoke):
-        _state_options(action)
+        server_options(action)
+    usage.add_parser(commands)
+    evict.add_parser(commands)
+    backup.add_parsers(commands)
     return parser
-
-
-def _state_options(parser: argparse.ArgumentParser) -> None:
-    """Which server is meant."""
-    parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE")
-    parser.add_argument("--data-dir", type=Path, default=None)
 
 
 def _config_options(parser: argparse.ArgumentParser) -> None:
@@ -149,15 +147,8 @@ def _print_config(args: argparse.Namespace, _given: list[str]) -> None:
     print(describe(config))
 
 
-def _meant(args: argparse.Namespace) -> ServerConfig:
-    """The configuration of the server that these arguments would start."""
-    if args.config is not None:
-        return load_config(args.config, data_dir=args.data_dir)[0]
-    return default_config(data_dir=args.data_dir)
-
-
 def _stop(args: argparse.Namespace, _given: list[str]) -> None:
-    config = _meant(args)
+    config = config_of(args)
     stopped = process_record.stop(config.data_dir)
     if not stopped and config.runtime == "ray":
         from twinkle.server.ray_serve.running import take_down
@@ -169,7 +160,7 @@ def _stop(args: argparse.Namespace, _given: list[str]) -> None:
 
 
 def _status(args: argparse.Namespace, _given: list[str]) -> None:
-    config = _meant(args)
+    config = config_of(args)
     here = process_record.running(config.data_dir)
     if config.runtime == "ray" and here is None:
         from twinkle.server.ray_serve.running import applications
@@ -196,15 +187,9 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-async def _open_store(args: argparse.Namespace) -> Store:
-    """The state of the server that these arguments would start."""
-    config = _meant(args)
-    return await Store.open(config.data_dir, config.database_url, lock=False)
-
-
 def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
     async def create() -> None:
-        store = await _open_store(args)
+        store = await open_store(args)
         record, key = await store.keys.create(args.tenant, args.name, time.time())
         await store.close()
         print(key)
@@ -215,7 +200,7 @@ def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
     async def listing() -> None:
-        store = await _open_store(args)
+        store = await open_store(args)
         for record in await store.keys.list():
             state = "revoked" if record.revoked_at is not None else "active"
             print(f"{record.key_id}  {record.tenant_id}  {state:8} {_day(record.created_at)}  {record.name}")
@@ -226,7 +211,7 @@ def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
     async def revoke() -> bool:
-        store = await _open_store(args)
+        store = await open_store(args)
         revoked = await store.keys.revoke(args.key_id, time.time())
         await store.close()
         return revoked

@@ -21,9 +21,11 @@ from twinkle.server.assembly import services_on
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
+from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.gateway import Gateway
 from twinkle.server.loading import load_served_model
+from twinkle.server.operator_desk import answer_operators
 from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.state import Store
@@ -114,14 +116,19 @@ async def _running(
     await store.sessions.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
+    tenants = configured_tenants(config)
     computes = {model.name: Compute() for model in models}
     services = {
-        served.name: services_on(model, config, store, computes[model.name], files, telemetry, merge=served.model.merge)
+        served.name: services_on(
+            model, config, store, computes[model.name], files, tenants, telemetry, merge=served.model.merge
+        )
         for served, model in zip(config.served_models, models, strict=True)
     }
     tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
     processors = configured_processors(config, tokenizers)
-    gateway = Gateway(config, store, services, files, processors)
+    gateway = Gateway(config, store, services, files, processors, tenants)
+    await gateway.books.read_key_names()
+    telemetry.usage = tenants.usage
     app.state.gateway = gateway
     telemetry.export_from(gateway)
     for entry in services.values():
@@ -140,6 +147,7 @@ async def _running(
         if entry.sampling is not None:
             await entry.sampling.stop()
         await entry.training.stop()
+    await gateway.books.flush_usage()
     for compute in computes.values():
         compute.close()
 
@@ -153,7 +161,12 @@ async def _keep_house(gateway: Gateway) -> None:
         except Exception:
             logger.exception("housekeeping failed")
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-        work = gateway.keep_house(time.time())
+        work = _house(gateway, time.time())
+
+
+async def _house(gateway: Gateway, now: float) -> None:
+    await gateway.keep_house(now)
+    await answer_operators(gateway, now)
 
 
 def _allow_many_connections() -> None:

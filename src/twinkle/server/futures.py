@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from twinkle.server.types import Outcome
 
+PROMISE_BYTES = 1024  # what a promise takes beside its outcome, in round figures: a million empty ones are not nothing
+
 
 class Waiters:
     """Those who wait for one thing to happen. Belongs to one event loop."""
@@ -92,7 +94,7 @@ class Futures:
             promise.outcome = outcome
             promise.settled_at = now
             self._unfetched[request_id] = None
-            self._unfetched_bytes[promise.tenant_id] += len(outcome.body)
+            self._unfetched_bytes[promise.tenant_id] += _size(outcome)
             promise.waiters.wake()
 
     def forget(self, request_id: str) -> None:
@@ -100,7 +102,7 @@ class Futures:
         self._unfetched.pop(request_id, None)
         self._fetched.pop(request_id, None)
         if promise is not None and promise.outcome is not None and promise.delivered_at is None:
-            self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
+            self._unfetched_bytes[promise.tenant_id] -= _size(promise.outcome)
             promise.delivered_at = promise.settled_at  # whoever is just being woken must not count it again
 
     def acknowledge(self, request_id: str) -> None:
@@ -120,7 +122,7 @@ class Futures:
                 self.polls -= 1
         if promise.outcome is not None and promise.delivered_at is None:
             promise.delivered_at = now
-            self._unfetched_bytes[promise.tenant_id] -= len(promise.outcome.body)
+            self._unfetched_bytes[promise.tenant_id] -= _size(promise.outcome)
             self._delivered.append(request_id)
             del self._unfetched[request_id]
             self._fetched[request_id] = None
@@ -147,6 +149,10 @@ class Futures:
         if promise.delivered_at is not None:
             return now - promise.delivered_at > self.delivered_seconds
         return promise.settled_at is not None and now - promise.settled_at > self.unfetched_seconds
+
+
+def _size(outcome: Outcome) -> int:
+    return len(outcome.body) + PROMISE_BYTES
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

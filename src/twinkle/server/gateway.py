@@ -23,6 +23,7 @@ from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
 from twinkle.server.backend import ServedModel
+from twinkle.server.bookkeeping import Bookkeeping
 from twinkle.server.checkpoints import readable_checkpoint, version_of
 from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
@@ -38,6 +39,8 @@ from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.state import Store
 from twinkle.server.templates import Templates
+from twinkle.server.tenant_turns import TenantTurns
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import (
     CheckpointRecord,
     CreateAdapter,
@@ -72,6 +75,7 @@ class Gateway:
         services: Mapping[str, Services],
         files: DataDir,
         processors: Processors | None = None,
+        tenants: Tenants | None = None,
         *,
         fleet: Fleet | None = None,
         replica: str = "",
@@ -82,6 +86,9 @@ class Gateway:
         self.services = services
         self.files = files
         self.processors = processors
+        self.tenants = tenants or Tenants()
+        self.books = Bookkeeping(store, self.tenants)
+        self.reading = TenantTurns()  # large bodies, in threads
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads()
@@ -141,7 +148,9 @@ class Gateway:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
-        return await self.store.sessions.create(session, idempotency_key)
+        return await self.store.sessions.create(
+            session, idempotency_key, self.tenants.limits(session.tenant_id).sessions
+        )
 
     async def session(self, session_id: str, tenant_id: str) -> SessionRecord:
         record = await self.store.sessions.get(session_id)
@@ -178,7 +187,7 @@ class Gateway:
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """What our own services have of a session that ended."""
         for run in await self.store.runs.of_session(session.session_id):
-            await self._park(run, state)
+            await self.park(run, f"session {session.session_id} {state}")
         for sampling in await self.store.sampling_sessions.of_session(session.session_id):
             await self._release(sampling)
 
@@ -198,9 +207,9 @@ class Gateway:
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
             if session.state != "active":
-                await self._park(run, session.state)
+                await self.park(run, f"session {session.session_id} {session.state}")
 
-    async def _park(self, run: RunRecord, why: str) -> None:
+    async def park(self, run: RunRecord, why: str) -> None:
         """Those of a base model that is not served now have to wait until it is."""
         if run.state == "live" and run.model_name in self.services:
             training = self.services[run.model_name].training
@@ -255,7 +264,8 @@ class Gateway:
         """Create its adapter; returns the id of the request."""
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
-        limit = self.config.limits.max_adapters_per_tenant
+        await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
+        limit = self.tenants.limits(run.tenant_id).adapters
         live = self.adapters_of(run.tenant_id) + self._creating[run.tenant_id]
         if live >= limit and training.run(run.run_id) is None:
             raise QuotaError("adapters", live, limit)
@@ -266,7 +276,7 @@ class Gateway:
             self._creating[run.tenant_id] -= 1
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
-            await self._park(run, session.state)
+            await self.park(run, f"session {session.session_id} {session.state}")
         return request_id
 
     def adapters_of(self, tenant_id: str) -> int:
@@ -339,6 +349,7 @@ class Gateway:
                 model_name=run.model_name,
                 version_id=version_of(checkpoint),
                 directory=checkpoint.directory,
+                size_bytes=checkpoint.size_bytes if checkpoint.tenant_id == tenant_id else 0,
             )
         elif base_model is not None:
             record = replace(record, model_name=self.model(base_model).model.name)
@@ -409,6 +420,7 @@ class Gateway:
 
     async def tidy(self, now: float) -> None:
         """What concerns our own services."""
+        await self.books.keep(now)
         limits = self.config.limits
         await self.store.runs.touch(
             {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}

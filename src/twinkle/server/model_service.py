@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from twinkle.errors import NotFoundError, QuotaError, UserError
+from twinkle.errors import NotFoundError, UserError
 from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
@@ -28,6 +28,7 @@ from twinkle.server.live_versions import LiveVersion, LiveVersions
 from twinkle.server.native.codec import refused_op, verb_op
 from twinkle.server.native.errors import SequenceConflictError
 from twinkle.server.native.features import Row, are_encoded, as_rows, checked_rows
+from twinkle.server.op_admission import Entry, OpAdmission
 from twinkle.server.op_runner import OpRunner
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
@@ -36,6 +37,7 @@ from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import Op, Outcome, RunRecord, digest
 from twinkle.server.wire import responses
 
@@ -59,8 +61,7 @@ class ModelService:
         *,
         merge: bool = True,
         allowed_dirs: Sequence[Path] = (),
-        max_queued_ops: int = 1024,
-        max_unfetched_bytes: int = 2**30,
+        tenants: Tenants | None = None,
         futures: Futures | None = None,
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
         recorder: TrainingRecorder | None = None,
@@ -71,8 +72,7 @@ class ModelService:
         self._store = store
         self._files = files
         self._futures = futures or Futures()
-        self._max_queued_ops = max_queued_ops
-        self._max_unfetched_bytes = max_unfetched_bytes
+        self._tenants = tenants or Tenants()
         self._recorder = recorder or TrainingRecorder(model.name)
         self._compute = compute
         self._runner = OpRunner(
@@ -82,6 +82,7 @@ class ModelService:
             compute,
             files,
             self._futures,
+            self._tenants,
             merge=merge,
             allowed_dirs=allowed_dirs,
             recorder=self._recorder,
@@ -89,6 +90,7 @@ class ModelService:
         self._adapters = self._runner.adapters
         self._scheduler = self._runner.scheduler
         self._loss_graphs = LossGraphs(store)
+        self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self._adapters)
         self._live_versions = LiveVersions(model, self._runner, compute)
         self._refused_ids = itertools.count(_REFUSED_FROM)
         self._rate = RecentRate(time.time())
@@ -112,6 +114,7 @@ class ModelService:
         # Without a snapshot its creation is among the ops to replay.
         adapter = LiveAdapter(run, Place.NOWHERE if snapshot is None else Place.DISK, highest_seq=max(applied, 0))
         self._adapters[run.run_id] = adapter
+        self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
         self._scheduler.add_adapter(
             run.run_id,
             run.tenant_id,
@@ -141,6 +144,7 @@ class ModelService:
         if accepted.created:
             adapter = LiveAdapter(run, Place.NOWHERE)
             self._adapters[run.run_id] = adapter
+            self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
             self._scheduler.add_adapter(run.run_id, run.tenant_id)
             self._runner.enqueue(adapter, op)
         return op.request_id
@@ -150,7 +154,10 @@ class ModelService:
         adapter = self._adapters.get(op.adapter_id)
         if adapter is None:
             raise NotFoundError("model", op.adapter_id)
-        self._check_quota(adapter, op)
+        with self._admission.entering(adapter, op) as entry:
+            return await self._submit(adapter, op, entry)
+
+    async def _submit(self, adapter: LiveAdapter, op: Op, entry: Entry) -> str:
         if op.seq > adapter.highest_seq + _FURTHEST_AHEAD:
             allowed = f"at most {_FURTHEST_AHEAD} beyond the last one, {adapter.highest_seq}"
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
@@ -162,6 +169,7 @@ class ModelService:
         if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))
         if accepted.created:
+            entry.taken = True
             adapter.last_request_at = time.time()
             self._futures.promise(op.request_id, adapter.run.tenant_id)
             message = (
@@ -183,6 +191,7 @@ class ModelService:
         if adapter is None:
             raise NotFoundError("model", run_id)
         if seq is None:
+            self._admission.check(adapter.run.tenant_id)
             meant = await fields()
             async with adapter.numbering:
                 seq = max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
@@ -192,6 +201,7 @@ class ModelService:
             if record.digest != digest(sent):
                 raise SequenceConflictError(run_id, seq)
             return f"{run_id}:{seq}"
+        self._admission.check(adapter.run.tenant_id)
         try:
             op = await _understood(run_id, seq, verb, await fields(), sent)
         except UserError as error:  # its place in the sequence is taken all the same
@@ -227,7 +237,7 @@ class ModelService:
         return outcome
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> None:
-        """Take an adapter off the device and keep its last state as a checkpoint.
+        """Take an adapter off the device and keep its last state as a checkpoint. ``why``: what happened.
 
         What was done before a restart is done again first, what runs is finished, what still waits fails.
         """
@@ -242,10 +252,10 @@ class ModelService:
         loaded = await self._runner.load(adapter)
         note = await self._runner.checkpoints.park(run, why, keep_seconds) if loaded else None
         for op in waiting:
-            message = note or f"session {run.session_id} {why}, and its adapter could not be kept"
+            message = note or f"{why}, and its adapter could not be kept"
             self._runner.settle(adapter, op, responses.failed(message, "user"))
         if note is None:  # its journal and snapshot stay: the next start tries again
-            logger.error("%s could not be kept as a checkpoint when its session %s", run.run_id, why)
+            logger.error("%s could not be kept as a checkpoint: %s", run.run_id, why)
             return
         await self._store.runs.set_state(run.run_id, "parked", note)
         self._runner.measurements.dropped(run.run_id)
@@ -253,7 +263,7 @@ class ModelService:
         await self._runner.snapshots.finish_writing()
         await self._store.snapshots.delete(run.run_id)
         await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
-        logger.info("%s left the device: its session %s", run.run_id, why)
+        logger.info("%s left the device: %s", run.run_id, why)
 
     async def live_version(self, run_id: str) -> LiveVersion | None:
         """The adapter as it is now, for sampling; None if it is not (any more) here."""
@@ -298,6 +308,8 @@ class ModelService:
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
         self._futures.sweep(now)
+        for tenant_id in {adapter.run.tenant_id for adapter in self._adapters.values()}:
+            self._scheduler.set_standing(tenant_id, self._tenants.standing(tenant_id))
         self._rate.note(self._trained_tokens(), now)
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
         return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
@@ -305,18 +317,9 @@ class ModelService:
     def release_waiters(self) -> None:
         self._futures.close()
 
-    def _check_quota(self, adapter: LiveAdapter, op: Op) -> None:
-        """A request that fills a gap before waiting ones is always let in: without it they would wait in vain."""
-        fills_gap = bool(adapter.ops) and op.seq < max(adapter.ops)
-        depth = self._scheduler.waiting(adapter.run.tenant_id)
-        if depth >= self._max_queued_ops and not fills_gap:
-            raise QuotaError("queued ops", depth, self._max_queued_ops)
-        unfetched = self._futures.unfetched_bytes(adapter.run.tenant_id)
-        if unfetched >= self._max_unfetched_bytes:
-            raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
-
     def refuse(self, run: RunRecord, message: str) -> str:
         """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
+        self._admission.check_results(run.tenant_id)
         request_id = f"{run.run_id}:{next(self._refused_ids)}"
         self._futures.promise(request_id, run.tenant_id)
         self._futures.settle(request_id, responses.failed(message, "user"), time.time())

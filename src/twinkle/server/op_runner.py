@@ -27,12 +27,16 @@ from twinkle.server.snapshots import Snapshots
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Store
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
-from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
+from twinkle.server.tenants import Tenants
+from twinkle.server.types import Op, OpKind, Outcome
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 5.0
+# What a tenant gets of a batch while others have work: on a GPU as much as takes hardly longer than less would.
+_CONTENDED_TOKENS = 2048
+_CONTENDED_PART = 16
 
 
 class OpRunner:
@@ -46,15 +50,20 @@ class OpRunner:
         compute: Compute,
         files: DataDir,
         futures: Futures,
+        tenants: Tenants,
         *,
         merge: bool,
         allowed_dirs: Sequence[Path],
         recorder: TrainingRecorder,
     ) -> None:
         self.adapters: dict[str, LiveAdapter] = {}
-        self.scheduler = Scheduler(model.tokens_per_batch, merge=merge)
+        self.scheduler = Scheduler(
+            model.tokens_per_batch,
+            merge=merge,
+            contended_tokens=min(_CONTENDED_TOKENS, model.tokens_per_batch // _CONTENDED_PART),
+        )
         self.native = NativeHost(model, templates)
-        self.checkpoints = Checkpoints(model, self.native, store, compute, files, allowed_dirs)
+        self.checkpoints = Checkpoints(model, self.native, store, compute, files, tenants, allowed_dirs)
         self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.measurements = RunMeasurements(store.run_metrics)
         self.busy_seconds = 0.0
@@ -65,6 +74,7 @@ class OpRunner:
         self._files = files
         self._futures = futures
         self._recorder = recorder
+        self._usage = tenants.usage
         self._execution = Execution(model, self.native, self.measurements, recorder)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,8 +105,7 @@ class OpRunner:
 
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        tokens = op.payload.tokens if isinstance(op.payload, TrainPass | NativePass) else 0
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, tokens, op.digest)
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
@@ -275,6 +284,9 @@ class OpRunner:
             outcome = replay.outcome
         else:
             self._background(self._record(adapter, op, outcome))
+            if not outcome.failed:
+                tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
+                self._usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
         self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
         if op.kind is not OpKind.FORWARD:

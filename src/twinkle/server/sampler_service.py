@@ -7,61 +7,36 @@ journalled: they change nothing, and a client that asks for one lost in a restar
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from twinkle.errors import (
     GoneError,
     InvalidInputError,
-    QuotaError,
     ShuttingDownError,
     TwinkleError,
-    TwinkleServerError,
 )
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
 from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
 from twinkle.server.compute import Compute, Lane
-from twinkle.server.execution import failure_of, unexpected
 from twinkle.server.fair_queue import FairQueue
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
 from twinkle.server.rates import RecentRate
+from twinkle.server.sample_admission import SampleAdmission
+from twinkle.server.sample_jobs import Event, Happening, Orders, SampleJob, most_tokens
 from twinkle.server.sampler_versions import SamplerVersions
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import SamplingReadings
 from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import Outcome, SamplingSessionRecord
 from twinkle.server.wire import responses
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
-
-Event = Progress | SampleResult | TwinkleError
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """A request until it is done. It ends in a future, encoded, or in a queue of events, as it is."""
-
-    request: SampleRequest
-    session: SamplingSessionRecord
-    into: Encode | asyncio.Queue[Event]
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-
-@dataclass(frozen=True)
-class _Orders:
-    """What a turn has to do before it samples."""
-
-    cancelled: Sequence[str]
-    given_up: Sequence[str]  # versions
-    fresh: Sequence[_Job]
 
 
 class SamplerService:
@@ -71,8 +46,8 @@ class SamplerService:
         compute: Compute,
         files: DataDir,
         *,
-        max_waiting: int = 4096,
-        max_unfetched_bytes: int = 2**30,
+        tenants: Tenants | None = None,
+        context: int = 2**15,
         futures: Futures | None = None,
         max_versions: int = 64,
         idle_version_seconds: float = 1800.0,
@@ -80,10 +55,11 @@ class SamplerService:
         completion_streams: bool = True,
         recorder: SamplingRecorder | None = None,
     ) -> None:
-        """max_waiting, max_unfetched_bytes: of one tenant.
+        """context: what an unlimited sample may grow to.
 
         max_versions, idle_version_seconds: versions beyond are dropped; they come back from disk when asked for.
-        engine_samples: as many are handed to the engine at a time; with more, who came first would keep others out.
+        engine_samples: as many are handed to the engine at a time; with more, who came first would keep others out. For
+        the same reason a tenant gets three quarters of them at most.
         completion_streams: whether clients may ask for all that is done in one poll.
         """
         self._sampler = sampler
@@ -91,14 +67,12 @@ class SamplerService:
         self._recorder = recorder or SamplingRecorder("sampler")
         self._futures = futures or Futures()
         self.completions = Completions() if completion_streams else None
-        self._max_waiting = max_waiting
-        self._max_unfetched_bytes = max_unfetched_bytes
-        self._engine_samples = engine_samples
-        self._jobs: dict[str, _Job] = {}  # all that are not done
-        self._tenants: Counter[str] = Counter()  # how many of them each has
+        tenants = tenants or Tenants()
+        self.admission = SampleAdmission(tenants, self._futures, engine_samples)
+        self._context = context
+        self._jobs: dict[str, SampleJob] = {}  # all that are not done
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
-        self._queue: FairQueue[_Job] = FairQueue()  # those that the engine was not given yet
-        self._in_engine = 0  # samples of those that it was given
+        self._queue: FairQueue[SampleJob] = FairQueue(tenants.standing)  # those that the engine was not given yet
         self._cancelled: list[str] = []
         self._given_up: list[str] = []
         self._wake = asyncio.Event()
@@ -111,7 +85,7 @@ class SamplerService:
         self.busy_seconds = 0.0
         self._rate = RecentRate(time.time())
         # Of the compute thread:
-        self._running: dict[str, _Job] = {}
+        self._running: dict[str, SampleJob] = {}
         self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
     async def start(self) -> None:
@@ -138,7 +112,7 @@ class SamplerService:
         """Take in a request whose future is awaited with :meth:`wait`; the same again is the same request."""
         known = self._futures.digest(request.request_id)
         if known is None:
-            self._accept(_Job(request, session, encode))
+            self._accept(request, session, encode)
             self._futures.promise(request.request_id, session.tenant_id, digest)
         elif known != digest:
             number = request.request_id.rpartition(":")[2]
@@ -155,8 +129,7 @@ class SamplerService:
         if self._released:
             raise ShuttingDownError
         events: asyncio.Queue[Event] = asyncio.Queue()
-        job = _Job(request, session, events)
-        self._accept(job)
+        job = self._accept(request, session, events)
         try:
             while True:
                 event = await events.get()
@@ -172,7 +145,9 @@ class SamplerService:
         request_context.about(request_id)
         if request_id not in self._futures:
             raise GoneError(f"sample {request_id} was lost in a restart or is too old: send it again")
-        return await self._futures.wait(request_id, timeout, time.time())
+        outcome = await self._futures.wait(request_id, timeout, time.time())
+        self._wake.set()  # its tenant may have room for results again
+        return outcome
 
     def cancel(self, request_id: str) -> None:
         """Stop the work on a sample that nobody waits for any more. One that is done stays as it is."""
@@ -194,6 +169,7 @@ class SamplerService:
             parts = split_request_id(request_id)
             if parts is not None and parts[0] == sampling_session_id:
                 self._futures.acknowledge(request_id)
+        self._wake.set()  # as above
 
     def report_lost(self, sampling_session_id: str, numbers: range) -> None:
         """Tell the client that those which nobody knows here are done: asking for one it hears to send it again."""
@@ -259,48 +235,41 @@ class SamplerService:
 
     # --- the pump -----------------------------------------------------------------------------------------------------
 
-    def _accept(self, job: _Job) -> None:
-        tenant_id = job.session.tenant_id
-        if job.request_id in self._jobs:
-            raise InvalidInputError("request_id", job.request_id, "an id that no request under way has")
-        waiting = self._tenants[tenant_id]
-        if waiting >= self._max_waiting:
-            raise QuotaError("waiting samples", waiting, self._max_waiting)
-        unfetched = self._futures.unfetched_bytes(tenant_id)
-        if unfetched >= self._max_unfetched_bytes:
-            raise QuotaError("bytes of results not fetched", unfetched, self._max_unfetched_bytes)
+    def _accept(
+        self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | asyncio.Queue[Event]
+    ) -> SampleJob:
+        if request.request_id in self._jobs:
+            raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
+        job = self.admission.enter(SampleJob(request, session, into, most_tokens(request, self._context)))
         self._jobs[job.request_id] = job
-        self._tenants[tenant_id] += 1
-        client = _client_of(job)
-        if client is not None:
-            self._numbers.setdefault(client[:2], set()).add(client[2])
+        if job.client is not None:
+            self._numbers.setdefault(job.client[:2], set()).add(job.client[2])
         self._recorder.accepted(job.request)
-        self._queue.push(tenant_id, job.request_id, job)
+        self._queue.push(job.tenant_id, job.request_id, job, job.cost)
         self._wake.set()
+        return job
 
-    def _withdraw(self, job: _Job) -> None:
-        """Forget a request that is not done, here and in the engine."""
+    def _withdraw(self, job: SampleJob) -> None:
+        """Forget a request that is not done, here and in the engine. What the engine began with stays charged."""
         if self._jobs.get(job.request_id) is not job:
             return
-        if not self._queue.remove(job.session.tenant_id, job.request_id):
-            self._in_engine -= job.request.num_samples
+        if self._queue.remove(job.tenant_id, job.request_id):
+            self.admission.give_back(job, used=0)
+        else:
+            self.admission.stop(job)
             self._cancelled.append(job.request_id)
-            self._wake.set()
         self._leave(job)
         self._recorder.ended(job.request_id, Outcomes.CANCELLED)
+        self._wake.set()
 
-    def _leave(self, job: _Job) -> None:
-        tenant_id = job.session.tenant_id
+    def _leave(self, job: SampleJob) -> None:
         del self._jobs[job.request_id]
-        self._tenants[tenant_id] -= 1
-        if not self._tenants[tenant_id]:
-            del self._tenants[tenant_id]
-        client = _client_of(job)
-        if client is not None:
-            numbers = self._numbers[client[:2]]
-            numbers.remove(client[2])
+        self.admission.leave(job)
+        if job.client is not None:
+            numbers = self._numbers[job.client[:2]]
+            numbers.remove(job.client[2])
             if not numbers:
-                del self._numbers[client[:2]]
+                del self._numbers[job.client[:2]]
 
     def _settle(self, request_id: str, outcome: Outcome) -> None:
         now = time.time()
@@ -310,34 +279,41 @@ class SamplerService:
 
     async def _run(self) -> None:
         while not self._stopping:
-            if not (self._busy or self._queue or self._cancelled or self._given_up or self._turn_due):
+            if not (self._busy or self._can_start() or self._cancelled or self._given_up or self._turn_due):
                 await self._wake.wait()
             self._wake.clear()
             turn = partial(self._turn, self._orders())
-            events, self._busy = await self._compute.run(turn, Lane.SAMPLING)
-            for job, event in events:
-                self._hand_over(job, event)
+            happenings, self._busy = await self._compute.run(turn, Lane.SAMPLING)
+            for each in happenings:
+                self._hand_over(each)
 
-    def _orders(self) -> _Orders:
+    def _can_start(self) -> bool:
+        return self.admission.engine_has_room and self._queue.has(self.admission.may_start)
+
+    def _orders(self) -> Orders:
         fresh = []
-        while self._queue and self._in_engine < self._engine_samples:
-            job = self._queue.pop()
-            self._in_engine += job.request.num_samples
+        while self.admission.engine_has_room:
+            job = self._queue.pop(self.admission.may_start)
+            if job is None:
+                break
+            self.admission.start(job)
             fresh.append(job)
-        orders = _Orders(self._cancelled, self._given_up, fresh)
+        orders = Orders(self._cancelled, self._given_up, fresh)
         self._cancelled, self._given_up, self._turn_due = [], [], False
         return orders
 
-    def _hand_over(self, job: _Job, event: Event | Outcome) -> None:
+    def _hand_over(self, happening: Happening) -> None:
+        job, event = happening.job, happening.event
         if self._jobs.get(job.request_id) is not job:
             return  # withdrawn meanwhile
         if not isinstance(event, Progress):
-            self._in_engine -= job.request.num_samples
+            self.admission.stop(job)
+            self.admission.count(happening)
             self._end(job, event)
         elif isinstance(job.into, asyncio.Queue):
             job.into.put_nowait(event)
 
-    def _end(self, job: _Job, event: SampleResult | TwinkleError | Outcome) -> None:
+    def _end(self, job: SampleJob, event: SampleResult | TwinkleError | Outcome) -> None:
         self._leave(job)
         self._recorder.ended(job.request_id, Outcomes.of_sample(event))
         if isinstance(event, Outcome):
@@ -347,10 +323,10 @@ class SamplerService:
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
-    def _turn(self, orders: _Orders) -> tuple[list[tuple[_Job, Event | Outcome]], bool]:
+    def _turn(self, orders: Orders) -> tuple[list[Happening], bool]:
         """Admit what is new, work for a while; returns what came of it and whether there is more to do."""
         started = time.perf_counter()
-        events: list[tuple[_Job, Event | Outcome]] = []
+        happenings: list[Happening] = []
         for request_id in orders.cancelled:
             if request_id in self._running:
                 self._stop(request_id)
@@ -359,11 +335,11 @@ class SamplerService:
         for job in orders.fresh:
             error = self._admit(job)
             if error is not None:
-                events.append((job, _failed(job, error)))
+                happenings.append(Happening(job, job.failed(error)))
         try:
             for event in self._sampler.step():
                 if event.request_id in self._running:
-                    events.append(self._result(event))
+                    happenings.append(self._result(event))
             self._versions.tidy(time.monotonic())
             busy = self._sampler.busy
         except Exception as error:  # the sampler loop is an edge; nobody may wait for ever
@@ -371,12 +347,12 @@ class SamplerService:
                 logger.exception("the sampler failed")
             for job in list(self._running.values()):
                 self._stop(job.request_id)
-                events.append((job, _failed(job, error)))
+                happenings.append(Happening(job, job.failed(error)))
             busy = False  # it is asked again when there is something new to do
         self.busy_seconds += time.perf_counter() - started
-        return events, busy
+        return happenings, busy
 
-    def _admit(self, job: _Job) -> Exception | None:
+    def _admit(self, job: SampleJob) -> Exception | None:
         """Give a request to the engine; returns why it was not taken, if so."""
         try:
             self._versions.pin(job.session, time.monotonic())
@@ -400,37 +376,21 @@ class SamplerService:
         except Exception:  # as above
             logger.exception("request %s could not be cancelled", request_id)
 
-    def _result(self, event: Finished | Progress) -> tuple[_Job, Event | Outcome]:
+    def _result(self, event: Finished | Progress) -> Happening:
         job = self._running[event.request_id]
         if isinstance(event, Progress):
             self._recorder.progressed(event.request_id)
-            return job, event
+            return Happening(job, event)
         del self._running[event.request_id]
         self._versions.unpin(job.session, time.monotonic())
         if isinstance(event.outcome, SampleFailure):
-            return job, _failed(job, event.outcome.error)
-        self.tokens_sampled += sum(len(sequence.tokens) for sequence in event.outcome.sequences)
+            return Happening(job, job.failed(event.outcome.error))
+        sampled = sum(len(sequence.tokens) for sequence in event.outcome.sequences)
+        self.tokens_sampled += sampled
         self._recorder.sampled(job.request, event.outcome)
         if isinstance(job.into, asyncio.Queue):
-            return job, event.outcome
+            return Happening(job, event.outcome, sampled)
         try:
-            return job, job.into(event.outcome)
+            return Happening(job, job.into(event.outcome), sampled)
         except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
-            return job, _failed(job, error)
-
-
-def _client_of(job: _Job) -> tuple[str, int, int] | None:
-    """(sampling session, client, sequence number); None for a request that has no number."""
-    parts = split_request_id(job.request_id)
-    return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
-
-
-def _failed(job: _Job, error: Exception) -> TwinkleError | Outcome:
-    """As the request is to hear of it. What is ours is logged."""
-    streamed = isinstance(job.into, asyncio.Queue)
-    if isinstance(error, TwinkleError):
-        return error if streamed else failure_of(error, job.request_id)
-    if not streamed:
-        return unexpected(error, job.request_id)
-    logger.error("request %s failed", job.request_id, exc_info=error, extra={"request_id": job.request_id})
-    return TwinkleServerError(f"internal error; the server's log has the details under request {job.request_id}")
+            return Happening(job, job.failed(error))

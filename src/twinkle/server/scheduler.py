@@ -6,22 +6,26 @@ forward_backward and optim_step share every pass. A batch is made of what is rea
 
 Which passes come first:
 
-- The tenant with the fewest tokens leads, and the batch is filled one op at a time by the same rule; what does not fit
-  the rest of the budget is left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than
-  one. A tenant that had nothing ready starts again at the lead's count: idle time earns nothing.
-- Barriers are short and make passes ready, so all that are ready go before passes.
+- Of the tenants of the highest priority that have something ready, the one least served leads: with the fewest tokens
+  for its weight. The batch is filled one op at a time by the same rule; what does not fit the rest of the budget is
+  left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than one. A tenant that had
+  nothing ready starts again where the least served of its priority is: idle time earns nothing.
+- While others have work, or had lately, a tenant fills no batch to the brim, for all would wait until it is done: it
+  gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more.
+- Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
+  while a pass is ready: nobody keeps others waiting with steps alone.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
-  that. The tenant waiting longest then leads, whatever the shares, and barriers may take only every other batch: with
-  T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each op's, because
-  an op's would let a tenant with many adapters outrun the shares.
+  that. The tenant waiting longest then leads, whatever the shares and priorities, and barriers may take only every
+  other batch: with T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each
+  op's, because an op's would let a tenant with many adapters outrun the shares.
 
 The caller's loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, ``finish`` each of its tickets;
 sleep until something is submitted or ``next_deadline()``.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,6 +41,7 @@ from twinkle.server.scheduler_sequence import (
     Ticket,
     TooLate,
 )
+from twinkle.server.standing import Priority, Standing
 from twinkle.server.types import OpKind
 
 __all__ = [
@@ -62,7 +67,10 @@ class BatchKind(StrEnum):
     BARRIERS = "barriers"
 
 
+_LATELY = 64  # batches
+_BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
+_FIRST = (-len(Priority), 0.0)  # before any tenant's place
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,10 @@ class _Tenant:
         self.tenant_id = tenant_id
         self.waiting = 0
         self.tokens = 0
-        self.share = 0  # tokens, plus what it was raised by for idle times
+        self.standing = Standing()
+        self.share = 0.0  # tokens for its weight, plus what it was raised by for idle times
+        self.demand = 0  # tokens of all its ready passes, when a batch of passes was last made of what was ready
+        self.demanded_at = 0  # the number of that batch
         self.turn = 0  # the number of the batch that last started its longest-ready pass
         self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
 
@@ -109,8 +120,13 @@ class _Tenant:
         first = self.first
         return max(self.turn, first.ready_batch), first.ready_rank
 
-    def by_share(self) -> tuple[int, int]:
-        return self.share, self.first.ready_rank
+    @property
+    def place(self) -> tuple[int, float]:
+        """The smallest goes first."""
+        return -self.standing.priority, self.share
+
+    def by_place(self) -> tuple[tuple[int, float], int]:
+        return self.place, self.first.ready_rank
 
 
 class _Adapter:
@@ -122,13 +138,41 @@ class _Adapter:
         self.ready_batch = 0  # batches so far when it became ready
 
 
+class _Portions:
+    """How much of one batch each tenant may have, while others have work or had lately."""
+
+    def __init__(self, contended_tokens: int | None, demanding: Iterable[_Tenant]) -> None:
+        self._contended_tokens = contended_tokens
+        self._largest = heapq.nlargest(2, ((each.demand / each.standing.weight, each.tenant_id) for each in demanding))
+        self._taken: Counter[str] = Counter()
+
+    def has_room(self, tenant: _Tenant, tokens: int) -> bool:
+        """Its first pass goes in any case."""
+        taken = self._taken[tenant.tenant_id]
+        others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
+        if not taken or not others or self._contended_tokens is None:
+            return True
+        return taken + tokens <= max(self._contended_tokens, others[0] * tenant.standing.weight)
+
+    def take(self, tenant: _Tenant, tokens: int) -> None:
+        self._taken[tenant.tenant_id] += tokens
+
+
 class Scheduler:
     """See the module. Adapters are made known first; an unknown adapter or ticket is the caller's bug and raises."""
 
     def __init__(
-        self, token_budget: int, *, merge: bool = True, gap_timeout: float = 360.0, max_skips: int = 8
+        self,
+        token_budget: int,
+        *,
+        merge: bool = True,
+        gap_timeout: float = 360.0,
+        max_skips: int = 8,
+        contended_tokens: int | None = None,
     ) -> None:
+        """contended_tokens: of one tenant in a batch while others have work; None: as many as there is room for."""
         self._budget = token_budget
+        self._contended_tokens = contended_tokens
         self._merge = merge
         self._gap_timeout = gap_timeout
         self._max_skips = max_skips
@@ -139,9 +183,11 @@ class Scheduler:
         self._blocked: dict[str, _Adapter] = {}  # its next op is missing or must be refused
         self._barriers: dict[str, _Adapter] = {}
         self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
+        self._demanding: OrderedDict[str, _Tenant] = OrderedDict()  # had a ready pass lately, longest ago first
         self._ready_count = 0
-        self._floor = 0  # the smallest share of a ready tenant when the last pass batch was made
-        self._barriers_last = False
+        # By priority, the smallest share of a ready tenant when a pass batch was last made.
+        self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
+        self._barriers_in_a_row = 0  # batches since the last one of passes
         self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = 0
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -153,6 +199,10 @@ class Scheduler:
         tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
         ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout)
         self._adapters[adapter_id] = _Adapter(ops, tenant)
+
+    def set_standing(self, tenant_id: str, standing: Standing) -> None:
+        """From now on. Without it a tenant is like all others."""
+        self._tenants.setdefault(tenant_id, _Tenant(tenant_id)).standing = standing
 
     def remove_adapter(self, adapter_id: str) -> list[Ticket]:
         """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
@@ -231,17 +281,25 @@ class Scheduler:
         tenants = self._ready_tenants.values()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
         overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
-        if self._barriers and not (overdue and self._barriers_last):
+        most = 1 if overdue else _BARRIERS_IN_A_ROW
+        if self._barriers and (longest is None or self._barriers_in_a_row < most):
             return self._barrier_batch()
         if longest is None:
             return None
-        least = min(tenants, key=_Tenant.by_share)
-        self._floor = max(self._floor, least.share)
-        return self._pass_batch((longest if overdue else least).first)
+        self._raise_floors()
+        return self._pass_batch((longest if overdue else min(tenants, key=_Tenant.by_place)).first)
+
+    def _raise_floors(self) -> None:
+        least: dict[Priority, float] = {}
+        for tenant in self._ready_tenants.values():
+            priority = tenant.standing.priority
+            least[priority] = min(tenant.share, least.get(priority, tenant.share))
+        for priority, share in least.items():
+            self._floors[priority] = max(self._floors[priority], share)
 
     def _barrier_batch(self) -> Batch:
         self._batches += 1
-        self._barriers_last = True
+        self._barriers_in_a_row += 1
         adapters = list(self._barriers.values())[: None if self._merge else 1]
         for adapter in adapters:
             self._unplace(adapter)
@@ -250,17 +308,29 @@ class Scheduler:
     def _pass_batch(self, lead: _Adapter) -> Batch:
         self._batches += 1
         self._pass_batches += 1
-        self._barriers_last = False
+        self._barriers_in_a_row = 0
+        self._note_demands()
         tickets = self._fill(lead)
         self._pass_ops += len(tickets)
         return Batch(lead.ready_kind, tickets)
+
+    def _note_demands(self) -> None:
+        for tenant in self._ready_tenants.values():
+            heads = (adapter.ops.head for adapter in tenant.ready.values())
+            tenant.demand = min(self._budget, sum(head.tokens for head in heads if head is not None))
+            tenant.demanded_at = self._batches
+            self._demanding[tenant.tenant_id] = tenant
+            self._demanding.move_to_end(tenant.tenant_id)
+        while self._batches - next(iter(self._demanding.values())).demanded_at > _LATELY:
+            self._demanding.popitem(last=False)
 
     def _fill(self, lead: _Adapter) -> tuple[Ticket, ...]:
         """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit."""
         tickets: list[Ticket] = []
         room = self._budget
+        portions = _Portions(self._contended_tokens, self._demanding.values())
         queue = [
-            (-1 if tenant is lead.tenant else tenant.share, line[0].ready_rank, line)
+            (_FIRST if tenant is lead.tenant else tenant.place, line[0].ready_rank, line)
             for tenant in self._ready_tenants.values()
             if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
@@ -270,14 +340,17 @@ class Scheduler:
             adapter = line.popleft()
             ticket = adapter.ops.head
             assert ticket is not None
+            if not portions.has_room(adapter.tenant, ticket.tokens):
+                continue  # none of its other passes either
             if not tickets or ticket.tokens <= room:
                 tickets.append(self._start_pass(adapter))
+                portions.take(adapter.tenant, ticket.tokens)
                 room -= ticket.tokens
                 following = adapter.ops.head
                 if following is not None and following.kind is ticket.kind:
                     line.append(adapter)
             if line:
-                heapq.heappush(queue, (adapter.tenant.share, line[0].ready_rank, line))
+                heapq.heappush(queue, (adapter.tenant.place, line[0].ready_rank, line))
         return tuple(tickets)
 
     def _start_pass(self, adapter: _Adapter) -> Ticket:
@@ -293,7 +366,7 @@ class Scheduler:
         tenant = adapter.tenant
         tenant.waiting -= 1
         tenant.tokens += ticket.tokens
-        tenant.share += ticket.tokens
+        tenant.share += ticket.tokens / tenant.standing.weight
         self._running[ticket] = adapter
         self._ops += 1
         return ticket
@@ -309,7 +382,7 @@ class Scheduler:
             self._barriers[adapter_id] = adapter
         else:
             if tenant.tenant_id not in self._ready_tenants:
-                tenant.share = max(tenant.share, self._floor)
+                tenant.share = max(tenant.share, self._floors[tenant.standing.priority])
             self._ready_tenants[tenant.tenant_id] = tenant
             self._ready_count += 1
             adapter.ready_kind = _PASSES[head.kind]

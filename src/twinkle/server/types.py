@@ -185,10 +185,20 @@ class Op:
         return digest(self.body if self.sent is None else self.sent)
 
     @property
-    def changes_weights(self) -> bool:
+    def tokens(self) -> int:
+        """What a pass computes; all others: 0."""
+        return self.payload.tokens if isinstance(self.payload, TrainPass | NativePass) else 0
+
+    @property
+    def is_step(self) -> bool:
+        """Of the optimizer."""
         if isinstance(self.payload, NativeVerb):
             return self.payload.verb in ("step", "clip_grad_and_step")
-        return self.kind in (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.LOAD)
+        return self.kind is OpKind.OPTIM_STEP
+
+    @property
+    def changes_weights(self) -> bool:
+        return self.is_step or self.kind in (OpKind.CREATE, OpKind.LOAD)
 
 
 def digest(body: bytes) -> bytes:
@@ -275,7 +285,10 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class SamplingSessionRecord:
-    """``version_id`` names the immutable weights (None: the base model) and ``directory`` where they lie."""
+    """``version_id`` names the immutable weights (None: the base model) and ``directory`` where they lie.
+
+    ``size_bytes``: of the files there, if they are the tenant's own.
+    """
 
     sampling_session_id: str
     session_id: str
@@ -288,6 +301,7 @@ class SamplingSessionRecord:
     directory: str | None
     created_at: float
     replica: str = ""  # which of several replicas of the model samples
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)

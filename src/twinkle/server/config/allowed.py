@@ -14,7 +14,17 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-__all__ = ["STRICT", "Later", "Rule", "allowed_by", "element_of", "in_words", "refusal", "section_of"]
+__all__ = [
+    "STRICT",
+    "Later",
+    "Rule",
+    "allowed_by",
+    "element_of",
+    "in_words",
+    "named_element_of",
+    "refusal",
+    "section_of",
+]
 
 # Nothing unknown, nothing coerced ("5" is not 5, true is not 1; whole numbers are numbers), nothing changed afterwards.
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -77,6 +87,12 @@ def element_of(annotation: Any) -> Any:
     """The type of the elements of a list; None for other types."""
     plain, _ = _plain(annotation)
     return get_args(plain)[0] if get_origin(plain) is tuple else None
+
+
+def named_element_of(annotation: Any) -> Any:
+    """The type of what a mapping of names holds; None for other types."""
+    plain, _ = _plain(annotation)
+    return get_args(plain)[1] if get_origin(plain) is dict else None
 
 
 def _plain(annotation: Any) -> tuple[Any, bool]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from twinkle.errors import ConfigProblem
-from twinkle.server.config.allowed import allowed_by, element_of, in_words, section_of
+from twinkle.server.config.allowed import allowed_by, element_of, in_words, named_element_of, section_of
 from twinkle.server.config.applications import ARGUMENTS, ApplicationSpec
 from twinkle.server.config.passwords import without_passwords
 from twinkle.server.config.rules import Broken, application_rules, network_rules
@@ -103,6 +103,8 @@ def _walk(location: Location, data: dict[str, Any]) -> tuple[list[str | int], ty
             if holder is ApplicationSpec and part == "args":
                 here = ARGUMENTS[_value_at(data, [*visible, "import_path"])]
                 words = f"a section with the keys {', '.join(here.model_fields)}"
+        elif (named := named_element_of(here)) is not None:
+            here, section, words = named, None, in_words(named)
         elif here is not None:
             continue  # pydantic's name for a member of a union
         visible.append(part)

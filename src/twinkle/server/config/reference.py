@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from twinkle.server.config.allowed import allowed_by, element_of, section_of
+from twinkle.server.config.allowed import allowed_by, element_of, named_element_of, section_of
 from twinkle.server.config.applications import ARGUMENTS, ApplicationSpec
 from twinkle.server.config.older_form import OLDER_KEYS
 from twinkle.server.config.passwords import without_passwords
@@ -26,6 +26,7 @@ from twinkle.server.config.placement import (
     RuntimeEnv,
 )
 from twinkle.server.config.server_config import ServerConfig
+from twinkle.server.config.tenants import SpecialLimits
 
 __all__ = ["describe", "tables"]
 
@@ -34,7 +35,15 @@ _PLAIN = re.compile(r"[A-Za-z/][\w./-]*(:[\w./-]+)*", re.A)
 _INTERPOLATION = re.compile(r"(\\*)\$\{")  # a backslash before it makes it text, and is doubled to be itself
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n", "nan", "inf", "infinity"}
 # Keys of these that were not given are left out: a page of nulls about Ray would hide the rest.
-_ONLY_GIVEN = (AutoscalingConfig, DeploymentOptions, DeviceGroup, DeviceMesh, RayActorOptions, RuntimeEnv)
+_ONLY_GIVEN = (
+    AutoscalingConfig,
+    DeploymentOptions,
+    DeviceGroup,
+    DeviceMesh,
+    RayActorOptions,
+    RuntimeEnv,
+    SpecialLimits,
+)
 
 
 # --- the configuration in effect --------------------------------------------------------------------------------------
@@ -66,6 +75,11 @@ def _value_lines(head: str, value: object, holder: BaseModel, name: str, indent:
             lines = list(_section_lines(one, indent + "  "))
             yield f"{indent}-" if lines else f"{indent}- {{}}"
             yield from lines
+    elif isinstance(value, dict) and value and all(isinstance(one, BaseModel) for one in value.values()):
+        yield head
+        for key, one in value.items():
+            yield f"{indent}{_scalar(key)}:"
+            yield from _section_lines(one, indent + "  ")
     else:
         plain = holder.model_dump(mode="json", include={name})[name]
         yield f"{head} {_scalar(without_passwords(plain) if isinstance(plain, str) else plain)}"
@@ -109,7 +123,8 @@ def _subsections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, typ
         for kind, arguments in ARGUMENTS.items():
             yield f"{path}.args` of `{kind}", arguments
     for name, field in section.model_fields.items():
-        for annotation, suffix in ((field.annotation, ""), (element_of(field.annotation), "[]")):
+        inside = (element_of(field.annotation), "[]"), (named_element_of(field.annotation), ".NAME")
+        for annotation, suffix in ((field.annotation, ""), *inside):
             if annotation is not None and (inner := section_of(annotation)) is not None:
                 # The arguments of several applications have the same device sections.
                 start = "….args" if section in ARGUMENTS.values() else path

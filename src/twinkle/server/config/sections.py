@@ -174,8 +174,25 @@ class LimitsConfig(BaseModel):
     max_request_bytes: Count = Field(
         default=64 * 2**20, description="Size of one request body, also after decompression."
     )
+    max_uploading_bytes_per_tenant: Count = Field(
+        default=256 * 2**20, description="Bodies of requests that are not answered yet, from their first byte on."
+    )
+    max_sessions_per_tenant: Count = Field(default=1000, description="Sessions that are active.")
     max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")
     max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that wait to run.")
+    max_queued_bytes_per_tenant: Count = Field(
+        default=2**30, description="Request bodies of those ops: they wait in memory."
+    )
+    max_training_tokens_per_minute: Count | None = Field(
+        default=None, description="Tokens that a tenant may train on, forward passes too; null: no limit."
+    )
+    max_sampling_tokens_per_minute: Count | None = Field(
+        default=None, description="Tokens of a tenant's samples and of their prompts; null: no limit."
+    )
+    max_checkpoint_bytes_per_tenant: Count | None = Field(
+        default=None,
+        description="Disk space of a tenant's checkpoints and of the weights its samplers use; null: no limit.",
+    )
     max_waiting_samples_per_tenant: Count = Field(
         default=4096, description="Accepted sampling requests that are not finished."
     )

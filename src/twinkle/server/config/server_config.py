@@ -21,6 +21,7 @@ from twinkle.server.config.sections import (
     TelemetryConfig,
 )
 from twinkle.server.config.serving import ServedModelConfig, listed_names, served_models
+from twinkle.server.config.tenants import TenantConfig
 
 __all__ = ["DEFAULT_MODEL", "ServerConfig", "default_applications"]
 
@@ -56,6 +57,10 @@ class ServerConfig(BaseModel):
         default_factory=ClientsConfig, description="What clients are told when they connect."
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one tenant may take.")
+    tenants: dict[str, TenantConfig] = Field(
+        default_factory=dict,
+        description="Tenants that are treated otherwise, by tenant id or by the name of their key.",
+    )
     persistence: PersistenceConfig = Field(default_factory=PersistenceConfig, description="Where the state is kept.")
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="What operators see.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is said on stderr.")

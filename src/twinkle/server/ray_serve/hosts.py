@@ -22,10 +22,12 @@ from twinkle.server.assembly import services_on
 from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.loading import load_served_model
+from twinkle.server.operator_desk import answer_operators
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.ray_serve.directory import Directory
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 15.0
 _LEASE = "housekeeping"
+_UNANSWERED_SECONDS = 60.0  # whoever could answer an operator has had the time
 _LEASE_SECONDS = 3 * _HOUSEKEEPING_SECONDS
 # The longest the compute thread or the event loop may hold the interpreter while the other wants it.
 _SWITCH_SECONDS = 0.0005
@@ -56,6 +59,8 @@ class Process:
         self.config = config
         self.store = store
         self.telemetry = Telemetry(config.telemetry)
+        self.tenants = configured_tenants(config)
+        self.telemetry.usage = self.tenants.usage
         self.files = DataDir(config.data_dir)
         self.layout: Layout = layout_of(config)
         self.replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
@@ -105,6 +110,7 @@ class GatewayHost:
             {},
             process.files,
             process.remote_processors(),
+            process.tenants,
             fleet=process.remote_fleet(),
         )
         self.entrance = process.entrance(process.app_of(self.gateway))
@@ -134,6 +140,7 @@ class GatewayHost:
             await store.sessions.forgive_downtime(now)
         elif claim is Claim.RENEWED:
             await self.gateway.expire(now)
+            await answer_operators(self.gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
 
 
 class ModelHost:
@@ -149,6 +156,7 @@ class ModelHost:
             {services.model.name: services},
             process.files,
             process.remote_processors(),
+            process.tenants,
             replica=name,
         )
         self.app = process.app_of(self.gateway)
@@ -172,6 +180,7 @@ class ModelHost:
             process.store,
             compute,
             process.files,
+            process.tenants,
             process.telemetry,
             merge=served.model.merge,
             is_ours=is_ours,
@@ -181,6 +190,7 @@ class ModelHost:
         return host
 
     async def _start(self) -> None:
+        await self.gateway.books.read_key_names()
         await self._services.training.start()
         if self._services.sampling is not None:
             await self._services.sampling.start()
@@ -193,6 +203,7 @@ class ModelHost:
         if self._services.sampling is not None:
             await self._services.sampling.stop()
         await self._services.training.stop()
+        await self.gateway.books.flush_usage()
         self._compute.close()
         await self._process.close()
 
@@ -213,7 +224,12 @@ class ModelHost:
             except Exception:
                 logger.exception("housekeeping failed")
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            work = self.gateway.tidy(time.time())
+            work = self._house(time.time())
+
+    async def _house(self, now: float) -> None:
+        await self.gateway.tidy(now)
+        has = self._services.training.run
+        await answer_operators(self.gateway, now, lambda request: has(request.target) is not None)
 
 
 class ProcessorHost:
@@ -222,7 +238,9 @@ class ProcessorHost:
     def __init__(self, process: Process, name: str, service: ProcessorService) -> None:
         self._process = process
         self._service = service
-        self.gateway = Gateway(process.config, process.store, {}, process.files, service, fleet=process.remote_fleet())
+        self.gateway = Gateway(
+            process.config, process.store, {}, process.files, service, process.tenants, fleet=process.remote_fleet()
+        )
         self.app = process.app_of(self.gateway)
         self.entrance = process.entrance(self.app, own=name)
 

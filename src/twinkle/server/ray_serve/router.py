@@ -13,7 +13,7 @@ from twinkle.server.ray_serve.addressing import address_of, wants_stream
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
-from twinkle.server.routes.http import PREFIX, RETRY_SOON, SMALL_BODY
+from twinkle.server.routes.http import PREFIX, SMALL_BODY
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError
 
@@ -177,6 +177,6 @@ async def _send(send: Send, reply: HttpReply) -> None:
 
 
 def _refusal(status: int, detail: str) -> HttpReply:
-    headers = {"content-type": "application/json", **(RETRY_SOON if status == 503 else {})}
+    headers = {"content-type": "application/json", **({"Retry-After": "1"} if status == 503 else {})}
     raw = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     return HttpReply(HttpHead(status, raw), json.dumps({"detail": detail}).encode())

@@ -1,6 +1,7 @@
 """Futures: a request waits here until its result exists, or for a while."""
 
 import asyncio
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -49,12 +50,12 @@ async def retrieve_future(request: Request) -> Response:
 async def retrieve_futures(request: Request) -> Response:
     """All that is done of one client's samples, in one long poll."""
     tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
     body = await body_of(request, 4 * JSON_BYTES)  # it names every result that was fetched since the last poll
     if len(body) < SMALL_BODY:
         wanted = fields.parse(RetrieveFuturesRequest, body)
     else:
-        wanted = await asyncio.to_thread(fields.parse, RetrieveFuturesRequest, body)
-    gateway = gateway_of(request)
+        wanted = await gateway.reading.in_thread(tenant_id, partial(fields.parse, RetrieveFuturesRequest, body))
     target = wanted.target
     session = await gateway.sampling_session(target.sampling_session_id, tenant_id)
     timeout = _LONG_POLL_SECONDS if wanted.timeout is None else min(wanted.timeout, _LONG_POLL_SECONDS)

@@ -25,6 +25,7 @@ from twinkle.server.config.sections import names_this_machine
 from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway import Gateway
 from twinkle.server.native.errors import SequenceConflictError
+from twinkle.server.routes.uploads import upload_of
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.http_requests import REQUEST_ID_HEADER
@@ -39,8 +40,6 @@ SMALL_BODY = 16_384
 _BEARER = "bearer "
 # The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
 JSON_BYTES = 2**20
-# With answers that a client may hope to be better soon. Both SDKs heed it.
-RETRY_SOON = {"Retry-After": "1"}
 RequestT = TypeVar("RequestT", bound=fields.Request)
 
 # The first that matches; anything else of ours is a 500.
@@ -70,7 +69,9 @@ async def tenant_of(request: Request, prefix: str = "tml-") -> str:
         key = bearer_of(request, name) if key is None else key
     refuse_rebinding(request)
     # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
-    return await gateway_of(request).tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
+    tenant_id = await gateway_of(request).tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
+    upload_of(request).belongs_to(tenant_id)
+    return tenant_id
 
 
 def bearer_of(request: Request, header: str = "authorization") -> str | None:
@@ -93,17 +94,25 @@ def refuse_rebinding(request: Request) -> None:
 
 
 async def body_of(request: Request, most: int | None = None) -> bytes:
-    """The whole body, as long as it stays within the limit for all requests and within ``most`` bytes."""
-    limit = gateway_of(request).config.limits.max_request_bytes
+    """The whole body, as long as it stays within the limit for all requests and within ``most`` bytes.
+
+    It counts among its tenant's uploads until the request is answered: ask for the tenant first.
+    """
+    gateway, upload = gateway_of(request), upload_of(request)
+    limit = gateway.config.limits.max_request_bytes
     limit = limit if most is None else min(limit, most)
+    of_tenant = gateway.tenants.limits(upload.tenant_id).uploading_bytes
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise BodyTooLargeError(limit)
+    if length.isdigit():
+        if int(length) > limit:
+            raise BodyTooLargeError(limit)
+        upload.grow_to(int(length), of_tenant)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise BodyTooLargeError(limit)
+        upload.grow_to(size, of_tenant)
         parts.append(part)
     return b"".join(parts)
 
@@ -122,6 +131,13 @@ def is_loopback(request: Request) -> bool:
     return request.client is None or request.client.host in ("127.0.0.1", "::1")
 
 
+def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
+    """For answers that a client may hope to be better soon. Both SDKs heed it."""
+    if isinstance(error, QuotaError):
+        return {"Retry-After": str(error.retry_after)}
+    return {"Retry-After": "1"} if status in (429, 503) else None
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """No tracebacks, keys or paths of ours to clients."""
 
@@ -132,7 +148,7 @@ def install_error_handlers(app: FastAPI) -> None:
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
         for kind, status in _STATUS:
             if isinstance(error, kind):
-                return json_response({"detail": str(error)}, status, RETRY_SOON if status in (429, 503) else None)
+                return json_response({"detail": str(error)}, status, when_to_retry(error, status))
         return await unexpected(request, error)
 
     async def unexpected(request: Request, error: Exception) -> Response:

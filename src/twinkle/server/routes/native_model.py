@@ -1,7 +1,7 @@
 """The library's verbs over HTTP. Each request is answered when its op has ended."""
 
-import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -71,11 +71,10 @@ async def upload_status(request: Request, model: str, request_id: str) -> Respon
 async def run_verb(request: Request, model: str, verb: str) -> Response:
     caller = await caller_of(request)
     body = await body_of(request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
+    gateway, read = gateway_of(request), partial(requests.read_fields, body)
     small = len(body) < SMALL_BODY
-    wanted = requests.read_fields(body) if small else await asyncio.to_thread(requests.read_fields, body)
-    outcome = await requests.run_verb(
-        gateway_of(request), caller.tenant_id, caller.session_id, model, verb, wanted, body
-    )
+    wanted = read() if small else await gateway.reading.in_thread(caller.tenant_id, read)
+    outcome = await requests.run_verb(gateway, caller.tenant_id, caller.session_id, model, verb, wanted, body)
     return _answer(outcome)
 
 

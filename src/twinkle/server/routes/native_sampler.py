@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -29,6 +30,7 @@ from twinkle.server.native_sampling.targets import target_of
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of
 from twinkle.server.routes.native_gateway import wire_response
 from twinkle.server.routes.native_http import ROWS_BYTES, SESSION_HEADER, caller_of, native_tenant_of
+from twinkle.server.routes.uploads import upload_of
 from twinkle.server.templates import SetTemplate
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire import fields
@@ -151,7 +153,10 @@ class AskedSamples:
         gateway, model, wanted = self._gateway, self._services.model, self._wanted
         choice = chosen_template(self._session, model)
         template = await asyncio.to_thread(self._services.templates.get, choice)
-        features = await asyncio.to_thread(encoded, wanted.inputs, template, self._params)
+        assert self._services.sampling is not None, "checked before"
+        self._services.sampling.admission.check(self._tenant_id)  # before the work of reading the inputs
+        read = partial(encoded, wanted.inputs, template, self._params)
+        features = await gateway.reading.in_thread(self._tenant_id, read)
         target = await target_of(
             gateway, self._services, self._tenant_id, self._session, wanted.adapter_uri, wanted.adapter_name
         )
@@ -184,7 +189,8 @@ async def _read(body_type: type[BodyT], request: Request, most: int) -> BodyT:
     body = await body_of(request, most)
     if len(body) < SMALL_BODY:
         return fields.parse(body_type, body)
-    return await asyncio.to_thread(fields.parse, body_type, body)
+    tenant_id = upload_of(request).tenant_id
+    return await gateway_of(request).reading.in_thread(tenant_id, partial(fields.parse, body_type, body))
 
 
 async def _next(lines: AsyncGenerator[Line, None]) -> Line:

@@ -1,6 +1,5 @@
 """OpenAI's chat and text completions, under the path that its clients use and beside our other routes."""
 
-import asyncio
 import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -23,12 +22,12 @@ from twinkle.server.openai.requests import ChatRequest, CompletionRequest, Gener
 from twinkle.server.routes.http import (
     JSON_BYTES,
     PREFIX,
-    RETRY_SOON,
     SMALL_BODY,
     body_of,
     gateway_of,
     json_response,
     tenant_of,
+    when_to_retry,
 )
 from twinkle.server.sampling_targets import Target
 from twinkle.server.text_codec import TextCodec
@@ -52,7 +51,7 @@ def _answering(handler: Handler) -> Handler:
             raise
         except Exception as error:  # noqa: BLE001 - the route handler is an edge
             refusal = _refusal(error, request)
-            return json_response(refusal.body, refusal.status, RETRY_SOON if refusal.status in (429, 503) else None)
+            return json_response(refusal.body, refusal.status, when_to_retry(error, refusal.status))
 
     return answer
 
@@ -62,14 +61,16 @@ def _answering(handler: Handler) -> Handler:
 @_answering
 async def chat_completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    wanted = await _read(ChatRequest, request)
+    wanted = await _read(ChatRequest, request, tenant_id)
     params, top = wanted.params(wanted.limit), wanted.top
-    target = await models.resolve(gateway_of(request), wanted.model, tenant_id)
+    gateway = gateway_of(request)
+    target = await models.resolve(gateway, wanted.model, tenant_id)
     codec = _codec(target)
+    gateway.sampler_of(target.session).admission.check(tenant_id)  # before the work of reading the text
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
     # In a thread, however short: compiling the template, the first time, takes milliseconds.
-    tokens = await asyncio.to_thread(codec.encode_chat, messages, tools)
+    tokens = await gateway.reading.in_thread(tenant_id, functools.partial(codec.encode_chat, messages, tools))
     form = ChatFormat(wanted.model, target.weights, codec, logprobs=top is not None)
     return await _answer(request, wanted, target, codec, [tokens], params, top, form, tools=bool(tools))
 
@@ -79,11 +80,13 @@ async def chat_completions(request: Request) -> Response:
 @_answering
 async def completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    wanted = await _read(CompletionRequest, request)
+    wanted = await _read(CompletionRequest, request, tenant_id)
     params, top = wanted.params(wanted.limit), wanted.logprobs
-    target = await models.resolve(gateway_of(request), wanted.model, tenant_id)
+    gateway = gateway_of(request)
+    target = await models.resolve(gateway, wanted.model, tenant_id)
     codec = _codec(target)
-    tokens = await asyncio.to_thread(_encoded, codec, wanted.prompt)
+    gateway.sampler_of(target.session).admission.check(tenant_id)  # as above
+    tokens = await gateway.reading.in_thread(tenant_id, functools.partial(_encoded, codec, wanted.prompt))
     form = CompletionFormat(wanted.model, target.weights, codec, logprobs=top is not None)
     return await _answer(request, wanted, target, codec, tokens, params, top, form)
 
@@ -104,11 +107,11 @@ async def model(request: Request) -> Response:
     return json_response(await models.described(gateway_of(request), request.path_params["model"], tenant_id))
 
 
-async def _read(request_type: type[FieldsT], request: Request) -> FieldsT:
+async def _read(request_type: type[FieldsT], request: Request, tenant_id: str) -> FieldsT:
     body = await body_of(request, 4 * JSON_BYTES)
     if len(body) < SMALL_BODY:
         return parse(request_type, body)
-    return await asyncio.to_thread(parse, request_type, body)
+    return await gateway_of(request).reading.in_thread(tenant_id, functools.partial(parse, request_type, body))
 
 
 def _codec(target: Target) -> TextCodec:

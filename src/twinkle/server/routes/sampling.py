@@ -1,8 +1,8 @@
 """Sampling sessions and samples."""
 
-import asyncio
 import hashlib
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -68,7 +68,8 @@ async def asample(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await body_of(request, 4 * JSON_BYTES)  # half a million tokens
     small = len(body) < SMALL_BODY
-    wanted, sample, encode, digest = _read(body) if small else await asyncio.to_thread(_read, body)
+    read = partial(_read, body)
+    wanted, sample, encode, digest = read() if small else await gateway.reading.in_thread(tenant_id, read)
     session = await gateway.sampling_session(wanted.sampling_session_id, tenant_id)
     sample = replace(sample, version_id=session.version_id)
     await gateway.sample(session, wanted.seq_id, sample, encode, digest)

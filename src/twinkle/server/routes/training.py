@@ -1,6 +1,5 @@
 """Models and the ops on them. Each op answers at once with the id of a future."""
 
-import asyncio
 import secrets
 from dataclasses import replace
 
@@ -85,7 +84,8 @@ async def forward(request: Request) -> Response:
 
 async def _pass(request: Request, kind: OpKind) -> Response:
     tenant_id = await tenant_of(request)
-    limits = gateway_of(request).config.limits
+    gateway = gateway_of(request)
+    limits = gateway.config.limits
     raw = await body_of(request)
     encoding = request.headers.get("content-encoding")
 
@@ -99,7 +99,8 @@ async def _pass(request: Request, kind: OpKind) -> Response:
         return op
 
     small = len(raw) < SMALL_BODY and encoding is None
-    return await _submit(request, decode() if small else await asyncio.to_thread(decode), tenant_id)
+    op = decode() if small else await gateway.reading.in_thread(tenant_id, decode)
+    return await _submit(request, op, tenant_id)
 
 
 @router.post("/optim_step")

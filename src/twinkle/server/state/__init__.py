@@ -15,6 +15,7 @@ from twinkle.server.state.errors import (
 )
 from twinkle.server.state.keys import KeyRecord, Keys
 from twinkle.server.state.leases import Claim, Leases
+from twinkle.server.state.operator_requests import EVICT, OperatorRequest, OperatorRequests
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
 from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs, RunState
@@ -22,13 +23,16 @@ from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
 from twinkle.server.state.snapshots import Snapshots
 from twinkle.server.state.store import Store
+from twinkle.server.state.usage import DailyUsage, UsageRecords
 
 __all__ = [
+    "EVICT",
     "Accepted",
     "AcceptedRun",
     "CheckpointExistsError",
     "Checkpoints",
     "Claim",
+    "DailyUsage",
     "DataDirInUseError",
     "DatabaseConnectionError",
     "DatabaseInUseError",
@@ -37,6 +41,8 @@ __all__ = [
     "KeyRecord",
     "Keys",
     "Leases",
+    "OperatorRequest",
+    "OperatorRequests",
     "Ops",
     "Page",
     "Pruned",
@@ -50,4 +56,5 @@ __all__ = [
     "StorageFullError",
     "Store",
     "StoreClosedError",
+    "UsageRecords",
 ]

@@ -8,6 +8,7 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 from twinkle.server.state.database import Cursor, Database, Page, Row
 from twinkle.server.state.errors import CheckpointExistsError
 from twinkle.server.state.tables import CHECKPOINTS
+from twinkle.server.state.usage import check_storage
 from twinkle.server.types import CheckpointKind, CheckpointRecord
 
 __all__ = ["Checkpoints"]
@@ -39,8 +40,10 @@ class Checkpoints:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, checkpoint: CheckpointRecord, overwrite: bool = False) -> CheckpointRecord | None:
-        """The one that it replaces, whose directory is now nobody's.
+    async def add(
+        self, checkpoint: CheckpointRecord, overwrite: bool = False, most_bytes: int | None = None
+    ) -> CheckpointRecord | None:
+        """The one that it replaces, whose directory is now nobody's. ``most_bytes``: of all files of the tenant.
 
         A name that is taken is an error unless ``overwrite`` is set or the same request took it: an op that is
         replayed after a crash adds its checkpoint again.
@@ -54,6 +57,7 @@ class Checkpoints:
                     raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
                 cursor.execute(_DELETE, name)
             cursor.execute(_INSERT, _row(checkpoint))
+            check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
             return None if row is None else _checkpoint(row)
 
         return await self._database.write(work)

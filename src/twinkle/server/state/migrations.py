@@ -103,7 +103,40 @@ def _add_custom_losses(connection: Connection) -> None:
     table.create(connection)
 
 
-MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_replicas, _add_run_metrics, _add_custom_losses)
+def _add_usage(connection: Connection) -> None:
+    """And what operators ask of a running server. Versions that are on disk already count as if they were empty."""
+    counters = "trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests", "storage_bytes"
+    columns = ", ".join(f"{name} BIGINT NOT NULL" for name in counters)
+    connection.exec_driver_sql(
+        f"CREATE TABLE usage (tenant_id VARCHAR NOT NULL, day VARCHAR NOT NULL, {columns},"
+        " PRIMARY KEY (tenant_id, day))"
+    )
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE operator_requests (
+            request_id VARCHAR NOT NULL,
+            kind VARCHAR NOT NULL,
+            target VARCHAR NOT NULL,
+            created_at {double} NOT NULL,
+            answer TEXT,
+            failed INTEGER NOT NULL,
+            PRIMARY KEY (request_id)
+        )
+        """
+    )
+    connection.exec_driver_sql("ALTER TABLE sampling_sessions ADD COLUMN size_bytes BIGINT NOT NULL DEFAULT 0")
+    connection.exec_driver_sql("CREATE INDEX sampling_sessions_by_size ON sampling_sessions (tenant_id, size_bytes)")
+    connection.exec_driver_sql("CREATE INDEX sessions_by_state_of_tenant ON sessions (tenant_id, state)")
+
+
+MIGRATIONS: Sequence[Migration] = (
+    _add_sampling_clients,
+    _add_replicas,
+    _add_run_metrics,
+    _add_custom_losses,
+    _add_usage,
+)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

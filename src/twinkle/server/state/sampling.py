@@ -6,6 +6,7 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from twinkle.server.state.database import Cursor, Database
 from twinkle.server.state.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
+from twinkle.server.state.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
 __all__ = ["SamplingSessions"]
@@ -67,14 +68,18 @@ class SamplingSessions:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, sampling: SamplingSessionRecord) -> SamplingSessionRecord:
-        """The sampling session, or the one with this number that its session has already."""
+    async def create(self, sampling: SamplingSessionRecord, most_bytes: int | None = None) -> SamplingSessionRecord:
+        """The sampling session, or the one with this number that its session has already.
+
+        ``most_bytes``: of all files of the tenant.
+        """
 
         def work(cursor: Cursor) -> SamplingSessionRecord:
             row = cursor.row(_BY_NUMBER, {"session_id": sampling.session_id, "number": sampling.number})
             if row is not None:
                 return SamplingSessionRecord(**row)
             cursor.execute(_INSERT, asdict(sampling))
+            check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
             return sampling
 
         return await self._database.write(work)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from sqlalchemy import bindparam, func, insert, select, update
 
+from twinkle.errors import QuotaError
 from twinkle.server.state.database import Cursor, Database, Page, Row
 from twinkle.server.state.tables import SESSIONS
 from twinkle.server.types import SessionRecord
@@ -36,6 +37,7 @@ _TOUCH = (
 _SET_STATE = update(SESSIONS).where(_OF_ID).values(state=bindparam("state"))
 _SET_METADATA = update(SESSIONS).where(_OF_ID).values(user_metadata=bindparam("user_metadata"))
 _COUNT_ACTIVE = select(func.count()).select_from(SESSIONS).where(_ACTIVE)
+_COUNT_ACTIVE_OF_TENANT = select(func.count()).select_from(SESSIONS).where(_OF_TENANT, _ACTIVE)
 _SET_PROJECT = update(SESSIONS).where(_OF_ID).values(project_id=bindparam("project_id"))
 _FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
 
@@ -44,18 +46,29 @@ class Sessions:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, session: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
-        """The session, or the one that this tenant created with the same key before."""
+    async def create(
+        self, session: SessionRecord, idempotency_key: str | None = None, most: int | None = None
+    ) -> SessionRecord:
+        """The session, or the one that this tenant created with the same key before.
 
-        def work(cursor: Cursor) -> SessionRecord:
+        ``most``: active sessions of the tenant; where there are as many, QuotaError.
+        """
+
+        def work(cursor: Cursor) -> SessionRecord | None:
             if idempotency_key is not None:
                 row = cursor.row(_BY_KEY, {"tenant_id": session.tenant_id, "idempotency_key": idempotency_key})
                 if row is not None:
                     return _session(row)
+            if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, {"tenant_id": session.tenant_id}) >= most:
+                return None  # an error here would have the transaction, which others share, done again
             cursor.execute(_INSERT, _row(session) | {"idempotency_key": idempotency_key})
             return session
 
-        return await self._database.write(work)
+        made = await self._database.write(work)
+        if made is None:
+            assert most is not None
+            raise QuotaError("active sessions", most, most)
+        return made
 
     async def get(self, session_id: str) -> SessionRecord | None:
         row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": session_id}))

@@ -25,6 +25,7 @@ from twinkle.server.state.journal_writers import JournalWriters
 from twinkle.server.state.keys import Keys, read_secret
 from twinkle.server.state.leases import Leases
 from twinkle.server.state.migrations import migrate, needs_migration
+from twinkle.server.state.operator_requests import OperatorRequests
 from twinkle.server.state.ops import Ops
 from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs
@@ -32,6 +33,7 @@ from twinkle.server.state.sampling import SamplingSessions
 from twinkle.server.state.sessions import Sessions
 from twinkle.server.state.snapshots import Snapshots
 from twinkle.server.state.sqlite import SqliteDriver, default_url
+from twinkle.server.state.usage import UsageRecords
 
 __all__ = ["Store"]
 
@@ -85,6 +87,8 @@ class Store:
         self.custom_losses = CustomLosses(self._database)
         self.snapshots = Snapshots(self._database)
         self.keys = Keys(self._database, secret)
+        self.usage = UsageRecords(self._database)
+        self.operator_requests = OperatorRequests(self._database)
 
     @classmethod
     async def open(

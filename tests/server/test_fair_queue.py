@@ -1,0 +1,80 @@
+"""Turns of tenants: by weight, by priority, and nobody left out."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twinkle.server.fair_queue import MAX_SKIPS, FairQueue
+from twinkle.server.standing import Priority, Standing
+
+
+def filled(standings: dict[str, Standing], count: int = 400, cost: float = 1.0) -> FairQueue[str]:
+    queue: FairQueue[str] = FairQueue(standings.__getitem__)
+    for tenant in standings:
+        for number in range(count):
+            queue.push(tenant, f"{tenant}{number}", tenant, cost)
+    return queue
+
+
+def test_turns_go_by_weight() -> None:
+    queue = filled({"a": Standing(3.0), "b": Standing(1.0)})
+    assert Counter(queue.pop() for _ in range(80)) == {"a": 60, "b": 20}
+
+
+def test_turns_go_by_cost() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.push("long", f"l{number}", "long", cost=30)
+        queue.push("short", f"s{number}", "short", cost=10)
+    assert Counter(queue.pop() for _ in range(80)) == {"short": 60, "long": 20}
+
+
+def test_a_higher_priority_goes_first_and_lower_ones_get_a_turn() -> None:
+    low, high = Standing(priority=Priority.LOW), Standing(priority=Priority.HIGH)
+    queue = filled({"low": low, "normal": Standing(), "high": high})
+    turns = Counter(queue.pop() for _ in range(100))
+    assert turns["high"] >= 75
+    assert min(turns["low"], turns["normal"]) >= 100 // (MAX_SKIPS + 3)
+
+
+def test_idle_time_earns_nothing_and_leaving_clears_nothing() -> None:
+    queue = filled({"busy": Standing(), "late": Standing(), "hasty": Standing()}, count=0)
+    for number in range(100):
+        queue.push("busy", f"b{number}", "busy")
+    for _ in range(50):
+        queue.pop()
+    for number in range(20):
+        queue.push("late", f"l{number}", "late")
+    assert Counter(queue.pop() for _ in range(20)) == {"busy": 10, "late": 10}
+    turns = Counter[str | None]()
+    for number in range(20):  # always one at a time, and ten times as expensive: it waits for its turn all the same
+        queue.push("hasty", f"h{number}", "hasty", cost=10)
+        turns.update(queue.pop() for _ in range(2))
+        queue.remove("hasty", f"h{number}")
+    assert turns["hasty"] <= 4
+
+
+def test_who_may_not_start_is_passed_over_and_keeps_its_place() -> None:
+    queue = filled({"a": Standing(), "b": Standing()}, count=2)
+    assert [queue.pop(lambda tenant: tenant == "b") for _ in range(3)] == ["b", "b", None]
+    assert not queue.has(lambda tenant: tenant == "b")
+    assert queue.has()
+    assert [queue.pop() for _ in range(3)] == ["a", "a", None]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    priorities=st.lists(st.sampled_from(Priority), min_size=2, max_size=5),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=5, max_size=5),
+)
+def test_every_priority_gets_a_turn_among_a_few(priorities: list[Priority], weights: list[float]) -> None:
+    standings = {f"t{i}": Standing(weights[i], priority) for i, priority in enumerate(priorities)}
+    queue = filled(standings)
+    waited = dict.fromkeys(set(priorities), 0)
+    for _ in range(100):
+        tenant = queue.pop()
+        assert tenant is not None
+        for priority in waited:
+            waited[priority] = 0 if standings[tenant].priority is priority else waited[priority] + 1
+            assert waited[priority] <= MAX_SKIPS + len(Priority)
