@@ -13,6 +13,7 @@ from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig, default_config, load_config
+from twinkle.server.config.launchable import refuse_what_is_not_yet
 
 _START_SECONDS = 600.0
 LISTENING = "listening on"  # how a server announces itself
@@ -24,6 +25,7 @@ def launch(config_path: str | Path | None = None) -> None:
 
 
 def run_server(config: ServerConfig, notes: Sequence[str] = (), log_level: str = "info") -> None:
+    refuse_what_is_not_yet(config)
     from twinkle.server.embedded import serve_embedded  # uvicorn and all services: not for --help
 
     logging.basicConfig(

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from twinkle.errors import ConfigError, ConfigParseError, ConfigProblem
 from twinkle.server.config.applications import PROCESSOR_PLACEMENT, ProcessorArgs
+from twinkle.server.config.launchable import not_yet
 from twinkle.server.config.older_form import convert
 from twinkle.server.config.problems import find_problems, path_of, problem
 from twinkle.server.config.sections import TelemetryConfig
@@ -70,7 +71,7 @@ def _validated(data: dict[str, Any], source: str, problems: list[ConfigProblem])
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    return config, [*converted.notes, *_without_effect(config)]
+    return config, [*converted.notes, *_without_effect(config), *(one.note for one in not_yet(config))]
 
 
 def _override(
@@ -92,7 +93,14 @@ def _override(
 
 
 def _without_effect(config: ServerConfig) -> list[str]:
-    """Notes on keys that are right and do nothing on the embedded runtime."""
+    """Notes on keys that are right and do nothing."""
+    given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
+    changed = [key for key, value in given.items() if value != default[key]]
+    notes = [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
+    return notes if config.runtime == "ray" else [*_only_for_ray(config), *notes]
+
+
+def _only_for_ray(config: ServerConfig) -> list[str]:
     keys = {"proxy_location": config.proxy_location, "ray_namespace": config.ray_namespace}
     unused = [key for key, value in keys.items() if value is not None]
     unused += [f"applications[{index}].deployments" for index, one in enumerate(config.applications) if one.deployments]
@@ -100,10 +108,7 @@ def _without_effect(config: ServerConfig) -> list[str]:
         if isinstance(one.args, ProcessorArgs):
             given_here = sorted(PROCESSOR_PLACEMENT & one.args.model_fields_set)
             unused += [f"applications[{index}].args.{key}" for key in given_here]
-    notes = [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
-    given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
-    changed = [key for key, value in given.items() if value != default[key]]
-    return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
+    return [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------

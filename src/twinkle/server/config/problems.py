@@ -67,7 +67,8 @@ def _broken_rules(data: dict[str, Any]) -> list[Broken]:
         http = HttpOptions.model_validate(data.get("http_options", {}))
         broken += network_rules(http, AuthConfig.model_validate(data.get("auth", {})))
     with suppress(ValidationError):
-        broken += application_rules(_APPLICATIONS.validate_python(data.get("applications", []), strict=False))
+        applications = _APPLICATIONS.validate_python(data.get("applications", []), strict=False)
+        broken += application_rules(applications, data.get("runtime", "embedded"))
     return broken
 
 

@@ -20,7 +20,7 @@ Location = tuple[str | int, ...]
 Applications = Sequence[ApplicationSpec]
 
 _ONE_DEVICE = "1 (more processes or devices come with the Ray runtime)"
-_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "mock": ("mock",)}
+_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("vllm",), "mock": ("mock",)}
 _ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
@@ -45,20 +45,21 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[Broken]:
     return [Broken(("http_options", "host"), http.host, allowed)]
 
 
-def application_rules(applications: Applications) -> list[Broken]:
+def application_rules(applications: Applications, runtime: str) -> list[Broken]:
     """All that is wrong with the applications taken together."""
     rules: list[Callable[[Applications], Iterator[Broken]]] = [
         _one_processor,
         _names_differ,
         _one_application_a_model,
         _routes,
-        _one_device,
         _model_ids,
         _mock_computes_nothing,
         _samplers_have_their_model,
         _model_names_differ,
         _supported_models_exist,
     ]
+    if runtime == "embedded":
+        rules.append(_one_device)
     return [broken for rule in rules for broken in rule(applications)]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from twinkle.server.config.allowed import STRICT, Later, refusal
+from twinkle.server.config.allowed import STRICT, refusal
 from twinkle.server.config.applications import ApplicationSpec, ProcessorArgs
 from twinkle.server.config.rules import application_rules, network_rules
 from twinkle.server.config.sections import (
@@ -31,8 +31,10 @@ class ServerConfig(BaseModel):
 
     model_config = STRICT
 
-    runtime: Annotated[Literal["embedded", "ray"], Later({"ray": "the Ray runtime comes later"})] = Field(
-        default="embedded", description="embedded: all services in one process."
+    runtime: Literal["embedded", "ray"] = Field(
+        default="embedded",
+        description="embedded: all services in one process. ray: each application one of Ray Serve's, which can be "
+        "configured and not launched yet.",
     )
     data_dir: Directory = Field(
         default=Path("~/.local/share/twinkle"),
@@ -96,7 +98,7 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        broken = [*network_rules(self.http_options, self.auth), *application_rules(self.applications)]
+        broken = [*network_rules(self.http_options, self.auth), *application_rules(self.applications, self.runtime)]
         if broken:
             details = [InitErrorDetails(type=refusal(b.allowed), loc=b.location, input=b.value) for b in broken]
             raise ValidationError.from_exception_data("ServerConfig", details)
