@@ -37,7 +37,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray chaos clean
+	test-parallel test-postgres test-ray chaos soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -103,6 +103,9 @@ test-ray: $(RAY_VENV)/.setup-stamp ## workers, worker groups and results between
 
 test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's package), in a temporary cluster
 	@$(VENV)/bin/python tests/server/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
+
+soak: $(STAMP) ## twenty minutes of mixed load with kills: no leak, nothing lost (SOAK_MINUTES=3: less)
+	@$(VENV)/bin/pytest -q -s -m soak tests/soak
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
