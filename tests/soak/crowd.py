@@ -41,6 +41,7 @@ class Crowd:
         self.trained: list[Trained] = []
         self.errors: list[BaseException] = []
         self.beats = Heartbeats(url)
+        self._killed: list[str] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._numbers = itertools.count(seed)
@@ -57,6 +58,8 @@ class Crowd:
         self._stop.set()
         for worker in self._workers:
             worker.join()
+        for key in self._killed:  # what it saved in its last moments it would have deleted
+            self._delete_checkpoints(key)
         self.beats.end()
 
     def _worker(self, live: Callable[[int], None], name: str) -> threading.Thread:
@@ -87,6 +90,7 @@ class Crowd:
             process.kill()  # as a client dies
             process.communicate()
             assert patience < 600, f"the {how} client {number} did not come to an end"
+            self._killed.append(key_of(how, number))
             self._take(Report(number, how, f"{how}, killed"))
             return
         assert process.returncode == 0, complaint
@@ -100,15 +104,18 @@ class Crowd:
             assert step_count(directory) == report.steps, f"{report}: {step_count(directory)} steps are saved"
             if sum(one.report.how == report.how for one in self.trained) < KEPT:
                 weights = load_file(directory / "adapter_model.safetensors")
-            tenant = Lasting(self.url, key_of(report.how, report.number))
-            tenant.delete_checkpoints()
-            tenant.http.close()
+            self._delete_checkpoints(key_of(report.how, report.number))
         with self._lock:
             self.lives[report.kind] += 1
             self.requests += report.requests
             self.steps += report.steps
             if weights is not None:
                 self.trained.append(Trained(report, weights))
+
+    def _delete_checkpoints(self, key: str) -> None:
+        tenant = Lasting(self.url, key)
+        tenant.delete_checkpoints()
+        tenant.http.close()
 
 
 def start_client(how: str, number: int, url: str) -> subprocess.Popen[str]:

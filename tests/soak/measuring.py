@@ -84,7 +84,8 @@ class Measurements(threading.Thread):
         row |= {f"{place}_mib": one.size / MIB for place, one in disk.items()}
         row |= {f"{place}_files": one.files for place, one in disk.items()}
         row |= {f"{place}_directories": one.directories for place, one in disk.items()}
-        row["database_mib"] = sum(file.stat().st_size for file in self._data_dir.glob("state.db*")) / MIB
+        row["database_mib"] = _size(self._data_dir / "state.db") / MIB
+        row["database_log_mib"] = _size(self._data_dir / "state.db-wal") / MIB
         row["disk_mib"] = row["database_mib"] + sum(one.size for one in disk.values()) / MIB
         return row
 
@@ -94,6 +95,10 @@ class Measurements(threading.Thread):
         except FileNotFoundError:
             return None
         return counts
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def slope(rows: list[Row], name: str) -> float:

@@ -30,7 +30,7 @@ COMPLETIONS_SECONDS = 20.0  # of an hour
 
 def counts(gateway: Gateway) -> dict[str, int]:
     """All that should be nothing, or as before, when nobody uses the server."""
-    found = {"threads": len(os.listdir("/proc/self/task"))}
+    found = {"threads": len(os.listdir("/proc/self/task")), "python_blocks": sys.getallocatedblocks()}
     found["sampling_sessions_cached"] = len(gateway._samplers)
     found["sampling_clients"] = len(gateway._sampling_clients._covered) + len(gateway._sampling_clients._writing)
     found["tenants_creating"] = len(gateway._creating)
