@@ -29,6 +29,7 @@ VLLM_CONTRACT := tests/contract/test_sampling.py tests/contract/test_openai_sdk.
 POSTGRES_TESTS := $(wildcard tests/server/test_state_*.py) tests/server/test_recovery.py
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
+RAY_CLIENTS := tests/contract tests/client
 EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
@@ -98,8 +99,9 @@ test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behin
 	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
-test-ray: $(RAY_VENV)/.setup-stamp ## workers, worker groups and results between them on a Ray cluster of this machine
+test-ray: $(RAY_VENV)/.setup-stamp ## execution and the server on Ray, and the clients' tests against a server there
 	@$(RAY_VENV)/bin/pytest -q -m ray tests/ray
+	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
 test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's package), in a temporary cluster
 	@$(VENV)/bin/python tests/server/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)

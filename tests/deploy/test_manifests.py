@@ -18,6 +18,8 @@ from deployment_files import (
     paths_of_routes,
 )
 
+from twinkle.server.config import ModelArgs
+
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 API = {
     "ConfigMap": "v1",
@@ -168,8 +170,11 @@ def test_the_cluster_has_the_devices_that_the_server_wants(tmp_path: Path) -> No
     file = DEPLOY / "kubernetes" / "raycluster.yaml"
     (cluster,) = by_kind(file, "RayCluster")
     config, _ = configuration(by_kind(file, "ConfigMap")[0]["data"]["server.yaml"], tmp_path)
-    groups = [one.args.device_group for one in config.applications if hasattr(one.args, "device_group")]
-    wanted = sum(group.processes * group.gpus_per_worker for group in groups if group and group.device_type == "cuda")
+    (model,) = [one for one in config.applications if isinstance(one.args, ModelArgs)]
+    replicas = model.deployments[0].num_replicas
+    assert replicas is not None
+    assert model.args.compute_device == "cuda"
+    wanted = replicas * model.args.processes
     (workers,) = cluster["spec"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
     assert workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == wanted > 0

@@ -174,20 +174,20 @@ def test_what_packing_cannot_do_is_refused(wrong: dict) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("size", [8, 64, 128])
 def test_the_kernel_is_the_formula(size: int, window: int | None) -> None:
-    """varlen_attn on CUDA in bf16 against SDPA in fp32."""
-    lengths = (5, 1, 17, 17, 40)
+    """The kernels of ours, and varlen_attn, on CUDA in bf16 against SDPA in fp32; with gradients."""
+    lengths = (5, 1, 17, 17, 140, 64, 65)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, sum(lengths), size, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    inputs = [x.bfloat16().float() for x in inputs]
-    exact, _ = packed_attention(
-        nn.Identity(), *inputs, None, packing=Packing.of(lengths, torch.device("cpu")), sliding_window=window
-    )
-    cuda = torch.device("cuda")
-    kernel, _ = packed_attention(
-        nn.Identity(),
-        *(x.to(cuda, torch.bfloat16) for x in inputs),
-        None,
-        packing=Packing.of(lengths, cuda),
-        sliding_window=window,
-    )
-    assert (kernel.float().cpu() - exact).norm() <= 0.01 * exact.norm()
+    outcomes = []
+    for device, dtype in ((torch.device("cpu"), torch.float32), (torch.device("cuda"), torch.bfloat16)):
+        given = [x.bfloat16().to(device, dtype).requires_grad_() for x in inputs]
+        packing = Packing.of(lengths, device)
+        out, _ = packed_attention(nn.Identity(), *given, None, packing=packing, sliding_window=window)
+        with torch.no_grad():
+            scored, _ = packed_attention(nn.Identity(), *given, None, packing=packing, sliding_window=window)
+        assert torch.equal(out, scored)
+        generator.manual_seed(1)
+        slope = torch.randn(out.shape, generator=generator).bfloat16().to(device, dtype)
+        outcomes.append([out.detach(), *torch.autograd.grad(out, given, slope)])
+    for exact, kernel in zip(*outcomes, strict=True):
+        assert (kernel.float().cpu() - exact).norm() <= 0.01 * exact.norm()

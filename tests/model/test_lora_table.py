@@ -81,6 +81,22 @@ def test_one_launch_equals_the_formula(name: str) -> None:
         assert_close(ours.gradient_GP, theirs.gradient_GP)
 
 
+def test_products_are_written_where_nothing_was() -> None:
+    """All stacks have an adapter on "narrow": what was in y and dx before does not matter."""
+    segments = make_segments()
+    table = LoraTable(segments, ["narrow"])
+    x_TI, dy_TO = rows(192, 1), rows(320, 2)
+    outcomes = []
+    for beta, value in ((1, 0.0), (0, torch.nan)):
+        y_TO, dx_TI = torch.full_like(dy_TO, value), torch.full_like(x_TI, value)
+        h_TR = torch.zeros(len(x_TI), WIDTH, device=DEVICE, dtype=DTYPE)
+        table.add("narrow", x_TI, h_TR, y_TO, beta=beta)
+        table.add_gradient("narrow", dy_TO, x_TI, h_TR, dx_TI, beta=beta)
+        outcomes.append((y_TO, dx_TI))
+    for added, written in zip(*outcomes, strict=True):
+        assert torch.equal(added, written)
+
+
 def test_rows_that_are_not_finite_touch_no_other_group() -> None:
     outcomes = []
     for value in (0.5, torch.nan):

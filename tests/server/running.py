@@ -9,7 +9,8 @@
         server.kill()
         server.start()
 
-Where TWINKLE_TEST_POSTGRES names a cluster (make test-postgres), servers keep their state in databases there.
+Where TWINKLE_TEST_POSTGRES names a cluster (make test-postgres), servers keep their state in databases there; with
+TWINKLE_TEST_RUNTIME=ray (make test-ray) each is a Ray cluster of its own.
 
 Answers are plain httpx responses; requests are dictionaries, and protobuf where the protocol wants that.
 """
@@ -38,6 +39,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 MODEL = "mock"
 _HERE = Path(__file__).parent
 _START_SECONDS = 120.0
+RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
 
 
 def free_port() -> int:
@@ -74,6 +76,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.tuning = tuning
         self.process: subprocess.Popen[bytes] | None = None
+        self._said_before = 0
         cluster = cluster_url()
         self.database = None if cluster is None else new_database(cluster)  # None: SQLite's default
         self.configure(config or mock_config())
@@ -81,7 +84,7 @@ class Server:
     def configure(self, config: Mapping[str, Any]) -> None:
         """What the next start reads."""
         http = {"host": "127.0.0.1", "port": self.port}
-        content = {"data_dir": str(self.data_dir), "http_options": http, **config}
+        content = {"runtime": RUNTIME, "data_dir": str(self.data_dir), "http_options": http, **config}
         if self.database is not None:
             content = {"persistence": {"url": self.database}, **content}
         (self.directory / "config.yaml").write_text(json.dumps(content))  # JSON is YAML
@@ -100,6 +103,7 @@ class Server:
         """Start the process and do not wait."""
         assert self.process is None or self.process.poll() is not None, "it runs already"
         with (self.directory / "server.log").open("ab") as log:
+            self._said_before = log.tell()
             self.process = subprocess.Popen(
                 self.command("launch", "-c", str(self.directory / "config.yaml")),
                 stdin=subprocess.DEVNULL,
@@ -124,9 +128,14 @@ class Server:
     def is_healthy(self) -> bool:
         try:
             answer = httpx.get(f"{self.url}/api/v1/healthz", timeout=5, trust_env=False, verify=False)
-            return bool(answer.json() == {"status": "ok"})
+            return answer.status_code == 200 and bool(answer.json() == {"status": "ok"}) and self._announced()
         except httpx.HTTPError:
             return False
+
+    def _announced(self) -> bool:
+        """On Ray the gateway may answer before a model is there."""
+        said = (self.directory / "server.log").read_bytes()[self._said_before :]
+        return RUNTIME != "ray" or b"listening on" in said
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -146,13 +155,15 @@ class Server:
 
     def log(self) -> str:
         """All that this and earlier processes here said."""
-        return (self.directory / "server.log").read_text(errors="replace")
+        files = [self.directory / "server.log", *sorted(self.data_dir.glob("logs/*.log"))]
+        return "".join(file.read_text(errors="replace") for file in files)
 
 
 def environment() -> dict[str, str]:
     """For processes that talk to 127.0.0.1 or compute beside other tests."""
     local = "127.0.0.1,localhost"
-    return {**os.environ, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1"}
+    alone = {"RAY_ADDRESS": "local"} if RUNTIME == "ray" else {}
+    return {**os.environ, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **alone}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_not_text(tmp_path):
 
 def test_every_problem_is_listed(problems):
     text = """
-    runtime: rays
+    runtime: slurm
     htp_options: {host: x}
     http_options: {host: 0.0.0.0, port: "80"}
     limits: {max_rnk: 3, max_request_bytes: 1.5, session_timeout_seconds: true, 3: 4}
@@ -207,7 +207,7 @@ def test_every_problem_is_listed(problems):
     """
     found = problems(text)
     assert found[0] == "limits.3: got 3, allowed: keys that are text"
-    assert "runtime: got 'rays', allowed: embedded or ray" in found
+    assert "runtime: got 'slurm', allowed: embedded or ray" in found
     assert any(line.startswith("htp_options: got {'host': 'x'} under an unknown key") for line in found)
     assert any(line.endswith("; did you mean http_options?") for line in found)
     assert any("max_rank" in line and line.endswith("did you mean max_rank?") for line in found)
@@ -268,7 +268,8 @@ def test_a_database_of_postgresql_and_its_password(load, monkeypatch):
 
 def test_processors_of_the_ray_runtime(load):
     text = "applications: [{name: p, import_path: processor, args: {ncpu_proc_per_node: 4, max_workers: 3}}]"
-    config, notes = load(text)
+    assert not any("effect" in note for note in load(text)[1])
+    config, notes = load(f"{{runtime: embedded, {text}}}")
     assert config.processor is not None
     assert config.processor.max_workers == 3
     assert "applications[0].args.ncpu_proc_per_node: has no effect on the embedded runtime" in notes[-1]
@@ -291,8 +292,10 @@ def test_notes_on_what_has_no_effect(load):
 
 def test_runtime_not_given_with_applications(load):
     config, notes = load("applications: [{name: server, import_path: server}]")
-    assert config.runtime == "embedded"
-    assert notes == ["runtime: not given, embedded is used; the Ray runtime comes later"]
+    assert config.runtime == "ray"
+    assert notes == [
+        "runtime: not given, ray is used, as for every file with applications; embedded would be one process"
+    ]
 
 
 def test_command_line_replaces_the_file(load, problems):

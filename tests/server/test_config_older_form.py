@@ -88,7 +88,7 @@ def test_an_older_file(load):
         "telemetry_config: became telemetry",
         "persistence_config: became persistence",
         "server_type: dropped, one server speaks both protocols",
-        "runtime: not given, embedded is used; the Ray runtime comes later",
+        "runtime: not given, ray is used, as for every file with applications; embedded would be one process",
         "persistence_config.mode: became SQLite (it was file); persistence.url names the file, "
         "data_dir/state.db by default",
         "persistence_config.file_path: dropped, the state is in the SQLite file of persistence.url, "
@@ -114,8 +114,6 @@ def test_an_older_file(load):
         f"{args}.max_length: became {tokens}",
         f"{args}.adapter_config.adapter_timeout: became {timeout}",
         f"{sampler}.args.adapter_config.adapter_timeout: became {timeout}, the smallest given (here 1800)",
-        "proxy_location: has no effect on the embedded runtime; it is for the Ray runtime",
-        "applications[0].deployments: has no effect on the embedded runtime; it is for the Ray runtime",
     ]
 
 

@@ -88,7 +88,7 @@ def test_defaults_of_limits():
         (TelemetryConfig, {"debug": True}),
         (TelemetryConfig, {"export_interval_ms": 0}),
         (TelemetryConfig, {"resource_attributes": {"a": 1}}),
-        (ServerConfig, {"runtime": "rays"}),
+        (ServerConfig, {"runtime": "slurm"}),
         (ServerConfig, {"data_dir": ""}),
         (ServerConfig, {"data_dir": 3}),
         (ServerConfig, {"data_dir": None}),
@@ -216,7 +216,7 @@ def test_more_than_one_device_comes_with_ray(args, key):
             "[0].args.supported_models",
             "names of the model applications: org/m",
         ),
-        ([server() | {"route_prefix": "/v2"}], "[0].route_prefix", "null or /api/v1 on the embedded runtime"),
+        ([server() | {"route_prefix": "/v2"}], "[0].route_prefix", "null or /api/v1"),
         ([model() | {"route_prefix": "/m"}], "[0].route_prefix", "null or /api/v1/model/NAME"),
     ],
 )

@@ -11,6 +11,7 @@ from state_samples import accept, begin, integrity_error, op, opened, session, u
 from twinkle.server.state import StorageFullError, Store, StoreClosedError
 from twinkle.server.state import sqlite as sqlite_module
 from twinkle.server.state.database import Cursor, Database
+from twinkle.server.state.driver import Part
 from twinkle.server.state.sqlite import SqliteDriver, default_url
 from twinkle.server.state.store import _driver
 from twinkle.server.state.tables import SCHEMA_VERSION, SESSIONS
@@ -30,7 +31,7 @@ def with_database(tmp_path, test, is_new=True):
 
     async def main():
         url = url_of(tmp_path)
-        driver = SqliteDriver(default_url(tmp_path)) if url is None else _driver(make_url(url), is_server=True)
+        driver = SqliteDriver(default_url(tmp_path)) if url is None else _driver(make_url(url), Part.SERVER)
         database = Database(driver, asyncio.get_running_loop())
         try:
             await test(database)

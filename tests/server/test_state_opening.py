@@ -14,6 +14,7 @@ from state_samples import begin, opened, query, run, url_of, with_store
 
 from twinkle.errors import UnsupportedError
 from twinkle.server.state import DataDirInUseError, SchemaVersionError, Store
+from twinkle.server.state.driver import Part
 from twinkle.server.state.migrations import MIGRATIONS, migrate
 from twinkle.server.state.sqlite import SqliteDriver, default_url
 from twinkle.server.state.store import _driver
@@ -110,7 +111,7 @@ def test_a_database_can_be_elsewhere_and_must_be_a_file_or_postgresql(tmp_path):
 def migrated(data_dir: Path, *more) -> None:
     """Open the database as a Twinkle would that knows more migrations."""
     url = url_of(data_dir)
-    driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), is_server=True)
+    driver = SqliteDriver(default_url(data_dir)) if url is None else _driver(make_url(url), Part.SERVER)
     with driver.connect() as connection:
         driver.begin_migration(connection)
         migrate(connection, [*MIGRATIONS, *more])
@@ -155,6 +156,9 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     with_store(tmp_path, begin)
     new = query(tmp_path, tables)
     query(tmp_path, "DROP TABLE sampling_clients")
+    query(tmp_path, "DROP TABLE leases")
+    query(tmp_path, "ALTER TABLE runs DROP COLUMN replica")
+    query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN replica")
     query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):

@@ -1,26 +1,17 @@
-"""``twinkle-server`` with some of its constants changed: tests cannot wait six minutes for a gap to be given up.
+"""``twinkle-server`` with some of its constants changed, on Ray in its workers too.
 
-Arguments before ``--`` are ``name=seconds`` with the names below, those after it are twinkle-server's own.
+Arguments before ``--`` are ``name=seconds`` with the names of tuning.py, those after it are twinkle-server's own.
 """
 
 import ctypes
+import os
 import signal
 import sys
+from pathlib import Path
 
-from twinkle.server import cli, embedded, snapshots
-from twinkle.server.mock import MockSampler, MockTrainer
-from twinkle.server.scheduler import Scheduler
-from twinkle.server.state import database, keys
+from tuning import tune
 
-TUNING = {
-    "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
-    "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
-    "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
-    "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
-    "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
-    "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
-    "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
-}
+from twinkle.server import cli
 
 _PARENT_DIED = 1  # prctl(2): PR_SET_PDEATHSIG
 
@@ -33,7 +24,9 @@ def end_with_parent() -> None:
 if __name__ == "__main__":
     end_with_parent()
     split = sys.argv.index("--")
-    for setting in sys.argv[1:split]:
-        name, _, seconds = setting.partition("=")
-        TUNING[name](float(seconds))
+    tune(sys.argv[1:split])
+    if sys.argv[1:split]:
+        here = Path(__file__).parent
+        os.environ["TWINKLE_TEST_TUNING"] = " ".join(sys.argv[1:split])
+        os.environ["PYTHONPATH"] = f"{here / 'on_workers'}:{here}:{os.environ.get('PYTHONPATH', '')}"
     cli.main(sys.argv[split + 1 :])

@@ -2,12 +2,14 @@
 
 A packed batch is one row of tokens; no token may see another sequence. transformers hands every keyword argument of the
 model's forward on to the attention function, so the bounds travel with the call as a :class:`Packing`. On CUDA the work
-is torch's variable-length flash attention; elsewhere, and for what that kernel cannot do, one SDPA call for each run of
-sequences of equal length. Both know sliding windows; logit soft-capping (Gemma 2) has only the plain formula.
+is done by kernels of ours where they are faster, or torch's variable-length flash attention; elsewhere, and for what
+these cannot do, by one SDPA call for each run of sequences of equal length. The latter two know sliding windows; logit
+soft-capping (Gemma 2) has only the plain formula.
 
 Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
 """
 
+import functools
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from twinkle.errors import UnsupportedError
+from twinkle.model import packed_attention as own
 from twinkle.model.transfer import to_device
 
 PACKED = "twinkle_packed"
@@ -32,12 +35,18 @@ class Packing:
     lengths: tuple[int, ...]
     ends_N1: Tensor  # int32 on the device: 0, then cumulative lengths
     longest: int
+    own_kernels: bool  # whether those of ours run there
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
         ends = to_device(torch.tensor((0, *lengths)).cumsum(0).int(), device)
         # The kernel only needs an upper bound; powers of two keep compiled code from seeing every length.
-        return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length())
+        return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length(), _is_hopper(device))
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class CachedAttention(Protocol):
@@ -89,7 +98,11 @@ def attend_packed(
 ) -> Tensor:
     """Every token sees itself and what is before it in its own sequence."""
     if query.is_cuda and softcap is None and _kernel_takes(query, value):
-        q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
+        q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        size = query.shape[-1]
+        if packing.own_kernels and window is None and size in own.HEAD_SIZES:
+            scale = size**-0.5 if scale is None else scale
+            return own.attend(q_THD, k_TJD, v_TJD, packing.ends_N1, packing.longest, scale).unsqueeze(0)
         return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window).unsqueeze(0)
     return _by_runs(query[0], key[0], value[0], packing.lengths, scale, window, softcap)
 
@@ -110,9 +123,9 @@ def _varlen(
     # (left, 0) looks `left` tokens back; transformers counts the token itself into its window.
     ends, longest = packing.ends_N1, packing.longest
     out_THD, *_ = torch.ops.aten._flash_attention_forward(
-        q_THD.contiguous(),
-        k_TJD.contiguous(),
-        v_TJD.contiguous(),
+        q_THD,
+        k_TJD,
+        v_TJD,
         ends,
         ends,
         longest,

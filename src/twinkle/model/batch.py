@@ -63,7 +63,6 @@ def build_batch(
 ) -> DeviceBatch:
     data = [datum for part in parts for datum in part.data]
     lengths = tuple(len(datum.tokens) for datum in data)
-    width = max(datum.targets.shape[1] for datum in data)
     rows_per_sequence = max(lengths) if architecture.padded else None
     adapters, head_lora = [], []
     row = head_row = 0
@@ -80,7 +79,6 @@ def build_batch(
         if adapters[-1].layout.has(architecture.head.name):
             head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
     tokens = [datum.tokens for datum in data]
-    targets = np.concatenate([np.pad(d.targets, ((0, 0), (0, width - d.targets.shape[1]))) for d in data])
     ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
     packing = None if architecture.padded else Packing.of(lengths, device)
     return DeviceBatch(
@@ -89,7 +87,7 @@ def build_batch(
         None if mask is None else to_device(mask, device),
         LayerBatch(packing, bind_layers(adapters, architecture), recompute),
         None if real_rows is None else to_device(real_rows, device),
-        to_device(torch.from_numpy(targets), device),
+        to_device(torch.from_numpy(_targets(data)), device),
         _query(parts, device),
         tuple(adapters),
         tuple(head_lora),
@@ -133,6 +131,17 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
     indices = tuple(part.index for part in parts if part.adapter is not None)
     finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
     return Gradients(indices, tuple(rows), HostCopy.of(finite))
+
+
+def _targets(data: Sequence[CheckedDatum]) -> np.ndarray:
+    """(T, K), K being the most that a token has; the others' further targets are token 0, and nobody looks at them."""
+    shape = sum(len(datum.targets) for datum in data), max(datum.targets.shape[1] for datum in data)
+    targets_TK, row = np.zeros(shape, np.int64), 0
+    for datum in data:
+        stop = row + len(datum.targets)
+        targets_TK[row:stop, : datum.targets.shape[1]] = datum.targets
+        row = stop
+    return targets_TK
 
 
 def _segment(start: int, sizes: Sequence[int]) -> Segment:

@@ -13,30 +13,56 @@ from torch import Tensor
 TILE_ROWS = 64  # rows of one group that a kernel takes at a time
 
 
-def lora_mm(
-    out: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool, add: bool
-) -> None:
-    """``out[t] (+)= rows[t] @ (A.T, B.T, A or B of t's group)``; where ``out`` is wide it is added to.
+def lora_down(h: Tensor, rows: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool) -> None:
+    """``h[t] = rows[t] @ (A.T or B of t's group)``: from wide rows to a rank.
 
     tiles: (n, 4) int32, of at most TILE_ROWS rows each: group, first row, end of the group, rank.
     rank: the largest.
     """
-    outer, step = (128, 32) if add else (64, 128)
-    _lora_mm[(triton.cdiv(wide if add else rank, outer), len(tiles))](
-        out,
+    outer = 64
+    _lora_mm[(triton.cdiv(rank, outer), len(tiles))](
+        h,
         rows,
         addresses_G,
         tiles,
         wide,
-        out.stride(0),
+        h.stride(0),
         rows.stride(0),
+        0,
         IS_A=a,
-        ADD=add,
+        UP=False,
         ROWS=TILE_ROWS,
-        INNER=step,
+        INNER=128,
         OUTER=outer,
         num_warps=4,
-        num_stages=2 if add else 3,
+        num_stages=3,
+    )
+
+
+def lora_up(
+    out: Tensor, h: Tensor, addresses_G: Tensor, tiles: Tensor, wide: int, rank: int, *, a: bool, beta: int
+) -> None:
+    """``out[t] = beta · out[t] + h[t] @ (A or B.T of t's group)``: from a rank to wide rows; the rest as above.
+
+    beta: 0 (``out`` is not read) or 1.
+    """
+    outer = 128
+    _lora_mm[(triton.cdiv(wide, outer), len(tiles))](
+        out,
+        h,
+        addresses_G,
+        tiles,
+        wide,
+        out.stride(0),
+        h.stride(0),
+        beta,
+        IS_A=a,
+        UP=True,
+        ROWS=TILE_ROWS,
+        INNER=32,
+        OUTER=outer,
+        num_warps=4,
+        num_stages=2,
     )
 
 
@@ -65,7 +91,7 @@ def add_lora_outer(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beta"])  # one kernel for both
 def _lora_mm(
     out,
     rows,
@@ -74,8 +100,9 @@ def _lora_mm(
     wide,
     out_stride,
     rows_stride,
+    beta,
     IS_A: tl.constexpr,
-    ADD: tl.constexpr,
+    UP: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
@@ -83,8 +110,8 @@ def _lora_mm(
     tile = tiles + 4 * tl.program_id(1)
     group, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     rank = tl.load(tile + 3) // 8 * 8  # ranks are multiples of 8, and the compiler should know
-    inner = rank if ADD else wide
-    outer = wide if ADD else rank
+    inner = rank if UP else wide
+    outer = wide if UP else rank
     address = tl.load(addresses + group)
     if (address == 0) | (tl.program_id(0) * OUTER >= outer):
         return
@@ -93,8 +120,8 @@ def _lora_mm(
     n = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
     row = t.to(tl.int64)[:, None]
     inside_t, inside_n = (t < end)[:, None], (n < outer)[None, :]
-    inner_stride = (wide if ADD else 1) if IS_A else (1 if ADD else rank)
-    outer_stride = (1 if ADD else wide) if IS_A else (rank if ADD else 1)
+    inner_stride = (wide if UP else 1) if IS_A else (1 if UP else rank)
+    outer_stride = (1 if UP else wide) if IS_A else (rank if UP else 1)
     total = tl.zeros([ROWS, OUTER], dtype=tl.float32)
     for start in range(0, inner, INNER):
         k = start + tl.arange(0, INNER)
@@ -103,7 +130,7 @@ def _lora_mm(
         w = tl.load(weights + place, mask=(k < inner)[:, None] & inside_n, other=0.0)
         total = tl.dot(x, w, total)
     place = out + row * out_stride + n[None, :]
-    if ADD:
+    if beta != 0:
         total += tl.load(place, mask=inside_t & inside_n, other=0.0).to(tl.float32)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside_t & inside_n)
 

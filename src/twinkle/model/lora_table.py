@@ -47,23 +47,25 @@ class LoraTable:
         self._spans = to_device(torch.tensor(spans, dtype=torch.int32), device)
         self._tiles = to_device(torch.tensor(tiles, dtype=torch.int32), device)
 
-    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
-        """h = x A.T and y += h B.T."""
-        from twinkle.model.lora_kernels import lora_mm
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
+        """h = x A.T and y = beta · y + h B.T."""
+        from twinkle.model.lora_kernels import lora_down, lora_up
 
         addresses_4G = self._addresses_M4G[self._places[name]]
-        lora_mm(h_TR, x_TI, addresses_4G[_A], self._tiles, x_TI.shape[1], self._rank, a=True, add=False)
-        lora_mm(y_TO, h_TR, addresses_4G[_B], self._tiles, y_TO.shape[1], self._rank, a=False, add=True)
+        lora_down(h_TR, x_TI, addresses_4G[_A], self._tiles, x_TI.shape[1], self._rank, a=True)
+        lora_up(y_TO, h_TR, addresses_4G[_B], self._tiles, y_TO.shape[1], self._rank, a=False, beta=beta)
 
-    def add_gradient(self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor) -> None:
-        """Adds what comes of dy to the gradients of A, B and x."""
-        from twinkle.model.lora_kernels import add_lora_outer, lora_mm
+    def add_gradient(
+        self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
+    ) -> None:
+        """Adds what comes of dy to the gradients of A and B; dx = beta · dx + dy B A."""
+        from twinkle.model.lora_kernels import add_lora_outer, lora_down, lora_up
 
         addresses_4G = self._addresses_M4G[self._places[name]]
         inputs, outputs = x_TI.shape[1], dy_TO.shape[1]
         dh_TR = torch.empty_like(h_TR)
-        lora_mm(dh_TR, dy_TO, addresses_4G[_B], self._tiles, outputs, self._rank, a=False, add=False)
-        lora_mm(dx_TI, dh_TR, addresses_4G[_A], self._tiles, inputs, self._rank, a=True, add=True)
+        lora_down(dh_TR, dy_TO, addresses_4G[_B], self._tiles, outputs, self._rank, a=False)
+        lora_up(dx_TI, dh_TR, addresses_4G[_A], self._tiles, inputs, self._rank, a=True, beta=beta)
         add_lora_outer(dh_TR, x_TI, addresses_4G[_DA], self._spans, inputs, self._rank, a=True)
         add_lora_outer(dy_TO, h_TR, addresses_4G[_DB], self._spans, outputs, self._rank, a=False)
 

@@ -16,6 +16,7 @@ _CPU_SHARE = 0.5  # of what the machine has free: others live there too
 _DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
 _HEAD_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # fp32 logits held at once
 _SMALLEST_CHUNK = 16
+_CHUNK_TILE = {"cuda": 256, "cpu": 16}  # matrix products there compute so many rows at once, needed or not
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def parameter_bytes(module: nn.Module) -> int:
 
 def head_chunk_rows(device: torch.device, vocab_size: int) -> int:
     rows = _HEAD_CHUNK_BYTES[device.type] // (4 * vocab_size)
-    return max(_SMALLEST_CHUNK, rows // _SMALLEST_CHUNK * _SMALLEST_CHUNK)
+    tile = _CHUNK_TILE[device.type]
+    return max(_SMALLEST_CHUNK, rows // tile * tile)
 
 
 def divide(

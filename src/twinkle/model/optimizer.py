@@ -44,7 +44,7 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
         [adapter.exp_avg_P],
         [adapter.exp_avg_sq_P],
         [],
-        [torch.tensor(float(adapter.step), device=gradient_P.device)],
+        [torch.full((), float(adapter.step), device=gradient_P.device)],  # filled there: a copy would wait for it
         fused=True,
         amsgrad=False,
         decoupled_weight_decay=decoupled,

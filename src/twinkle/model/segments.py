@@ -65,12 +65,14 @@ def add_lora(lora: BoundLora, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta:
     grouped_mm(segment.of(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
 
 
-def add_lora_gradient(lora: BoundLora, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor) -> None:
-    """Adds what comes of dy in the rows of the segment to the gradients of A, B and x."""
+def add_lora_gradient(
+    lora: BoundLora, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
+) -> None:
+    """Adds what comes of dy in the rows of the segment to the gradients of A and B; dx = beta · dx + dy B A."""
     assert lora.da_GRI is not None and lora.db_GOR is not None, "a gradient was asked for without a place to put it"
     segment, groups = lora.segment, lora.segment.groups
     dy, h = segment.of(dy_TO), segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
     dh = grouped_mm(torch.empty_like(h), dy, lora.b_GOR, groups, beta=0)
     add_grouped_outer(lora.da_GRI, dh, segment.of(x_TI), groups)
     add_grouped_outer(lora.db_GOR, dy, h, groups)
-    grouped_mm(segment.of(dx_TI), dh, lora.a_GRI, groups, beta=1)
+    grouped_mm(segment.of(dx_TI), dh, lora.a_GRI, groups, beta=beta)

@@ -213,6 +213,7 @@ class Checkpoints:
             version_id=session,
             directory=self._files.relative(self._files.sampler(session, run.number, op.seq)),
             created_at=time.time(),
+            replica=run.replica,
         )
         taken = InvalidInputError(
             "sampling_session_seq_id", publish.session_seq, "a number not used before in this session"

@@ -1,4 +1,4 @@
-"""``twinkle-server``: launch, status, keys, check-config, print-config."""
+"""``twinkle-server``: launch, status, stop, keys, check-config, print-config."""
 
 import argparse
 import asyncio
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from twinkle.errors import TwinkleError
+from twinkle.errors import TwinkleError, TwinkleServerError
+from twinkle.server import process_record
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config, describe, load_config
 from twinkle.server.launch import fetch_status, run_server, start_in_background
 from twinkle.server.state import Store
@@ -61,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="how a running server is doing")
     status.set_defaults(run=_status)
-    status.add_argument("--url", default="http://127.0.0.1:8000")
+    status.add_argument("--url", default=None, help="default: that of the server here, else http://127.0.0.1:8000")
+    stop = commands.add_parser("stop", help="end a server once it has finished what runs")
+    stop.set_defaults(run=_stop)
+    for action in (status, stop):
+        _state_options(action)
 
     keys = commands.add_parser("keys", help="API keys, for auth.mode: keys").add_subparsers(
         required=True, metavar="ACTION"
@@ -76,9 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     revoke.add_argument("key_id")
     revoke.set_defaults(run=_revoke_key)
     for action in (create, listing, revoke):
-        action.add_argument("-c", "--config", type=Path, default=None, metavar="FILE")
-        action.add_argument("--data-dir", type=Path, default=None)
+        _state_options(action)
     return parser
+
+
+def _state_options(parser: argparse.ArgumentParser) -> None:
+    """Which server is meant."""
+    parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--data-dir", type=Path, default=None)
 
 
 def _config_options(parser: argparse.ArgumentParser) -> None:
@@ -136,8 +146,34 @@ def _print_config(args: argparse.Namespace, _given: list[str]) -> None:
     print(describe(config))
 
 
+def _meant(args: argparse.Namespace) -> ServerConfig:
+    """The configuration of the server that these arguments would start."""
+    if args.config is not None:
+        return load_config(args.config, data_dir=args.data_dir)[0]
+    return default_config(data_dir=args.data_dir)
+
+
+def _stop(args: argparse.Namespace, _given: list[str]) -> None:
+    config = _meant(args)
+    stopped = process_record.stop(config.data_dir)
+    if not stopped and config.runtime == "ray":
+        from twinkle.server.ray_serve.running import take_down
+
+        stopped = take_down(config)
+    if not stopped:
+        raise TwinkleServerError(f"no server runs on {config.data_dir}; -c or --data-dir says which one is meant")
+    print("stopped")
+
+
 def _status(args: argparse.Namespace, _given: list[str]) -> None:
-    status = fetch_status(args.url)
+    config = _meant(args)
+    here = process_record.running(config.data_dir)
+    if config.runtime == "ray" and here is None:
+        from twinkle.server.ray_serve.running import applications
+
+        for name, state in applications(config).items():
+            print(f"{name:18} {state.lower()}")
+    status = fetch_status(args.url or (here.url if here is not None else "http://127.0.0.1:8000"))
     models = status.pop("models")
     assert isinstance(models, dict)
     for key, value in status.items():
@@ -159,10 +195,7 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 
 async def _open_store(args: argparse.Namespace) -> Store:
     """The state of the server that these arguments would start."""
-    if args.config is not None:
-        config, _ = load_config(args.config, data_dir=args.data_dir)
-    else:
-        config = default_config(data_dir=args.data_dir)
+    config = _meant(args)
     return await Store.open(config.data_dir, config.database_url, lock=False)
 
 

@@ -15,20 +15,18 @@ import uvloop
 from fastapi import FastAPI
 
 from twinkle.errors import TwinkleServerError
+from twinkle.server.announcement import announcement
 from twinkle.server.app import make_app
+from twinkle.server.assembly import services_on
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
 from twinkle.server.files import DataDir
-from twinkle.server.futures import Futures
-from twinkle.server.gateway import Gateway, Services
-from twinkle.server.launch import LISTENING
+from twinkle.server.gateway import Gateway
 from twinkle.server.loading import load_served_model
-from twinkle.server.model_service import ModelService
+from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
-from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
-from twinkle.server.templates import Templates
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +62,10 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
             lifespan="on",
         )
-        server = _Server(settings, app, _announcement(config, notes, models, listener))
-        await server.serve(sockets=[listener])
+        url = _url(config, listener)
+        server = _Server(settings, app, announcement(config, notes, [model.memory for model in models], url))
+        with recorded(config.data_dir, url):
+            await server.serve(sockets=[listener])
     finally:
         await store.close()
 
@@ -113,10 +113,11 @@ async def _running(
     await asyncio.to_thread(files.remove_unfinished)
     computes = {model.name: Compute() for model in models}
     services = {
-        served.name: _services(model, served.model.merge, config, store, computes[model.name], files)
+        served.name: services_on(model, config, store, computes[model.name], files, merge=served.model.merge)
         for served, model in zip(config.served_models, models, strict=True)
     }
-    processors = configured_processors(config, models)
+    tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
+    processors = configured_processors(config, tokenizers)
     gateway = Gateway(config, store, services, files, processors)
     app.state.gateway = gateway
     for entry in services.values():
@@ -137,37 +138,6 @@ async def _running(
         await entry.training.stop()
     for compute in computes.values():
         compute.close()
-
-
-def _services(
-    model: ServedModel, merge: bool, config: ServerConfig, store: Store, compute: Compute, files: DataDir
-) -> Services:
-    limits = config.limits
-    templates = Templates(model)
-    training = ModelService(
-        model,
-        templates,
-        store,
-        compute,
-        files,
-        merge=merge,
-        allowed_dirs=config.allowed_dirs,
-        max_queued_ops=limits.max_queued_ops_per_tenant,
-        max_unfetched_bytes=limits.max_unfetched_result_bytes,
-        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
-    )
-    if model.sampler is None:
-        return Services(model, training, None, templates)
-    sampling = SamplerService(
-        model.sampler,
-        compute,
-        files,
-        max_waiting=limits.max_waiting_samples_per_tenant,
-        max_unfetched_bytes=limits.max_unfetched_result_bytes,
-        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
-        completion_streams=config.clients.batched_sample_polls,
-    )
-    return Services(model, training, sampling, templates)
 
 
 async def _keep_house(gateway: Gateway) -> None:
@@ -207,25 +177,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _announcement(
-    config: ServerConfig, notes: Sequence[str], models: Sequence[ServedModel], listener: socket.socket
-) -> str:
-    """What is served, where, with what memory, and how to connect."""
+def _url(config: ServerConfig, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = config.public_url or f"http://{reachable}:{port}"
-    key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
-    lines = [f"note: {note}" for note in notes]
-    for model in models:
-        others = f" (also {', '.join(model.aliases)})" if model.aliases else ""
-        lines += [f"serving {model.name}{others}", f"  {model.memory}"]
-    lines += [
-        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
-        f"data in {config.data_dir}",
-        f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
-        "connect:",
-        f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
-        f'  training = service.create_lora_training_client(base_model="{models[0].name}")',
-        f'  client = twinkle_client.init_twinkle_client("{url}")  # its second argument is the key',
-    ]
-    return "\n".join(lines)
+    return config.public_url or f"http://{reachable}:{port}"

@@ -7,6 +7,7 @@ checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
 samplers/<session>-<run>-<seq>/          unnamed sampler versions, by op <seq> of the session's run <run>
 processors/<worker>/                     what a session's datasets keep on disk, as long as their process runs
 server.log                               what a server says that ``launch --no-wait`` started
+logs/<replica>.log                       what each process of a server on Ray says
 """
 
 import json

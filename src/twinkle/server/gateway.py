@@ -26,11 +26,13 @@ from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import readable_checkpoint, version_of
 from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.serving import known_name
 from twinkle.server.files import DataDir
+from twinkle.server.fleet import Fleet, ModelReport, report_of
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
-from twinkle.server.processors.service import ProcessorService
+from twinkle.server.processors.service import Processors
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.state import Store
@@ -68,8 +70,12 @@ class Gateway:
         store: Store,
         services: Mapping[str, Services],
         files: DataDir,
-        processors: ProcessorService | None = None,
+        processors: Processors | None = None,
+        *,
+        fleet: Fleet | None = None,
+        replica: str = "",
     ) -> None:
+        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name."""
         self.config = config
         self.store = store
         self.services = services
@@ -78,7 +84,10 @@ class Gateway:
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads()
+        self.replica = replica
+        self.fleet: Fleet = fleet or LocalFleet(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
+        self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
         self._creating: Counter[str] = Counter()  # adapters of a tenant that are on their way
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
@@ -102,23 +111,24 @@ class Gateway:
 
     def model(self, name: str) -> Services:
         """By name or alias; what follows a colon (``…:peft:262144``) chooses nothing here."""
-        scheme, separator, rest = name.rpartition("://")
-        for candidate in (name, scheme + separator + rest.partition(":")[0]):
-            if candidate in self._names:
-                return self._names[candidate]
-        raise UnknownNameError("base_model", name, self._names)
+        known = known_name(name, self._names)
+        if known is None:
+            raise UnknownNameError("base_model", name, self._served)
+        return self._names[known]
 
     def serving(self, model_name: str) -> Services:
         """What serves a base model that a record names. The configuration may have changed since it was made."""
         services = self.services.get(model_name)
         if services is None:
-            raise UnsupportedError(
-                f"base model {model_name!r} is not served any more; served: {', '.join(self.services)}"
-            )
+            served = ", ".join(one.name for one in self.config.served_models)
+            raise UnsupportedError(f"base model {model_name!r} is not served any more; served: {served}")
         return services
 
-    def listed_models(self) -> dict[str, ServedModel]:
-        return {name: self.model(name).model for name in self.config.listed_names}
+    async def listed_models(self) -> dict[str, ModelReport]:
+        """By the names that the configuration lists; a model that nobody can reach now is left out."""
+        reports = await self.fleet.reports()
+        by_name = {name: report for report in reports.values() for name in report.names}
+        return {name: by_name[name] for name in self.config.listed_names if name in by_name}
 
     def sampler_of(self, session: SamplingSessionRecord) -> SamplerService:
         sampling = self.serving(session.model_name).sampling
@@ -161,6 +171,10 @@ class Gateway:
         self._heartbeats.pop(session.session_id, None)
         if self.processors is not None:
             await self.processors.end_session(session.session_id)
+        await self.fleet.release_session(session, state)
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        """What our own services have of a session that ended."""
         for run in await self.store.runs.of_session(session.session_id):
             await self._park(run, state)
         for sampling in await self.store.sampling_sessions.of_session(session.session_id):
@@ -235,6 +249,7 @@ class Gateway:
             created_at=now,
             last_request_at=now,
             user_metadata=user_metadata,
+            replica=self.replica,
         )
 
     async def create_run(self, run: RunRecord, op: Op) -> str:
@@ -315,6 +330,7 @@ class Gateway:
             version_id=None,
             directory=None,
             created_at=time.time(),
+            replica=self.replica,
         )
         if model_path is not None:
             path = CheckpointPath.parse(model_path, "model_path")
@@ -390,22 +406,30 @@ class Gateway:
                 entry.sampling.release_waiters()
 
     async def keep_house(self, now: float) -> None:
-        """Everything that happens by the clock."""
+        """Everything that happens by the clock, where one process does it all."""
         await self.flush_heartbeats()
-        await self._expire(now)
+        await self.expire(now)
+        await self.tidy(now)
+
+    async def tidy(self, now: float) -> None:
+        """What concerns our own services."""
         limits = self.config.limits
+        await self.store.runs.touch(
+            {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
+        )
         for entry in self.services.values():
             await self.store.ops.mark_delivered(entry.training.sweep(now), now)
             if entry.sampling is not None:
                 entry.sampling.sweep(now)
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
 
-    async def _expire(self, now: float) -> None:
+    async def expire(self, now: float) -> None:
         """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints."""
         limits = self.config.limits
-        for session in await self.store.sessions.silent(now - limits.session_timeout_seconds):
-            runs = await self.store.runs.of_session(session.session_id)
-            if not any(entry.training.queued(run.run_id) for run in runs for entry in self.services.values()):
+        silent = await self.store.sessions.silent(now - limits.session_timeout_seconds)
+        reports = (await self.fleet.reports()).values() if silent else ()
+        for session in silent:
+            if not any(session.session_id in report.busy_sessions for report in reports):
                 logger.info("session %s expired", session.session_id)
                 await self.end_session(session, "expired")
         abandoned = await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds)
@@ -414,8 +438,18 @@ class Gateway:
             await asyncio.to_thread(self.files.remove, sampling.directory)
             await self.store.sampling_sessions.delete(sampling.sampling_session_id)
             await self._release(sampling)
-        await self.store.runs.touch(
-            {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
-        )
         for record in await self.store.checkpoints.expired(now):
             await self._delete_checkpoint(record)
+
+
+class LocalFleet:
+    """All services are in this process."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def reports(self) -> dict[str, ModelReport]:
+        return {name: report_of(entry) for name, entry in self._gateway.services.items()}
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        await self._gateway.release_session(session, state)

@@ -11,12 +11,13 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from twinkle.errors import TwinkleServerError
+from twinkle.errors import MissingDependencyError, TwinkleServerError
+from twinkle.requirements import exists
+from twinkle.server.announcement import LISTENING
 from twinkle.server.config import ServerConfig, default_config, load_config
 from twinkle.server.config.launchable import refuse_what_is_not_yet
 
 _START_SECONDS = 600.0
-LISTENING = "listening on"  # how a server announces itself
 
 
 def launch(config_path: str | Path | None = None) -> None:
@@ -25,13 +26,21 @@ def launch(config_path: str | Path | None = None) -> None:
 
 
 def run_server(config: ServerConfig, notes: Sequence[str] = (), log_level: str = "info") -> None:
+    """Until it is told to end. Both runtimes are imported here: they are not for --help."""
     refuse_what_is_not_yet(config)
-    from twinkle.server.embedded import serve_embedded  # uvicorn and all services: not for --help
-
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    serve_embedded(config, notes)
+    if config.runtime == "embedded":
+        from twinkle.server.embedded import serve_embedded
+
+        serve_embedded(config, notes)
+        return
+    if not exists("ray"):
+        raise MissingDependencyError("ray[serve]", "ray", "runtime: ray (runtime: embedded needs none)")
+    from twinkle.server.ray_serve.running import serve_ray
+
+    serve_ray(config, notes, log_level)
 
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:

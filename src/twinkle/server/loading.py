@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from twinkle.errors import ConfigError
 from twinkle.server.backend import ServedModel
 from twinkle.server.config.applications import SamplerArgs
-from twinkle.server.config.serving import ServedModelConfig, is_path
+from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
 from twinkle.server.text_codec import HubTextCodec
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
     folder = str(hub.resolve(args.model_id).path)
     tokenizer = None if served.sampler is None else hub.load_tokenizer(args.model_id)
     sampler = None if served.sampler is None else _make_sampler(served.sampler, trainer, tokenizer, budget)
-    scheme, _, name = args.model_id.rpartition("://")
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
@@ -57,7 +56,7 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         max_context_length=trainer.architecture.max_length,
         tokens_per_batch=trainer.memory.tokens,
         tokenizer_dir=folder,
-        tokenizer_id=name if scheme in ("", "hf") and not is_path(args.model_id) else None,
+        tokenizer_id=public_tokenizer_id(args.model_id),
         memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
         text=None if tokenizer is None else HubTextCodec(tokenizer),
     )

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,11 @@ class ModelService:
         max_queued_ops: int = 1024,
         max_unfetched_bytes: int = 2**30,
         futures: Futures | None = None,
+        is_ours: Callable[[RunRecord], bool] = lambda _run: True,
     ) -> None:
+        """``is_ours`` tells which runs of this base model are to be brought back here."""
         self.model = model
+        self._is_ours = is_ours
         self._store = store
         self._files = files
         self._futures = futures or Futures()
@@ -76,7 +80,7 @@ class ModelService:
     async def start(self) -> None:
         """Bring back what was there before, then work."""
         for run in await self._store.runs.in_state("live"):
-            if run.model_name == self.model.name:
+            if run.model_name == self.model.name and self._is_ours(run):
                 await self._recover(run)
         self._runner.start()
 
@@ -241,13 +245,16 @@ class ModelService:
     def adapters_of(self, tenant_id: str) -> int:
         return sum(adapter.run.tenant_id == tenant_id for adapter in self._adapters.values())
 
+    def adapters_by_tenant(self) -> dict[str, int]:
+        return dict(Counter(adapter.run.tenant_id for adapter in self._adapters.values()))
+
+    def busy_sessions(self) -> frozenset[str]:
+        """Those of which something waits to run."""
+        return frozenset(adapter.run.session_id for adapter in self._adapters.values() if adapter.ops)
+
     def last_requests(self) -> dict[str, float]:
         """When each adapter was last asked for something, as far as that is news."""
         return {run_id: a.last_request_at for run_id, a in self._adapters.items() if a.last_request_at}
-
-    def queued(self, run_id: str) -> int:
-        adapter = self._adapters.get(run_id)
-        return 0 if adapter is None else len(adapter.ops)
 
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""

@@ -234,6 +234,7 @@ class RunRecord:
     state: Literal["live", "failed", "parked"] = "live"
     user_metadata: Metadata = field(default_factory=dict)
     note: str | None = None  # why it failed, or how to resume
+    replica: str = ""  # which of several replicas of the model has it
 
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
@@ -270,6 +271,7 @@ class SamplingSessionRecord:
     version_id: str | None
     directory: str | None
     created_at: float
+    replica: str = ""  # which of several replicas of the model samples
 
 
 @dataclass(frozen=True)

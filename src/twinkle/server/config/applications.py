@@ -97,6 +97,12 @@ class ModelArgs(BaseModel):
         """`device`, else that of the device_group; None: nobody said."""
         return self.device or (self.device_group.device if self.device_group else None)
 
+    @property
+    def processes(self) -> int:
+        """How many train together."""
+        in_group = self.device_group.processes if self.device_group else 1
+        return max(self.nproc_per_node, in_group, self.device_mesh.size if self.device_mesh else 1)
+
 
 class SamplerArgs(BaseModel):
     """Arguments of sampling on a base model (`import_path: sampler`). torch shares the trainer's weights."""

@@ -32,8 +32,6 @@ class NotYet:
 def not_yet(config: ServerConfig) -> list[NotYet]:
     """All that stands in the way of a launch."""
     found = []
-    if config.runtime == "ray":
-        found.append(NotYet("runtime", "ray", "the Ray runtime", "embedded"))
     for index, application in enumerate(config.applications):
         if isinstance(application.args, ModelArgs) and application.args.backend == "megatron":
             path = path_of(("applications", index, "args", "backend"))

@@ -94,13 +94,13 @@ def _override(
 
 def _without_effect(config: ServerConfig) -> list[str]:
     """Notes on keys that are right and do nothing."""
+    notes = _for_ray_only(config) if config.runtime == "embedded" else []
     given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
     changed = [key for key, value in given.items() if value != default[key]]
-    notes = [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
-    return notes if config.runtime == "ray" else [*_only_for_ray(config), *notes]
+    return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
 
 
-def _only_for_ray(config: ServerConfig) -> list[str]:
+def _for_ray_only(config: ServerConfig) -> list[str]:
     keys = {"proxy_location": config.proxy_location, "ray_namespace": config.ray_namespace}
     unused = [key for key, value in keys.items() if value is not None]
     unused += [f"applications[{index}].deployments" for index, one in enumerate(config.applications) if one.deployments]

@@ -126,7 +126,10 @@ def _top_level(conversion: Conversion) -> None:
         else:
             conversion.refuse("server_type", kind, "nothing: one server speaks both protocols; remove the key")
     if data.get("applications") and "runtime" not in data:
-        conversion.notes.append("runtime: not given, embedded is used; the Ray runtime comes later")
+        data["runtime"] = "ray"
+        conversion.notes.append(
+            "runtime: not given, ray is used, as for every file with applications; embedded would be one process"
+        )
     _take_all(conversion, data, "task_queue", "task_queue", _QUEUE)
 
 

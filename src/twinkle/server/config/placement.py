@@ -4,6 +4,7 @@ The embedded runtime is one process on one device; what asks for more is refused
 checked here and wait for the Ray runtime.
 """
 
+from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -127,6 +128,14 @@ class DeviceMesh(BaseModel):
         if self.mesh is not None and self.mesh_dim_names is not None and _depth(self.mesh) != len(self.mesh_dim_names):
             raise refusal("as many mesh_dim_names as mesh has levels of lists, all of one depth")
         return self
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        if self.mesh is not None:
+            return _count(self.mesh)
+        given = [getattr(self, name) or 1 for name in _SIZES if name != "world_size"]
+        return max(self.world_size or 1, prod(given))
 
     def larger_than_one(self) -> list[str]:
         """The keys that ask for more than one process."""

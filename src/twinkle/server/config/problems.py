@@ -68,7 +68,7 @@ def _broken_rules(data: dict[str, Any]) -> list[Broken]:
         broken += network_rules(http, AuthConfig.model_validate(data.get("auth", {})))
     with suppress(ValidationError):
         applications = _APPLICATIONS.validate_python(data.get("applications", []), strict=False)
-        broken += application_rules(applications, data.get("runtime", "embedded"))
+        broken += application_rules(applications, str(data.get("runtime", "embedded")))
     return broken
 
 

@@ -19,7 +19,7 @@ __all__ = ["Broken", "application_rules", "network_rules"]
 Location = tuple[str | int, ...]
 Applications = Sequence[ApplicationSpec]
 
-_ONE_DEVICE = "1 (more processes or devices come with the Ray runtime)"
+_ONE_DEVICE = "1 (more processes or devices need runtime: ray)"
 _SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("vllm",), "mock": ("mock",)}
 _ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
@@ -45,21 +45,20 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[Broken]:
     return [Broken(("http_options", "host"), http.host, allowed)]
 
 
-def application_rules(applications: Applications, runtime: str) -> list[Broken]:
+def application_rules(applications: Applications, runtime: str = "embedded") -> list[Broken]:
     """All that is wrong with the applications taken together."""
     rules: list[Callable[[Applications], Iterator[Broken]]] = [
         _one_processor,
         _names_differ,
         _one_application_a_model,
         _routes,
+        _groups_of_processes if runtime == "ray" else _one_device,
         _model_ids,
         _mock_computes_nothing,
         _samplers_have_their_model,
         _model_names_differ,
         _supported_models_exist,
     ]
-    if runtime == "embedded":
-        rules.append(_one_device)
     return [broken for rule in rules for broken in rule(applications)]
 
 
@@ -84,9 +83,8 @@ def _one_application_a_model(applications: Applications) -> Iterator[Broken]:
         if isinstance(args, ServerArgs) and ("server", "") in seen:
             yield Broken(("applications", index, "import_path"), "server", "one server application")
         if isinstance(args, ModelArgs | SamplerArgs) and (application.import_path, args.model_id) in seen:
-            allowed = (
-                f"one {application.import_path} application for each model_id (replicas come with the Ray runtime)"
-            )
+            more = "deployments[0].num_replicas on runtime: ray makes more"
+            allowed = f"one {application.import_path} application for each model_id ({more})"
             yield Broken(("applications", index, "args", "model_id"), args.model_id, allowed)
         seen.add((application.import_path, args.model_id if isinstance(args, ModelArgs | SamplerArgs) else ""))
 
@@ -98,7 +96,7 @@ def _routes(applications: Applications) -> Iterator[Broken]:
         prefix = f"{GATEWAY_PREFIX}/{kind}/"
         wrong = route != fixed if fixed is not None else route is not None and not route.startswith(prefix)
         if route is not None and wrong:
-            allowed = f"null or {fixed or prefix + 'NAME'} on the embedded runtime"
+            allowed = f"null or {fixed or prefix + 'NAME'}"
             yield Broken(("applications", index, "route_prefix"), route, allowed)
 
 
@@ -115,13 +113,33 @@ def _one_device(applications: Applications) -> Iterator[Broken]:
             yield from _one_in_mesh(args.device_mesh, (*at, "device_mesh"))
 
 
+def _groups_of_processes(applications: Applications) -> Iterator[Broken]:
+    """Of a model on Ray: data parallel and sharded, without a sampler; all else is one process."""
+    sampled = {one.args.model_id for one in applications if isinstance(one.args, SamplerArgs)}
+    for index, application in enumerate(applications):
+        args, at = application.args, ("applications", index, "args")
+        if not isinstance(args, ModelArgs) or args.processes == 1 or args.backend == "megatron":
+            continue  # how Megatron divides a model is for its backend to check, once there is one
+        if args.backend == "mock" or args.model_id in sampled:
+            allowed = "1 process for a model with backend: mock or with a sampler"
+            yield Broken((*at, "device_group"), args.processes, allowed)
+        if args.device_group is not None and args.device_group.processes != args.processes:
+            allowed = f"{args.processes}, as many as device_mesh or nproc_per_node has"
+            yield Broken((*at, "device_group", "ranks"), args.device_group.ranks, allowed)
+        mesh = args.device_mesh
+        for key in () if mesh is None else mesh.larger_than_one():
+            if key not in ("world_size", "dp_size", "fsdp_size", "mesh"):
+                value = mesh.model_dump(mode="json")[key] if mesh is not None else None
+                yield Broken((*at, "device_mesh", key), value, "1: training is spread by dp_size and fsdp_size")
+
+
 def _one_in_group(group: DeviceGroup, at: Location) -> Iterator[Broken]:
     if group.processes > 1:
         yield Broken((*at, "ranks"), group.ranks, _ONE_DEVICE)
     if group.gpus_per_worker > 1:
         yield Broken((*at, "gpus_per_worker"), group.gpus_per_worker, _ONE_DEVICE)
     if group.visible_count > 1:
-        yield Broken((*at, "visible_devices"), group.visible_devices, "one device (more come with the Ray runtime)")
+        yield Broken((*at, "visible_devices"), group.visible_devices, "one device (more need runtime: ray)")
 
 
 def _one_in_mesh(mesh: DeviceMesh, at: Location) -> Iterator[Broken]:

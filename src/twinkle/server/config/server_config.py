@@ -33,8 +33,8 @@ class ServerConfig(BaseModel):
 
     runtime: Literal["embedded", "ray"] = Field(
         default="embedded",
-        description="embedded: all services in one process. ray: each application one of Ray Serve's, which can be "
-        "configured and not launched yet.",
+        description="embedded: all services in one process. ray: each application in processes of its own, which Ray "
+        "Serve looks after; what a file with `applications` means unless it says otherwise.",
     )
     data_dir: Directory = Field(
         default=Path("~/.local/share/twinkle"),

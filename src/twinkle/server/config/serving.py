@@ -1,12 +1,13 @@
 """Which models a server holds, and under which names each answers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
 
-__all__ = ["GATEWAY_PREFIX", "PROCESSOR_PREFIX", "ServedModelConfig", "is_path", "listed_names", "served_models"]
+__all__ = ["GATEWAY_PREFIX", "PROCESSOR_PREFIX", "ServedModelConfig", "is_path", "known_name", "listed_names"]
+__all__ += ["public_tokenizer_id", "served_models"]
 
 GATEWAY_PREFIX = "/api/v1"
 PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
@@ -50,9 +51,22 @@ def listed_names(applications: Sequence[ApplicationSpec]) -> tuple[str, ...]:
     return tuple(name for served in served_models(applications) for name in served.names)
 
 
+def known_name(name: str, known: Container[str]) -> str | None:
+    """The name as it is known here; what follows a colon (``…:peft:262144``) chooses nothing."""
+    scheme, separator, rest = name.rpartition("://")
+    candidates = (name, scheme + separator + rest.partition(":")[0])
+    return next((candidate for candidate in candidates if candidate in known), None)
+
+
 def is_path(model_id: str) -> bool:
     """Whether the id is written as a directory. Clients must not see it then."""
     return model_id.startswith(("/", "~", "."))
+
+
+def public_tokenizer_id(model_id: str) -> str | None:
+    """What clients on other machines can load."""
+    scheme, _, name = model_id.rpartition("://")
+    return name if scheme in ("", "hf") and not is_path(model_id) else None
 
 
 def _served(args: ModelArgs, sampler: SamplerArgs | None, routes: Sequence[str]) -> ServedModelConfig:

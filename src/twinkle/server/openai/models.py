@@ -72,8 +72,8 @@ async def listed(gateway: Gateway, tenant_id: str) -> list[dict[str, object]]:
     """Base models, then the tenant's own runs and checkpoints for sampling, the newest first."""
     bases = [
         _body(name, gateway.started_at, _OWNER)
-        for name, model in gateway.listed_models().items()
-        if model.sampler is not None
+        for name, model in (await gateway.listed_models()).items()
+        if model.sampleable
     ]
     runs = await gateway.store.runs.list(tenant_id, _LISTED)
     checkpoints = await gateway.store.checkpoints.list(tenant_id, _LISTED)

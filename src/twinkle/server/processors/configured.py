@@ -1,8 +1,7 @@
 """From the configuration to the processor service."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from twinkle.server.backend import ServedModel
 from twinkle.server.config import ServerConfig
 from twinkle.server.processors.frames import Settings
 from twinkle.server.processors.service import ProcessorLimits, ProcessorService
@@ -10,14 +9,19 @@ from twinkle.server.processors.service import ProcessorLimits, ProcessorService
 __all__ = ["configured_processors"]
 
 
-def configured_processors(config: ServerConfig, models: Sequence[ServedModel]) -> ProcessorService | None:
-    """None where the configuration has no application for it."""
+def configured_processors(
+    config: ServerConfig, tokenizers: Mapping[str, str | None], place: str = ""
+) -> ProcessorService | None:
+    """None where the configuration has no application for it.
+
+    ``tokenizers``: folders by the name of the served model. ``place``: of one among several in their directory.
+    """
     if config.processor is None:
         return None
     limits = config.limits
     settings = Settings(
         allowed_dirs=tuple(str(directory) for directory in config.allowed_dirs),
-        tokenizers={name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)},
+        tokenizers=dict(tokenizers),
         cache_dir="",  # each worker has its own
         memory_bytes=int(limits.processor_memory_gib * 2**30),
         answer_bytes=limits.max_request_bytes,
@@ -28,4 +32,4 @@ def configured_processors(config: ServerConfig, models: Sequence[ServedModel]) -
         workers=config.processor.max_workers,
         call_seconds=limits.processor_call_seconds,
     )
-    return ProcessorService(config.data_dir / "processors", settings, processor_limits)
+    return ProcessorService(config.data_dir / "processors" / place, settings, processor_limits)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from twinkle.errors import GoneError, InvalidInputError, QuotaError, ShuttingDownError, TwinkleServerError, UserError
 from twinkle.server.processors.answers import Answers
@@ -19,12 +19,22 @@ from twinkle.server.processors.frames import Frame, Settings
 from twinkle.server.processors.live import UnknownProcessorError
 from twinkle.server.processors.worker_process import WorkerEndedError, WorkerProcess
 
-__all__ = ["ProcessorLimits", "ProcessorService"]
+__all__ = ["ProcessorLimits", "ProcessorService", "Processors"]
 
 _LONGEST_KEY = 256
 _MOST_WAITING = 64  # requests of one session
 _SHUTDOWN = "the server is shutting down"
 _AT_ONCE = 2**20  # bytes that are hashed or parsed on the event loop
+
+
+class Processors(Protocol):
+    """What a gateway asks of the processor service, wherever that runs."""
+
+    async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]: ...
+
+    async def end_session(self, session_id: str) -> None: ...
+
+    def release_waiters(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
 from twinkle.server.checkpoints import kind_of_checkpoint
+from twinkle.server.fleet import ModelReport, report_of
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.native.requests import services_of
@@ -96,9 +97,9 @@ def _idempotency_key(request: Request) -> str | None:
 @router.get("/-/routes")
 async def route_prefixes(request: Request) -> Response:
     """Who waits for a server to come up looks here."""
-    services = gateway_of(request).services
-    models = {f"{PREFIX}/model/{name}": "model" for name in services}
-    samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, entry in services.items() if entry.sampling is not None}
+    reports = await gateway_of(request).fleet.reports()
+    models = {f"{PREFIX}/model/{name}": "model" for name in reports}
+    samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
     return json_response({PREFIX: "server", **models, **samplers, f"{PREFIX}/processor": "processor"})
 
 
@@ -110,14 +111,15 @@ async def health() -> Response:
 @router.get(f"{_TWINKLE}/healthz/deep")
 async def deep_health(request: Request) -> Response:
     """Of every model, without asking the compute thread: it may be busy for a while."""
-    models = {name: _model_health(entry) for name, entry in gateway_of(request).services.items()}
+    reports = await gateway_of(request).fleet.reports()
+    models = {name: _health_of(report) for name, report in reports.items()}
     healthy = all(model["healthy"] for model in models.values())
     return wire_response(types.DeepHealthResponse(healthy=healthy, models=models), 200 if healthy else 503)
 
 
 @router.get(f"{PREFIX}/model/{{name:path}}/healthz")
 async def model_health(request: Request, name: str) -> Response:
-    return _health_response(_model_health(services_of(gateway_of(request), name)))
+    return _health_response(_health_of(report_of(services_of(gateway_of(request), name))))
 
 
 @router.get(f"{PREFIX}/sampler/{{name:path}}/healthz")
@@ -125,12 +127,8 @@ async def sampler_health(request: Request, name: str) -> Response:
     return _health_response(_sampler_health(services_of(gateway_of(request), name), name))
 
 
-def _model_health(entry: Services) -> dict[str, object]:
-    if not entry.training.alive:
-        return {"healthy": False, "detail": "training has stopped"}
-    if entry.sampling is not None and not entry.sampling.alive:
-        return {"healthy": False, "detail": "sampling has stopped"}
-    return {"healthy": True, "detail": "trains" if entry.sampling is None else "trains and samples"}
+def _health_of(report: ModelReport) -> dict[str, object]:
+    return {"healthy": report.healthy, "detail": report.detail}
 
 
 def _sampler_health(entry: Services, name: str) -> dict[str, object]:
@@ -147,7 +145,7 @@ def _health_response(health: dict[str, object]) -> Response:
 @router.get(f"{_TWINKLE}/get_server_capabilities")
 async def capabilities(request: Request) -> Response:
     await native_tenant_of(request)
-    models = [types.SupportedModel(model_name=name) for name in gateway_of(request).listed_models()]
+    models = [types.SupportedModel(model_name=name) for name in await gateway_of(request).listed_models()]
     return wire_response(types.GetServerCapabilitiesResponse(supported_models=models))
 
 
@@ -157,7 +155,7 @@ async def capacity_info(request: Request) -> Response:
     tenant_id = await native_tenant_of(request)
     gateway = gateway_of(request)
     most = gateway.config.limits.max_adapters_per_tenant
-    used = sum(entry.training.adapters_of(tenant_id) for entry in gateway.services.values())
+    used = sum(report.adapters.get(tenant_id, 0) for report in (await gateway.fleet.reports()).values())
     return wire_response(
         types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),
     )
@@ -167,7 +165,7 @@ async def capacity_info(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """Sums over all tenants: nothing here says who does what."""
     gateway = gateway_of(request)
-    models = status_of_models(gateway)
+    models = await status_of_models(gateway)
     resources = {
         "sessions": await gateway.store.sessions.active(),
         "models": _sum(models, "adapters"),

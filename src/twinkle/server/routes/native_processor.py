@@ -36,6 +36,6 @@ async def call(request: Request) -> Response:
 
 def _service(request: Request) -> ProcessorService:
     service = gateway_of(request).processors
-    if service is None:
+    if not isinstance(service, ProcessorService):
         raise UnsupportedError("this server has no processors: its configuration has no application of theirs")
     return service

@@ -1,6 +1,7 @@
 """Health, the client handshake, what is served, and how the server is doing."""
 
 import time
+from collections.abc import Mapping
 
 from fastapi import APIRouter, Request, Response
 
@@ -60,9 +61,9 @@ async def capabilities(request: Request) -> Response:
             "model_name": name,
             "max_context_length": model.max_context_length,
             "trainable": True,
-            "sampleable": model.sampler is not None,
+            "sampleable": model.sampleable,
         }
-        for name, model in gateway_of(request).listed_models().items()
+        for name, model in (await gateway_of(request).listed_models()).items()
     ]
     return json_response({"supported_models": models})
 
@@ -71,11 +72,10 @@ async def capabilities(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """Sums over all tenants: nothing here says who does what."""
     gateway = gateway_of(request)
-    return json_response({"uptime_seconds": time.time() - gateway.started_at, "models": status_of_models(gateway)})
+    return json_response(
+        {"uptime_seconds": time.time() - gateway.started_at, "models": await status_of_models(gateway)}
+    )
 
 
-def status_of_models(gateway: Gateway) -> dict[str, dict[str, object]]:
-    return {
-        name: entry.training.status() | ({} if entry.sampling is None else entry.sampling.status())
-        for name, entry in gateway.services.items()
-    }
+async def status_of_models(gateway: Gateway) -> dict[str, Mapping[str, object]]:
+    return {name: report.numbers for name, report in (await gateway.fleet.reports()).items()}

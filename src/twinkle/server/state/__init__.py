@@ -14,6 +14,7 @@ from twinkle.server.state.errors import (
     StoreClosedError,
 )
 from twinkle.server.state.keys import KeyRecord, Keys
+from twinkle.server.state.leases import Claim, Leases
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
 from twinkle.server.state.runs import Runs, RunState
 from twinkle.server.state.sampling import SamplingSessions
@@ -26,6 +27,7 @@ __all__ = [
     "AcceptedRun",
     "CheckpointExistsError",
     "Checkpoints",
+    "Claim",
     "DataDirInUseError",
     "DatabaseConnectionError",
     "DatabaseInUseError",
@@ -33,6 +35,7 @@ __all__ = [
     "JournalError",
     "KeyRecord",
     "Keys",
+    "Leases",
     "Ops",
     "Page",
     "Pruned",

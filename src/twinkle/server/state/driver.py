@@ -1,11 +1,20 @@
 """What differs between databases, for the code that works with any of them."""
 
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, PoolProxiedConnection
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "Part"]
+
+
+class Part(Enum):
+    """What a process is to the state that it opens."""
+
+    SERVER = "server"  # the only one that serves from it
+    MEMBER = "member"  # one of several that serve from it together
+    TOOL = "tool"  # beside a server, or without one
 
 
 class Driver(Protocol):

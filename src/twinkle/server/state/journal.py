@@ -6,6 +6,9 @@ A blob is in the page cache when ``append`` returns: it survives the death of th
 
 A segment is closed for good when it is full or when the process ends, so an append that a SIGKILL cut short is always
 at the end of the last segment: opening cuts it off.
+
+The processes of one server may share a journal (:mod:`twinkle.server.state.journal_writers`): then a segment's number
+begins with its writer's.
 """
 
 import errno
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
+from twinkle.server.state.journal_writers import ALONE, JournalWriters
 from twinkle.server.types import BlobRef
 
 __all__ = ["SEGMENT_BYTES", "Journal"]
@@ -27,6 +31,7 @@ _MAGIC = b"TWJ1"
 _HEADER = struct.Struct("<4sIQ")  # magic, crc32, length of the data
 _SUFFIX = ".journal"
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_SEGMENTS_OF_WRITER = 2**32
 _MAX_PARTS = 1000  # of one writev: IOV_MAX is 1024 on Linux
 
 _logger = logging.getLogger(__name__)
@@ -35,19 +40,28 @@ _logger = logging.getLogger(__name__)
 class Journal:
     """The segments of one directory. All methods block; call them off the event loop."""
 
-    def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES, writable: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        segment_bytes: int = SEGMENT_BYTES,
+        writable: bool = True,
+        writers: JournalWriters | None = None,
+    ) -> None:
+        """``writers``: who else appends here; None: nobody."""
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._writable = writable
-        self._segment = 0  # the one appended to; none yet while _fd is None
+        self._writers = writers
+        self._writer = ALONE if writers is None else writers.own
+        self._segment = self._writer * _SEGMENTS_OF_WRITER  # the one appended to; none yet while _fd is None
         self._fd: int | None = None
         self._end = 0  # where the next blob of that segment goes
         if writable:
             directory.mkdir(mode=0o700, exist_ok=True)
-            segments = self.segments()
-            if segments:
-                self._segment = segments[-1]
-                _cut_torn_tail(self._path(segments[-1]))
+            own = [number for number in self.segments() if _writer_of(number) == self._writer]
+            if own:
+                self._segment = own[-1]
+                _cut_torn_tail(self._path(own[-1]))
 
     def append(self, blobs: Sequence[bytes]) -> list[BlobRef]:
         """Write all blobs or none of them."""
@@ -91,7 +105,16 @@ class Journal:
     def closed_segments(self) -> list[int]:
         """The segments that nothing will be appended to any more."""
         self._check_writable()  # a reader cannot know
-        return [number for number in self.segments() if self._fd is None or number != self._segment]
+        return [number for number in self.segments() if self._is_closed(number)]
+
+    def writers_left(self) -> set[int]:
+        """Those who left a segment."""
+        return {_writer_of(number) for number in self.segments()}
+
+    def _is_closed(self, number: int) -> bool:
+        if _writer_of(number) == self._writer:
+            return self._fd is None or number != self._segment
+        return self._writers is None or self._writers.is_dead(_writer_of(number))
 
     def delete_segments(self, segments: Iterable[int]) -> None:
         """Remove closed segments. Naming what goes, not what stays, cannot hit a segment that is born meanwhile."""
@@ -145,6 +168,10 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _writer_of(segment: int) -> int:
+    return segment // _SEGMENTS_OF_WRITER
 
 
 def _checksum(data: bytes) -> int:

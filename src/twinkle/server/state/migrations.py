@@ -32,7 +32,16 @@ def _add_sampling_clients(connection: Connection) -> None:
     )
 
 
-MIGRATIONS: Sequence[Migration] = (_add_sampling_clients,)
+def _add_replicas(connection: Connection) -> None:
+    for table in ("runs", "sampling_sessions"):
+        connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN replica VARCHAR NOT NULL DEFAULT ''")
+    real = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"CREATE TABLE leases (name VARCHAR NOT NULL PRIMARY KEY, holder VARCHAR NOT NULL, until {real} NOT NULL)"
+    )
+
+
+MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_replicas)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

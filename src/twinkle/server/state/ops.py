@@ -11,6 +11,7 @@ from sqlalchemy import and_, bindparam, delete, exists, insert, or_, select, upd
 
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.journal import Journal
+from twinkle.server.state.journal_writers import JournalWriters
 from twinkle.server.state.runs import insert_run
 from twinkle.server.state.tables import OPS, RUNS, SNAPSHOTS
 from twinkle.server.types import BlobRef, Encoding, Op, OpKind, OpRecord, Outcome, RunRecord
@@ -84,10 +85,13 @@ class Pruned:
 
 
 class Ops:
-    def __init__(self, database: Database, bodies: Journal, outcomes: Journal) -> None:
+    def __init__(
+        self, database: Database, bodies: Journal, outcomes: Journal, writers: JournalWriters | None = None
+    ) -> None:
         self._database = database
         self._bodies = bodies
         self._outcomes = outcomes
+        self._writers = writers
 
     async def accept(self, op: Op, digest: bytes, now: float) -> Accepted:
         """Once this returns, the op survives our death. An op with this number that is on record stays as it is."""
@@ -182,6 +186,8 @@ class Ops:
             outcomes.difference_update(row["segment"] for row in cursor.rows(_OUTCOMES_NEEDED, {}))
             self._bodies.delete_segments(bodies)
             self._outcomes.delete_segments(outcomes)
+            if self._writers is not None:
+                self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
             return Pruned(rows, len(bodies), len(outcomes))
 
         return await self._database.read(work)

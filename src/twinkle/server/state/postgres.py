@@ -1,8 +1,8 @@
 """Everything that is true of PostgreSQL only.
 
 Two advisory locks, which PostgreSQL keeps for each database: the one server that works with it holds the first as long
-as its writer's connection lives; every transaction that writes, a tool's too, holds the second until its end, as SQLite
-would have it.
+as its writer's connection lives, and the processes of a server that has several share it; every transaction that
+writes, a tool's too, holds the second until its end, as SQLite would have it.
 
 A connection can be lost between our COMMIT and its answer. So that the next one can say what became of it, each writer
 has a row in ``writers`` that its every transaction numbers anew. A server that opens the database deletes the rows of
@@ -21,6 +21,7 @@ from sqlalchemy import URL, Connection, Engine, NullPool, PoolProxiedConnection,
 from sqlalchemy.exc import DBAPIError
 
 from twinkle.errors import UserError
+from twinkle.server.state.driver import Part
 from twinkle.server.state.errors import (
     DatabaseConnectionError,
     DatabaseInUseError,
@@ -65,11 +66,11 @@ SET idle_in_transaction_session_timeout = '60s'
 
 
 class PostgresDriver:
-    """A database of a PostgreSQL server; ``is_server`` if we are the one server that works with it."""
+    """A database of a PostgreSQL server."""
 
-    def __init__(self, url: URL, is_server: bool) -> None:
+    def __init__(self, url: URL, part: Part) -> None:
         self.name = f"{url.database!r} at {url.host or url.query.get('host', 'this machine')}"  # no user, no password
-        self._is_server = is_server
+        self._part = part
         self._writer = secrets.token_hex(16)
         self._is_registered = False
         self._number = 0  # of the transaction begun last
@@ -104,8 +105,9 @@ class PostgresDriver:
         connection = self.connect_reader()
         try:
             cursor = connection.cursor()
-            if self._is_server:
-                self._take_lock(cursor, "pg_try_advisory_lock")
+            if self._part is not Part.TOOL:
+                shared = "_shared" if self._part is Part.MEMBER else ""
+                self._take_lock(cursor, f"pg_try_advisory_lock{shared}")
             self._register(cursor)
         except psycopg.OperationalError as error:
             connection.invalidate()
@@ -132,8 +134,8 @@ class PostgresDriver:
             if cursor.fetchone() is None:
                 raise DatabaseInUseError(self.name)
             return
-        earlier = "DELETE FROM writers WHERE is_server = 1;" if self._is_server else ""
-        row = f"INSERT INTO writers VALUES ('{self._writer}', {int(self._is_server)}, 0)"
+        earlier = "DELETE FROM writers WHERE is_server = 1;" if self._part is Part.SERVER else ""
+        row = f"INSERT INTO writers VALUES ('{self._writer}', {int(self._part is not Part.TOOL)}, 0)"
         cursor.execute(f"{_BEGIN_WRITE}; {earlier} {row}; COMMIT")
         self._is_registered = True
 

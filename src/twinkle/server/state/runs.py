@@ -27,6 +27,11 @@ _GET = select(RUNS).where(_OF_ID)
 _BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
 _OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
 _IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
+_LIVE_BY_REPLICA = (
+    select(RUNS.c.replica, func.count().label("runs"))
+    .where(RUNS.c.state == "live", RUNS.c.model_name == bindparam("model_name"))
+    .group_by(RUNS.c.replica)
+)
 _COUNT = select(func.count()).select_from(RUNS).where(_OF_TENANT)
 _LIST = (
     select(RUNS)
@@ -69,6 +74,11 @@ class Runs:
         """Oldest first."""
         rows = await self._database.read(lambda cursor: cursor.rows(_IN_STATE, {"state": state}))
         return tuple(map(_run, rows))
+
+    async def live_by_replica(self, model_name: str) -> dict[str, int]:
+        """How many live runs of a base model each replica of it has."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_BY_REPLICA, {"model_name": model_name}))
+        return {row["replica"]: row["runs"] for row in rows}
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0, project_id: str | None = None) -> Page[RunRecord]:
         """The one with the newest request first; ``project_id`` keeps those whose session belongs to it."""
@@ -113,6 +123,7 @@ def _row(run: RunRecord) -> Row:
         "state": run.state,
         "user_metadata": json.dumps(dict(run.user_metadata)),
         "note": run.note,
+        "replica": run.replica,
     }
 
 
@@ -130,6 +141,7 @@ def _run(row: Row) -> RunRecord:
         state=row["state"],
         user_metadata=json.loads(row["user_metadata"]),
         note=row["note"],
+        replica=row["replica"],
     )
 
 

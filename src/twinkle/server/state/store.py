@@ -3,23 +3,26 @@
 state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
 secret        under which API keys are hashed
-lock          held by the one server that works here
+lock          held by the one server that works here, or shared by its processes
 """
 
 import asyncio
+import time
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.database import Database
-from twinkle.server.state.driver import Driver
-from twinkle.server.state.errors import DataDirInUseError
+from twinkle.server.state.directory_lock import DirectoryLock
+from twinkle.server.state.driver import Driver, Part
+from twinkle.server.state.errors import DatabaseInUseError, DataDirInUseError
 from twinkle.server.state.journal import SEGMENT_BYTES, Journal
+from twinkle.server.state.journal_writers import JournalWriters
 from twinkle.server.state.keys import Keys, read_secret
+from twinkle.server.state.leases import Leases
 from twinkle.server.state.migrations import migrate, needs_migration
 from twinkle.server.state.ops import Ops
 from twinkle.server.state.runs import Runs
@@ -30,6 +33,10 @@ from twinkle.server.state.sqlite import SqliteDriver, default_url
 
 __all__ = ["Store"]
 
+# How long a process of a server waits for another one, which may be bringing the tables forward.
+_MEMBER_SECONDS = 60.0
+_PAUSE = 0.1
+
 
 class Store:
     """The areas of the state, each with its own methods. Belongs to one event loop.
@@ -38,54 +45,74 @@ class Store:
     """
 
     def __init__(
-        self, data_dir: Path, url: str | None, lock: bool, segment_bytes: int, loop: asyncio.AbstractEventLoop
+        self, data_dir: Path, url: str | None, part: Part, segment_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """Blocks: use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
-        self._lock = _acquire(data_dir) if lock else None
+        self._lock = DirectoryLock(data_dir) if part is Part.SERVER else None
+        self._writers: JournalWriters | None = None
         driver = None
         try:
-            driver = _driver(database_url, is_server=lock)
-            _update_schema(data_dir, driver, self._lock)
+            driver = _driver(database_url, part)
+            _update_schema(data_dir, driver, part)
+            if part is Part.MEMBER:
+                self._lock = DirectoryLock(data_dir, shared=True, wait_seconds=_MEMBER_SECONDS)
             secret = read_secret(data_dir / "secret")
             journal_dir = data_dir / "journal"
             journal_dir.mkdir(mode=0o700, exist_ok=True)
-            self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable=lock)
-            self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable=lock)
+            writable = part is not Part.TOOL
+            if part is Part.MEMBER:
+                self._writers = JournalWriters(journal_dir / "writers")
+            self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, self._writers)
+            self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, self._writers)
             self._database = Database(driver, loop)
         except BaseException:
             if driver is not None:
                 driver.engine.dispose()
-            _release(self._lock)
+            self._let_go()
             raise
         self.sessions = Sessions(self._database)
         self.runs = Runs(self._database)
         self.checkpoints = Checkpoints(self._database)
         self.sampling_sessions = SamplingSessions(self._database)
-        self.ops = Ops(self._database, self._bodies, self._outcomes)
+        self.ops = Ops(self._database, self._bodies, self._outcomes, self._writers)
+        self.leases = Leases(self._database)
         self.snapshots = Snapshots(self._database)
         self.keys = Keys(self._database, secret)
 
     @classmethod
     async def open(
-        cls, data_dir: Path, url: str | None = None, lock: bool = True, segment_bytes: int = SEGMENT_BYTES
+        cls,
+        data_dir: Path,
+        url: str | None = None,
+        lock: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        shared: bool = False,
     ) -> "Store":
         """Open the directory, creating or migrating what is in it.
 
         A server takes the lock; a second one gets :class:`DataDirInUseError`, or :class:`DatabaseInUseError` if it has
-        another directory and the same PostgreSQL database. Command-line tools open without it, also beside a running
-        server: they may do everything but journal and prune ops.
+        another directory and the same PostgreSQL database. The processes of one server take it together (``shared``),
+        and each journals into segments of its own. Command-line tools open without it, also beside a running server:
+        they may do everything but journal and prune ops.
         """
-        return await asyncio.to_thread(cls, data_dir, url, lock, segment_bytes, asyncio.get_running_loop())
+        part = Part.TOOL if not lock else Part.MEMBER if shared else Part.SERVER
+        return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, asyncio.get_running_loop())
 
     async def close(self) -> None:
         """Finish what was asked for and let the next one in."""
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
-        _release(self._lock)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._writers is not None:
+            self._writers.close()
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def transactions(self) -> int:
@@ -104,42 +131,40 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def _driver(url: URL, is_server: bool) -> Driver:
+def _driver(url: URL, part: Part) -> Driver:
     if url.get_backend_name() == "sqlite":
         return SqliteDriver(url)
     try:
         from twinkle.server.state.postgres import PostgresDriver  # needs a package that SQLite does not
     except ImportError as error:
         raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
-    return PostgresDriver(url, is_server)
+    return PostgresDriver(url, part)
 
 
-def _update_schema(data_dir: Path, driver: Driver, held: FileLock | None) -> None:
+def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
+    """Tables never change under a running server: whoever does not hold the lock alone needs it for this moment."""
+    deadline = time.monotonic() + (_MEMBER_SECONDS if part is Part.MEMBER else 0)
+    while _is_outdated(driver):
+        try:
+            momentary = None if part is Part.SERVER else DirectoryLock(data_dir)
+            try:
+                _migrate(driver)
+            finally:
+                if momentary is not None:
+                    momentary.release()
+        except (DataDirInUseError, DatabaseInUseError):  # of a member: another one may be doing it now
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_PAUSE)
+
+
+def _is_outdated(driver: Driver) -> bool:
     with driver.connect() as connection:
-        outdated = needs_migration(connection)
-    if not outdated:
-        return
-    # Tables never change under a running server, so that without the lock we need it for this moment.
-    momentary = _acquire(data_dir) if held is None else None
-    try:
-        with driver.connect() as connection:
-            driver.begin_migration(connection)
-            migrate(connection)
-            driver.finish_migration(connection)
-    finally:
-        _release(momentary)
+        return needs_migration(connection)
 
 
-def _acquire(data_dir: Path) -> FileLock:
-    # Taken in one thread and let go in another.
-    lock = FileLock(data_dir / "lock", mode=0o600, thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise DataDirInUseError(data_dir) from None
-    return lock
-
-
-def _release(lock: FileLock | None) -> None:
-    if lock is not None:
-        lock.release()
+def _migrate(driver: Driver) -> None:
+    with driver.connect() as connection:
+        driver.begin_migration(connection)
+        migrate(connection)
+        driver.finish_migration(connection)

@@ -24,6 +24,7 @@ from sqlalchemy import (
 __all__ = [
     "API_KEYS",
     "CHECKPOINTS",
+    "LEASES",
     "METADATA",
     "OPS",
     "RUNS",
@@ -72,6 +73,7 @@ RUNS = Table(
     Column("state", String, nullable=False),
     Column("user_metadata", Text, nullable=False),
     Column("note", Text),
+    Column("replica", String, nullable=False, server_default=""),
     Index("runs_by_number", "session_id", "number", unique=True),
     Index("runs_by_tenant", "tenant_id", "last_request_at"),
     Index("runs_by_state", "state"),
@@ -108,6 +110,7 @@ SAMPLING_SESSIONS = Table(
     Column("version_id", String),
     Column("directory", Text),
     Column("created_at", Double, nullable=False),
+    Column("replica", String, nullable=False, server_default=""),
     Index("sampling_sessions_by_number", "session_id", "number", unique=True),
 )
 
@@ -153,6 +156,15 @@ SNAPSHOTS = Table(
     Column("directory", Text, nullable=False),
     Column("failed_seq", BigInteger),
     Column("taken_at", Double, nullable=False),
+)
+
+# Who of several processes does what only one may do.
+LEASES = Table(
+    "leases",
+    METADATA,
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("until", Double, nullable=False),
 )
 
 API_KEYS = Table(

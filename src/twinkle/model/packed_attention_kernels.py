@@ -1,0 +1,273 @@
+"""Causal attention over packed sequences as Hopper kernels (Triton).
+
+torch's variable-length kernel is that of the generation before. Over 32 sequences of 512 tokens (32 and 8 heads of 128)
+it takes 0.47 ms and its derivative 1.24 ms, these 0.28 and 0.83; over one of 8192, 1.70 and 4.79 against 1.26 and 4.71.
+Its derivative also makes gradients of keys and values for every query head, in half precision, and adds them up later;
+here they are added up in fp32. Nothing is added atomically: the same batch gives the same bits.
+
+Softmax runs in base 2.
+
+Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension. All tensors are contiguous.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 64  # queries, and keys, at a time
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def attend(
+    q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, ends_N1: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output, (T, H, D), and the logarithms of the softmax' denominators, (H, T) fp32."""
+    rows, heads, size = q_THD.shape
+    out_THD = torch.empty_like(q_THD)
+    norm_HT = torch.empty(heads, rows, dtype=torch.float32, device=q_THD.device)
+    _attend[(triton.cdiv(longest, _TILE), heads, len(ends_N1) - 1)](
+        q_THD,
+        k_TJD,
+        v_TJD,
+        out_THD,
+        norm_HT,
+        ends_N1,
+        rows,
+        scale,
+        HEADS=heads,
+        GROUP=heads // k_TJD.shape[1],
+        SIZE=size,
+        TILE=_TILE,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out_THD, norm_HT
+
+
+def attend_backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TJD: Tensor,
+    v_TJD: Tensor,
+    out_THD: Tensor,
+    norm_HT: Tensor,
+    ends_N1: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    rows, heads, size = q_THD.shape
+    kv_heads = k_TJD.shape[1]
+    tiles, sequences = triton.cdiv(longest, _TILE), len(ends_N1) - 1
+    delta_HT = torch.empty_like(norm_HT)
+    dq_THD, dk_TJD, dv_TJD = torch.empty_like(q_THD), torch.empty_like(k_TJD), torch.empty_like(v_TJD)
+    _delta[(rows,)](
+        dout_THD, out_THD, delta_HT, rows, HEADS=heads, ROOM=triton.next_power_of_2(heads), SIZE=size, num_warps=4
+    )
+    given = dout_THD, q_THD, k_TJD, v_TJD, norm_HT, delta_HT
+    _keys_gradient[(tiles, kv_heads, sequences)](
+        *given,
+        dk_TJD,
+        dv_TJD,
+        ends_N1,
+        rows,
+        scale,
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        SIZE=size,
+        TILE=_TILE,
+        num_warps=4,
+        num_stages=2,
+    )
+    _queries_gradient[(tiles, heads, sequences)](
+        *given,
+        dq_THD,
+        ends_N1,
+        rows,
+        scale,
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        SIZE=size,
+        TILE=_TILE,
+        num_warps=4,
+        num_stages=2,
+    )
+    return dq_THD, dk_TJD, dv_TJD
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _attend(
+    q,
+    k,
+    v,
+    out,
+    norm,
+    ends,
+    rows,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head = tl.program_id(1)
+    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(ends + tl.program_id(2) + 1) - first).to(tl.int32)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE  # those with most to look at come first
+    if start >= length:
+        return
+    d = tl.arange(0, SIZE)
+    t = start + tl.arange(0, TILE)
+    own = t[:, None] * (HEADS * SIZE) + d[None, :]
+    x = tl.load(q + (first * HEADS + head) * SIZE + own, mask=(t < length)[:, None], other=0.0)
+    k += (first * (HEADS // GROUP) + head // GROUP) * SIZE
+    v += (first * (HEADS // GROUP) + head // GROUP) * SIZE
+    scale *= _LOG2_E
+    highest = tl.full([TILE], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([TILE], dtype=tl.float32)
+    result = tl.zeros([TILE, SIZE], dtype=tl.float32)
+    for n in range(0, start, TILE):  # every query sees all of these
+        u = n + tl.arange(0, TILE)
+        place = u[:, None] * (HEADS // GROUP * SIZE) + d[None, :]
+        keys = tl.load(k + place)
+        scores = tl.dot(x, tl.trans(keys)) * scale
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(v + place)
+        result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None])
+        highest = higher
+    place = t[:, None] * (HEADS // GROUP * SIZE) + d[None, :]  # and of its own tile, those before it
+    keys = tl.load(k + place, mask=(t < length)[:, None], other=0.0)
+    scores = tl.where(t[:, None] >= t[None, :], tl.dot(x, tl.trans(keys)) * scale, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(highest - higher)
+    total = total * shrink + tl.sum(weights, 1)
+    values = tl.load(v + place, mask=(t < length)[:, None], other=0.0)
+    result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None]) / total[:, None]
+    highest = higher
+    tl.store(out + (first * HEADS + head) * SIZE + own, result.to(out.dtype.element_ty), mask=(t < length)[:, None])
+    tl.store(norm + head.to(tl.int64) * rows + first + t, (highest + tl.log2(total)) / _LOG2_E, mask=t < length)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _delta(dout, out, delta, rows, HEADS: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr):
+    """Σ_d dout · out of each token and head."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, ROOM)
+    inside = head < HEADS
+    place = row * (HEADS * SIZE) + head[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    left = tl.load(dout + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    right = tl.load(out + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(delta + head.to(tl.int64) * rows + row, tl.sum(left * right, 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _keys_gradient(
+    dout,
+    q,
+    k,
+    v,
+    norm,
+    delta,
+    dk,
+    dv,
+    ends,
+    rows,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One block of keys and values, and all query heads that look at it."""
+    head = tl.program_id(1)
+    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(ends + tl.program_id(2) + 1) - first).to(tl.int32)
+    start = tl.program_id(0) * TILE
+    if start >= length:
+        return
+    d = tl.arange(0, SIZE)
+    u = start + tl.arange(0, TILE)
+    own = (first * (HEADS // GROUP) + head) * SIZE + u[:, None] * (HEADS // GROUP * SIZE) + d[None, :]
+    inside_u = (u < length)[:, None]
+    keys = tl.load(k + own, mask=inside_u, other=0.0)
+    values = tl.load(v + own, mask=inside_u, other=0.0)
+    q += (first * HEADS + head * GROUP) * SIZE
+    dout += (first * HEADS + head * GROUP) * SIZE
+    norm += (head * GROUP).to(tl.int64) * rows + first
+    delta += (head * GROUP).to(tl.int64) * rows + first
+    scale2 = scale * _LOG2_E
+    keys_gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
+    values_gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
+    blocks = tl.cdiv(length - start, TILE)
+    for i in range(0, GROUP * blocks):  # heads and blocks in one loop: over short sequences two would be all start-up
+        member = i // blocks
+        t = start + (i % blocks) * TILE + tl.arange(0, TILE)
+        inside_t = t < length
+        place = member * SIZE + t[:, None] * (HEADS * SIZE) + d[None, :]
+        x = tl.load(q + place, mask=inside_t[:, None], other=0.0)
+        scores = tl.dot(keys, tl.trans(x)) * scale2
+        log_total = tl.load(norm + member * rows.to(tl.int64) + t, mask=inside_t, other=float("inf")) * _LOG2_E
+        weights = tl.where(t[None, :] >= u[:, None], tl.exp2(scores - log_total[None, :]), 0.0)
+        y = tl.load(dout + place, mask=inside_t[:, None], other=0.0)
+        values_gradient = tl.dot(weights.to(y.dtype), y, values_gradient)
+        mean = tl.load(delta + member * rows.to(tl.int64) + t, mask=inside_t, other=0.0)
+        slope = weights * (tl.dot(values, tl.trans(y)) - mean[None, :])
+        keys_gradient = tl.dot(slope.to(x.dtype), x, keys_gradient)
+    tl.store(dk + own, (keys_gradient * scale).to(dk.dtype.element_ty), mask=inside_u)
+    tl.store(dv + own, values_gradient.to(dv.dtype.element_ty), mask=inside_u)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _queries_gradient(
+    dout,
+    q,
+    k,
+    v,
+    norm,
+    delta,
+    dq,
+    ends,
+    rows,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head = tl.program_id(1)
+    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(ends + tl.program_id(2) + 1) - first).to(tl.int32)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
+    if start >= length:
+        return
+    d = tl.arange(0, SIZE)
+    t = start + tl.arange(0, TILE)
+    own = (first * HEADS + head) * SIZE + t[:, None] * (HEADS * SIZE) + d[None, :]
+    inside_t = (t < length)[:, None]
+    x = tl.load(q + own, mask=inside_t, other=0.0)
+    y = tl.load(dout + own, mask=inside_t, other=0.0)
+    at = head.to(tl.int64) * rows + first + t
+    log_total = tl.load(norm + at, mask=t < length, other=float("inf")) * _LOG2_E
+    mean = tl.load(delta + at, mask=t < length, other=0.0)
+    k += (first * (HEADS // GROUP) + head // GROUP) * SIZE
+    v += (first * (HEADS // GROUP) + head // GROUP) * SIZE
+    scale2 = scale * _LOG2_E
+    gradient = tl.zeros([TILE, SIZE], dtype=tl.float32)
+    for n in range(0, tl.minimum(start + TILE, length), TILE):
+        u = n + tl.arange(0, TILE)
+        place = u[:, None] * (HEADS // GROUP * SIZE) + d[None, :]
+        inside_u = (u < length)[:, None]
+        keys = tl.load(k + place, mask=inside_u, other=0.0)
+        scores = tl.dot(x, tl.trans(keys)) * scale2
+        weights = tl.where(t[:, None] >= u[None, :], tl.exp2(scores - log_total[:, None]), 0.0)
+        values = tl.load(v + place, mask=inside_u, other=0.0)
+        slope = weights * (tl.dot(y, tl.trans(values)) - mean[:, None])
+        gradient = tl.dot(slope.to(keys.dtype), keys, gradient)
+    tl.store(dq + own, (gradient * scale).to(dq.dtype.element_ty), mask=inside_t)

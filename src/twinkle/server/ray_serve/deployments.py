@@ -1,0 +1,187 @@
+"""Serve deployments: a thin class around each kind of host, and the options that each is deployed with.
+
+Serve runs constructors, which may be coroutines, methods and the ASGI application of a replica on one event loop.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from logging.handlers import RotatingFileHandler
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server import relay
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
+from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.fleet import ModelReport
+from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
+from twinkle.server.ray_serve.layout import GATEWAY, replica_names
+from twinkle.server.ray_serve.replica import Refusal
+from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
+from twinkle.server.types import SessionRecord
+
+# Each waiting future holds a request here: Serve's own default of 5 would stall everything.
+_ONGOING = 4096
+# A replica finishes what runs and puts every adapter on disk. Being killed loses nothing either.
+_SHUTDOWN_SECONDS = 300.0
+_LOG_BYTES = 64 * 2**20
+_LIGHT_CPUS = 0.1  # gateways and processors wait more than they work
+
+
+@serve.ingress()
+class GatewayReplica:
+    """A front door: of the server itself, or of a sampler that shares its model's process."""
+
+    async def __init__(self, config: ServerConfig, keeps_house: bool, log_level: str) -> None:  # type: ignore[misc]
+        _log_to(config, f"gateway-{serve.get_replica_context().replica_id.unique_id}", log_level)
+        self._host = GatewayHost(await Process.open(config), keeps_house=keeps_house)
+
+    def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._host.entrance
+
+    async def __del__(self) -> None:
+        await self._host.stop()
+
+
+class ModelReplica:
+    """One replica of a base model."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: ServerConfig, served: ServedModelConfig, name: str, log_level: str, *companions: object
+    ) -> None:
+        """``companions``: the other replicas, which Serve deploys with the first one."""
+        _log_to(config, name, log_level)
+        self._host = await ModelHost.open(config, served, name)
+
+    async def answer(self, request: HttpRequest) -> HttpReply:
+        return await relay.answer(self._host.app, request)
+
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
+        async for part in relay.stream(self._host.app, request):
+            yield part
+
+    async def report(self) -> ModelReport:
+        return self._host.report()
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        await self._host.release_session(session, state)
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica that raises here."""
+        report = self._host.report()
+        if not report.healthy:
+            raise TwinkleServerError(report.detail)
+
+    async def __del__(self) -> None:
+        await self._host.stop()
+
+
+@serve.ingress()
+class FirstModelReplica(ModelReplica):
+    """Serve lets one deployment of an application speak HTTP."""
+
+    def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._host.entrance
+
+
+class ProcessorReplica:
+    """One replica of the processor service."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: ServerConfig, name: str, log_level: str, *companions: object
+    ) -> None:
+        """``companions``: the other replicas, which Serve deploys with the first one."""
+        _log_to(config, name, log_level)
+        self._host = await ProcessorHost.open(config, name)
+
+    async def answer(self, request: HttpRequest) -> HttpReply:
+        return await relay.answer(self._host.app, request)
+
+    async def batch(
+        self, tenant_id: str, session_id: str, processor_id: str, number: int
+    ) -> list[dict[str, Any]] | Refusal:
+        return await self._host.batch(tenant_id, session_id, processor_id, number)
+
+    async def end_session(self, session_id: str) -> None:
+        await self._host.end_session(session_id)
+
+    async def __del__(self) -> None:
+        await self._host.stop()
+
+
+@serve.ingress()
+class FirstProcessorReplica(ProcessorReplica):
+    """As above."""
+
+    def __serve_build_asgi_app__(self) -> AsgiApp:
+        return self._host.entrance
+
+
+def application_for(config: ServerConfig, one: ApplicationSpec, log_level: str, has_gpus: bool) -> Application:
+    """What Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
+    if isinstance(one.args, ModelArgs):
+        (served,) = (each for each in config.served_models if each.model is one.args)
+        options = _options(one, 1.0, _gpus(one.args, has_gpus))
+        names = replica_names(one)
+        others = [
+            serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name, log_level)
+            for name in names[1:]
+        ]
+        first = serve.deployment(FirstModelReplica).options(name=names[0], **options)
+        return first.bind(config, served, names[0], log_level, *others)
+    if isinstance(one.args, ProcessorArgs):
+        options = _options(one, _LIGHT_CPUS)
+        names = replica_names(one)
+        others = [
+            serve.deployment(ProcessorReplica).options(name=name, **options).bind(config, name, log_level)
+            for name in names[1:]
+        ]
+        first = serve.deployment(FirstProcessorReplica).options(name=names[0], **options)
+        return first.bind(config, names[0], log_level, *others)
+    gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **_options(one, _LIGHT_CPUS), **_scale(one))
+    return gateway.bind(config, isinstance(one.args, ServerArgs), log_level)
+
+
+def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
+    """Of each replica; what the configuration says wins."""
+    actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+    ongoing = _ONGOING
+    for given in one.deployments[:1]:
+        ongoing = given.max_ongoing_requests or _ONGOING
+        if given.ray_actor_options is not None:
+            actor |= given.ray_actor_options.model_dump(exclude_none=True)
+    return {
+        "max_ongoing_requests": ongoing,
+        "ray_actor_options": actor,
+        "graceful_shutdown_timeout_s": _SHUTDOWN_SECONDS,
+    }
+
+
+def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
+    """Gateways keep nothing, and so may come and go."""
+    for given in one.deployments[:1]:
+        if given.autoscaling_config is not None:
+            return {"autoscaling_config": given.autoscaling_config.model_dump(exclude_none=True)}
+        return {"num_replicas": given.num_replicas or 1}
+    return {"num_replicas": 1}
+
+
+def _gpus(args: ModelArgs, has_gpus: bool) -> float:
+    """One for a model that is to be on a GPU: because it says so, or because it says nothing and there are some."""
+    if args.backend == "mock" or args.processes > 1:  # the processes of a group have their own
+        return 0.0
+    wanted = args.compute_device
+    return 1.0 if (has_gpus if wanted is None else wanted.startswith("cuda")) else 0.0
+
+
+def _log_to(config: ServerConfig, name: str, level: str) -> None:
+    """A file of the data directory: replicas have no terminal, and may be on any machine."""
+    directory = config.data_dir / "logs"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = RotatingFileHandler(directory / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=2)
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[file], force=True
+    )

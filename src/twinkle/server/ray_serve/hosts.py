@@ -1,0 +1,243 @@
+"""What runs in one process of the Ray runtime: a gateway, a model with its adapters, or processors.
+
+Plain classes that know handles only through :mod:`~twinkle.server.ray_serve.remote_replica`; the Serve deployments
+around them are in :mod:`~twinkle.server.ray_serve.deployments`.
+"""
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from twinkle import hub
+from twinkle.errors import GoneError, UserError
+from twinkle.server.app import make_app
+from twinkle.server.assembly import services_on
+from twinkle.server.compute import Compute
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.files import DataDir
+from twinkle.server.fleet import Fleet, ModelReport, report_of
+from twinkle.server.gateway import Gateway, Services
+from twinkle.server.loading import load_served_model
+from twinkle.server.processors.configured import configured_processors
+from twinkle.server.processors.service import Processors, ProcessorService
+from twinkle.server.ray_serve.directory import Directory
+from twinkle.server.ray_serve.layout import Layout, layout_of
+from twinkle.server.ray_serve.remote_fleet import RemoteFleet, RemoteProcessors
+from twinkle.server.ray_serve.remote_replica import RemoteReplica
+from twinkle.server.ray_serve.replica import Refusal
+from twinkle.server.ray_serve.router import Router
+from twinkle.server.ray_serve.trainer_group import load_group
+from twinkle.server.relay import AsgiApp
+from twinkle.server.state import Claim, Store
+from twinkle.server.types import RunRecord, SessionRecord
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 15.0
+_LEASE = "housekeeping"
+_LEASE_SECONDS = 3 * _HOUSEKEEPING_SECONDS
+# The longest the compute thread or the event loop may hold the interpreter while the other wants it.
+_SWITCH_SECONDS = 0.0005
+
+
+class Process:
+    """What all of them have: the configuration, the shared state, who is where, and the way there."""
+
+    def __init__(self, config: ServerConfig, store: Store) -> None:
+        self.config = config
+        self.store = store
+        self.files = DataDir(config.data_dir)
+        self.layout: Layout = layout_of(config)
+        self.replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
+
+    @classmethod
+    async def open(cls, config: ServerConfig) -> "Process":
+        return cls(config, await Store.open(config.data_dir, config.database_url, shared=True))
+
+    def remote_processors(self) -> Processors | None:
+        has_any = bool(self.layout.processors.names)
+        return RemoteProcessors(self.layout.processors, self.replicas) if has_any else None
+
+    def remote_fleet(self) -> Fleet:
+        return RemoteFleet(self.layout, self.replicas)
+
+    def entrance(self, app: AsgiApp, own: str | None = None) -> Router:
+        directory = Directory(self.config, self.layout, self.store)
+        limit = self.config.limits.max_request_bytes
+        return Router(app, directory, self.replicas, max_body_bytes=limit, own=own)
+
+
+class GatewayHost:
+    """Sessions, runs, checkpoints, listings; the rest it hands on. One gateway at a time keeps house for all."""
+
+    def __init__(self, process: Process, *, keeps_house: bool) -> None:
+        self._process = process
+        self._id = secrets.token_hex(8)
+        self.gateway = Gateway(
+            process.config,
+            process.store,
+            {},
+            process.files,
+            process.remote_processors(),
+            fleet=process.remote_fleet(),
+        )
+        self.entrance = process.entrance(_app_of(self.gateway))
+        self._housekeeping = asyncio.create_task(self._keep_house(keeps_house))
+
+    async def stop(self) -> None:
+        self._housekeeping.cancel()
+        await self.gateway.flush_heartbeats()
+        await self._process.store.leases.give_up(_LEASE, self._id)
+        await self._process.store.close()
+
+    async def _keep_house(self, expires: bool) -> None:
+        """A failure is logged and tried again."""
+        while True:
+            try:
+                await self.gateway.flush_heartbeats()
+                if expires:
+                    await self._expire(time.time())
+            except Exception:
+                logger.exception("housekeeping failed")
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+
+    async def _expire(self, now: float) -> None:
+        store = self._process.store
+        claim = await store.leases.claim(_LEASE, self._id, now, _LEASE_SECONDS)
+        if claim is Claim.TAKEN:  # nobody kept house for a while: perhaps nobody could be reached either
+            await store.sessions.forgive_downtime(now)
+        elif claim is Claim.RENEWED:
+            await self.gateway.expire(now)
+
+
+class ModelHost:
+    """One replica of a base model: its services, and the whole application for what concerns its adapters."""
+
+    def __init__(self, process: Process, name: str, services: Services, compute: Compute) -> None:
+        self._process = process
+        self._services = services
+        self._compute = compute
+        self.gateway = Gateway(
+            process.config,
+            process.store,
+            {services.model.name: services},
+            process.files,
+            process.remote_processors(),
+            replica=name,
+        )
+        self.app = _app_of(self.gateway)
+        self.entrance = process.entrance(self.app, own=name)
+
+    @classmethod
+    async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        load = load_group if served.model.processes > 1 else load_served_model
+        model = await asyncio.to_thread(load, served)
+        process = await Process.open(config)
+        group = process.layout.models[served.name]
+
+        def is_ours(run: RunRecord) -> bool:
+            return group.owner(run.run_id, run.replica) == name
+
+        compute = Compute()
+        services = services_on(
+            model, config, process.store, compute, process.files, merge=served.model.merge, is_ours=is_ours
+        )
+        host = cls(process, name, services, compute)
+        await host._start()
+        return host
+
+    async def _start(self) -> None:
+        await self._services.training.start()
+        if self._services.sampling is not None:
+            await self._services.sampling.start()
+        self._housekeeping = asyncio.create_task(self._keep_house())
+
+    async def stop(self) -> None:
+        """What runs is finished, and every adapter is on disk."""
+        self._housekeeping.cancel()
+        self.gateway.release_waiters()
+        if self._services.sampling is not None:
+            await self._services.sampling.stop()
+        await self._services.training.stop()
+        self._compute.close()
+        await self._process.store.close()
+
+    def report(self) -> ModelReport:
+        return report_of(self._services)
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        await self.gateway.release_session(session, state)
+
+    async def _keep_house(self) -> None:
+        work = self.gateway.end_what_was_ending()
+        while True:
+            try:
+                await work
+            except Exception:
+                logger.exception("housekeeping failed")
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            work = self.gateway.tidy(time.time())
+
+
+class ProcessorHost:
+    """Datasets and loaders of the sessions that fall to this replica, each session's in a process of its own."""
+
+    def __init__(self, process: Process, name: str, service: ProcessorService) -> None:
+        self._process = process
+        self._service = service
+        self.gateway = Gateway(process.config, process.store, {}, process.files, service, fleet=process.remote_fleet())
+        self.app = _app_of(self.gateway)
+        self.entrance = process.entrance(self.app, own=name)
+
+    @classmethod
+    async def open(cls, config: ServerConfig, name: str) -> "ProcessorHost":
+        process = await Process.open(config)
+        service = configured_processors(config, await asyncio.to_thread(_tokenizers, config), name)
+        assert service is not None, "there is an application of processors"
+        await service.start()
+        return cls(process, name, service)
+
+    async def stop(self) -> None:
+        self.gateway.release_waiters()
+        await self._service.stop()
+        await self._process.store.close()
+
+    async def batch(
+        self, tenant_id: str, session_id: str, processor_id: str, number: int
+    ) -> list[dict[str, Any]] | Refusal:
+        try:
+            return await self._service.batch(tenant_id, session_id, processor_id, number)
+        except (UserError, GoneError) as error:
+            return Refusal(str(error), isinstance(error, UserError))
+
+    async def end_session(self, session_id: str) -> None:
+        await self._service.end_session(session_id)
+
+
+def _tokenizers(config: ServerConfig) -> dict[str, str | None]:
+    """Folders by the name of the served model; the models themselves are elsewhere."""
+    folders: dict[str, str | None] = {}
+    for served in config.served_models:
+        is_mock = served.model.backend == "mock"
+        folder = None if is_mock else str(hub.resolve(served.model.model_id).path)
+        folders |= dict.fromkeys(served.names, folder)
+    return folders
+
+
+def _app_of(gateway: Gateway) -> FastAPI:
+    @asynccontextmanager
+    async def nothing(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    app = make_app(nothing)
+    app.state.gateway = gateway
+    return app

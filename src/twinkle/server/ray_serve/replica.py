@@ -1,0 +1,48 @@
+"""What processes of the Ray runtime ask of each other. Nothing here knows how they reach one another."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server.fleet import ModelReport
+from twinkle.server.relay import HttpHead, HttpReply, HttpRequest
+from twinkle.server.types import SessionRecord
+
+
+class ReplicaGoneError(TwinkleServerError):
+    """The replica died, or there is none yet. Another takes its place soon and knows all that was acknowledged."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer of a processor that is an error, without its type: errors do not travel well between processes."""
+
+    message: str
+    is_users: bool
+
+
+class Replica(Protocol):
+    """One replica of a model, or of the processor service. Every method raises :class:`ReplicaGoneError`."""
+
+    async def answer(self, request: HttpRequest) -> HttpReply:
+        """Whoever cancels this has gone away: the replica hears of it."""
+        ...
+
+    def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]: ...
+
+    async def report(self) -> ModelReport:
+        """Of a model."""
+        ...
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        """Of a model."""
+        ...
+
+    async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
+        """Of a processor."""
+        ...
+
+    async def end_session(self, session_id: str) -> None:
+        """Of a processor."""
+        ...

@@ -1,0 +1,182 @@
+"""The HTTP entrance of every process that Serve's proxies talk to: each request goes to whom it concerns.
+
+What concerns nobody in particular, or this process, is answered by its own application.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+
+from twinkle.server.ray_serve.addressing import address_of, wants_stream
+from twinkle.server.ray_serve.directory import Directory
+from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
+from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
+from twinkle.server.routes.http import PREFIX, RETRY_SOON, SMALL_BODY
+from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.wire.errors import BodyTooLargeError
+
+logger = logging.getLogger(__name__)
+
+# A client waits for a model that is being replaced as long as for one that computes, and then asks again.
+_WAIT_SECONDS = 30.0
+_SDK_POLLS = (f"{PREFIX}/retrieve_future", f"{PREFIX}/retrieve_futures")
+
+
+class Router:
+    """An ASGI application."""
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        directory: Directory,
+        replicas: Mapping[str, Replica],
+        *,
+        max_body_bytes: int,
+        own: str | None = None,
+    ) -> None:
+        """``own``: the name of the replica that ``app`` is."""
+        self._app = app
+        self._directory = directory
+        self._replicas = replicas
+        self._max_body_bytes = max_body_bytes
+        self._own = own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await _body(scope, receive, self._max_body_bytes)
+            if body is None:
+                return  # the client left
+            request = HttpRequest.of(scope, body)
+            replica = await self._replica_for(request)
+        except BodyTooLargeError as error:
+            await _send(send, _refusal(413, str(error)))
+            return
+        except DatabaseUnavailableError as error:
+            await _send(send, _refusal(503, str(error)))
+            return
+        if replica is None:
+            await self._app(scope, _again(body, receive), send)
+        else:
+            await self._forward(request, replica, receive, send)
+
+    async def _replica_for(self, request: HttpRequest) -> Replica | None:
+        """None: this process answers."""
+        if len(request.body) < SMALL_BODY:
+            address = address_of(request, self._max_body_bytes)
+        else:
+            address = await asyncio.to_thread(address_of, request, self._max_body_bytes)
+        name = None if address is None else await self._directory.find(address)
+        return None if name is None or name == self._own else self._replicas[name]
+
+    async def _forward(self, request: HttpRequest, replica: Replica, receive: Receive, send: Send) -> None:
+        work = self._stream(request, replica, send) if wants_stream(request) else self._whole(request, replica, send)
+        forwarding = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if forwarding.done():
+                forwarding.result()
+        finally:
+            for task in (forwarding, leaving):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await forwarding
+
+    async def _whole(self, request: HttpRequest, replica: Replica, send: Send) -> None:
+        try:
+            if request.path in _SDK_POLLS:
+                async with asyncio.timeout(_WAIT_SECONDS):
+                    reply = await replica.answer(request)
+            else:
+                reply = await replica.answer(request)
+        except (ReplicaGoneError, TimeoutError) as error:
+            logger.info("%s %s: %s", request.method, request.path, error)
+            reply = _refusal(503, "the model is being brought back after a failure: nothing is lost, try again")
+        await _send(send, reply)
+
+    async def _stream(self, request: HttpRequest, replica: Replica, send: Send) -> None:
+        started = False
+        try:
+            async with aclosing(replica.stream(request)) as parts:
+                async for part in parts:
+                    await send(_message(part))
+                    started = True
+        except ReplicaGoneError:
+            if started:
+                raise  # the connection breaks, which is what happened
+            await _send(send, _refusal(503, "the model is being brought back after a failure: try again"))
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Whoever made us starts and stops what we need."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def _body(scope: Scope, receive: Receive, most: int) -> bytes | None:
+    """None: the client left before it had sent all of it."""
+    length = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"")
+    if length.isdigit() and int(length) > most:
+        raise BodyTooLargeError(most)
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise BodyTooLargeError(most)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body once more, then whatever comes."""
+    is_read = False
+
+    async def replayed() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _message(part: HttpHead | bytes) -> Message:
+    if isinstance(part, HttpHead):
+        return {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
+    return {"type": "http.response.body", "body": part, "more_body": True}
+
+
+async def _send(send: Send, reply: HttpReply) -> None:
+    await send(_message(reply.head))
+    await send({"type": "http.response.body", "body": reply.body, "more_body": False})
+
+
+def _refusal(status: int, detail: str) -> HttpReply:
+    headers = {"content-type": "application/json", **(RETRY_SOON if status == 503 else {})}
+    raw = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+    return HttpReply(HttpHead(status, raw), json.dumps({"detail": detail}).encode())

@@ -1,0 +1,50 @@
+"""``twinkle-server launch``, ``status`` and ``stop`` on the Ray runtime."""
+
+import sys
+from collections.abc import Sequence
+
+from twinkle.environment import set_variable_defaults
+from twinkle.server.announcement import announcement
+from twinkle.server.config import ServerConfig
+from twinkle.server.process_record import recorded
+
+# What Ray reads when it is imported or starts a process.
+_QUIETER = {
+    "RAY_DEDUP_LOGS": "0",  # a replica's lines are shown as they are
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # Serve's own are in its files
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def serve_ray(config: ServerConfig, notes: Sequence[str], log_level: str) -> None:
+    """Serve until SIGTERM or SIGINT, then take the applications down."""
+    set_variable_defaults(_QUIETER)
+    from twinkle.server.ray_serve import launching
+
+    with launching.connected(config) as cluster:
+        which = "one of its own" if cluster.is_ours else "one that was there"
+        print(f"deploying on the Ray cluster at {cluster.address}, {which}", file=sys.stderr, flush=True)
+        with launching.deployed(config, cluster, log_level) as url, recorded(config.data_dir, url):
+            print(announcement(config, [*notes, *launching.scaling_notes(config)], [], url), flush=True)
+            launching.wait_for_signal()
+
+
+def applications(config: ServerConfig) -> dict[str, str]:
+    """How Serve sees each application of this configuration, on the cluster that is there."""
+    set_variable_defaults(_QUIETER)
+    from twinkle.server.ray_serve import launching
+
+    with launching.connected(config, start=False):
+        return launching.statuses(config)
+
+
+def take_down(config: ServerConfig) -> bool:
+    """The applications of a server whose own process is gone; False: there are none."""
+    set_variable_defaults(_QUIETER)
+    from twinkle.server.ray_serve import launching
+
+    with launching.connected(config, start=False) as cluster:
+        if set(launching.statuses(config).values()) <= {launching.NOT_DEPLOYED}:
+            return False
+        launching.remove(config, cluster)
+        return True

@@ -1,0 +1,135 @@
+"""HTTP requests as plain values, and an ASGI application that answers them without a socket.
+
+So a request that reached one process is answered in another: by the same application, with the same words.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """``path`` is decoded and whole: from the server's root, whatever is mounted where."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    client: tuple[str, int] | None
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes) -> "HttpRequest":
+        client = scope.get("client")
+        return cls(
+            method=scope["method"],
+            path=scope["path"],
+            query=scope["query_string"],
+            headers=tuple((bytes(name), bytes(value)) for name, value in scope["headers"]),
+            body=body,
+            client=None if client is None else (client[0], client[1]),
+        )
+
+    def header(self, name: str) -> str | None:
+        wanted = name.lower().encode()
+        return next((value.decode("latin-1") for key, value in self.headers if key.lower() == wanted), None)
+
+
+@dataclass(frozen=True)
+class HttpHead:
+    status: int
+    headers: Headers
+
+
+@dataclass(frozen=True)
+class HttpReply:
+    head: HttpHead
+    body: bytes
+
+
+async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:
+    """The whole answer. Whoever cancels this has gone away."""
+    head, parts = None, []
+
+    async def send(message: Message) -> None:
+        nonlocal head
+        if message["type"] == "http.response.start":
+            head = _head(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(_scope(request), _receive_of(request), send)
+    assert head is not None, "the application answers every request"
+    return HttpReply(head, b"".join(parts))
+
+
+async def stream(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
+    """The head, then the body as it comes."""
+    parts: asyncio.Queue[HttpHead | bytes | None] = asyncio.Queue(maxsize=16)
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await parts.put(_head(message))
+        elif message.get("body"):
+            await parts.put(message["body"])
+
+    async def run() -> None:
+        try:
+            await app(_scope(request), _receive_of(request), send)
+        finally:
+            await parts.put(None)
+
+    running = asyncio.create_task(run())
+    try:
+        while (part := await parts.get()) is not None:
+            yield part
+        await running
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+def _scope(request: HttpRequest) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "root_path": "",
+        "query_string": request.query,
+        "headers": list(request.headers),
+        "client": request.client,
+        "server": None,
+        "state": {},
+    }
+
+
+def _receive_of(request: HttpRequest) -> Receive:
+    is_read = False
+
+    async def receive() -> Message:
+        nonlocal is_read
+        if is_read:  # whoever waits for the client to leave is cancelled when it does
+            await asyncio.Event().wait()
+        is_read = True
+        return {"type": "http.request", "body": request.body, "more_body": False}
+
+    return receive
+
+
+def _head(message: Message) -> HttpHead:
+    return HttpHead(message["status"], tuple((bytes(name), bytes(value)) for name, value in message["headers"]))

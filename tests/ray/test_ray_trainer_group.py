@@ -1,0 +1,75 @@
+"""A model whose trainer is a group of processes: numbers as one process has them, and a process that dies."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import twinkle
+
+if not twinkle.exists("ray"):
+    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+sys.path.append(str(Path(__file__).parents[1] / "contract"))
+os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
+
+import tinker
+from ray_processes import descendants
+from running import Server
+from serving import key_of, logprobs_of, sequences, tinker_data, trainer_data
+from tinker import types
+
+from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
+
+pytestmark = pytest.mark.ray
+
+MODEL = "random://llama-tiny"
+ADAM = {"learning_rate": 5e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    args = {
+        "model_id": MODEL,
+        "backend": "transformers",
+        "dtype": "fp32",
+        "device_group": {"name": "model", "ranks": 2, "device_type": "cpu"},
+        "device_mesh": {"dp_size": 2},
+    }
+    light = [{"ray_actor_options": {"num_cpus": 0}}]
+    applications = [
+        {"name": "server", "import_path": "server", "deployments": light},
+        {"name": "model", "import_path": "model", "args": args, "deployments": light},
+    ]
+    running = Server(tmp_path_factory.mktemp("group"), {"runtime": "ray", "applications": applications}).start()
+    yield running
+    assert running.stop() == 0
+
+
+def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
+    service = tinker.ServiceClient(base_url=server.url, api_key=key_of("group"))
+    client = service.create_lora_training_client(base_model=MODEL, rank=8, seed=3)
+    trainer = Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
+    trainer.create_adapter("mine", LoraSpec(8, seed=3, train_unembed=True))
+    for step in range(4):
+        rows = sequences(step, count=3 if step else 1)  # the first one leaves a process without data
+        theirs = client.forward_backward(tinker_data(rows), "cross_entropy")
+        client.optim_step(types.AdamParams(**ADAM)).result()
+        (mine,) = trainer.forward_backward([TrainItem("mine", trainer_data(rows))])
+        trainer.optim_step("mine", AdamParams(**ADAM))
+        assert isinstance(mine, TrainResult)
+        for ours, found in zip(mine.logprobs, logprobs_of(theirs.result()), strict=True):
+            np.testing.assert_allclose(found, ours, atol=1e-5)
+        if step == 1:
+            (one, _) = descendants(server, "ray::_Rank")
+            os.kill(one, signal.SIGKILL)
+    path = client.save_state("last").result().path
+    again = service.create_training_client_from_state_with_optimizer(path)
+    before = client.forward(tinker_data(sequences(9)), "cross_entropy").result()
+    after = again.forward(tinker_data(sequences(9)), "cross_entropy").result()
+    for ours, found in zip(logprobs_of(before), logprobs_of(after), strict=True):
+        np.testing.assert_allclose(found, ours, atol=1e-5)

@@ -1,0 +1,254 @@
+"""Two replicas of a model and a gateway, as on Ray, in one process: each request is answered by whom it concerns."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from running import mock_config, training_body
+
+from twinkle.server import relay
+from twinkle.server.app import make_app
+from twinkle.server.assembly import services_on
+from twinkle.server.compute import Compute
+from twinkle.server.config import ServerConfig
+from twinkle.server.files import DataDir
+from twinkle.server.fleet import report_of
+from twinkle.server.gateway import Gateway
+from twinkle.server.loading import load_served_model
+from twinkle.server.ray_serve.directory import Directory
+from twinkle.server.ray_serve.layout import layout_of
+from twinkle.server.ray_serve.remote_fleet import RemoteFleet
+from twinkle.server.ray_serve.replica import ReplicaGoneError
+from twinkle.server.ray_serve.router import Router
+from twinkle.server.state import Store
+
+
+class Member:
+    """A replica of the model: what ModelHost is, without Ray."""
+
+    def __init__(self, config: ServerConfig, name: str) -> None:
+        self.config = config
+        self.name = name
+        self.is_gone = False
+
+    async def start(self) -> "Member":
+        (served,) = self.config.served_models
+        self.store = await Store.open(self.config.data_dir, shared=True)
+        group = layout_of(self.config).models[served.name]
+        files, self.compute = DataDir(self.config.data_dir), Compute()
+        self.services = services_on(
+            load_served_model(served),
+            self.config,
+            self.store,
+            self.compute,
+            files,
+            merge=True,
+            is_ours=lambda run: group.owner(run.run_id, run.replica) == self.name,
+        )
+        gateway = Gateway(self.config, self.store, {served.name: self.services}, files, replica=self.name)
+        self.gateway, self.app = gateway, app_of(gateway)
+        await self.services.training.start()
+        assert self.services.sampling is not None
+        await self.services.sampling.start()
+        return self
+
+    async def stop(self) -> None:
+        self.gateway.release_waiters()
+        assert self.services.sampling is not None
+        await self.services.sampling.stop()
+        await self.services.training.stop()
+        self.compute.close()
+        await self.store.close()
+
+    async def answer(self, request: relay.HttpRequest) -> relay.HttpReply:
+        self._check()
+        return await relay.answer(self.app, request)
+
+    async def stream(self, request: relay.HttpRequest) -> AsyncIterator[relay.HttpHead | bytes]:
+        self._check()
+        async for part in relay.stream(self.app, request):
+            yield part
+
+    async def report(self):
+        self._check()
+        return report_of(self.services)
+
+    async def release_session(self, session, state):
+        self._check()
+        await self.gateway.release_session(session, state)
+
+    def _check(self) -> None:
+        if self.is_gone:
+            raise ReplicaGoneError(self.name)
+
+
+def app_of(gateway: Gateway):
+    @asynccontextmanager
+    async def nothing(_app):
+        yield
+
+    app = make_app(nothing)
+    app.state.gateway = gateway
+    return app
+
+
+class Cluster:
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+
+    async def __aenter__(self) -> "Cluster":
+        layout = layout_of(self.config)
+        self.members = {name: await Member(self.config, name).start() for name in layout.addresses}
+        self.store = await Store.open(self.config.data_dir, shared=True)
+        fleet = RemoteFleet(layout, self.members)
+        self.gateway = Gateway(self.config, self.store, {}, DataDir(self.config.data_dir), fleet=fleet)
+        directory = Directory(self.config, layout, self.store)
+        router = Router(app_of(self.gateway), directory, self.members, max_body_bytes=2**20)
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(router), base_url="http://localhost/api/v1/", headers={"X-API-Key": "tml-a"}
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+        for member in self.members.values():
+            await member.stop()
+        await self.store.close()
+
+    async def post(self, path: str, body: object) -> httpx.Response:
+        if isinstance(body, bytes):
+            return await self.http.post(path, content=body, headers={"Content-Type": "application/x-protobuf"})
+        return await self.http.post(path, json=body)
+
+    async def result(self, request_id: str) -> httpx.Response:
+        while (answer := await self.post("retrieve_future", {"request_id": request_id})).status_code == 408:
+            pass
+        return answer
+
+    async def model(self, session: str, number: int) -> str:
+        body = {"session_id": session, "model_seq_id": number, "base_model": "mock", "lora_config": {"rank": 4}}
+        made = (await self.post("create_model", body)).json()
+        assert (await self.result(made["request_id"])).status_code == 200
+        return str(made["model_id"])
+
+    async def session(self) -> str:
+        return str((await self.post("create_session", {"tags": []})).json()["session_id"])
+
+
+Check = Callable[[Cluster], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Check], None]:
+    config = mock_config(runtime="ray", data_dir=str(tmp_path))
+    config["applications"][1]["deployments"] = [{"num_replicas": 2}]
+
+    async def work(check: Check) -> None:
+        async with Cluster(ServerConfig.model_validate(config)) as cluster:
+            await check(cluster)
+
+    return lambda check: asyncio.run(work(check))
+
+
+def live(cluster: Cluster) -> dict[str, int]:
+    return {name: len(member.services.training.adapters_by_tenant()) for name, member in cluster.members.items()}
+
+
+def test_everything_lands_where_it_belongs(run):
+    async def check(cluster: Cluster) -> None:
+        session = await cluster.session()
+        models = [await cluster.model(session, number) for number in range(6)]
+        assert live(cluster) == {"model-0": 1, "model-1": 1}  # the tenant is on both
+        counts = [sum(m.services.training.adapters_by_tenant().values()) for m in cluster.members.values()]
+        assert counts == [3, 3]
+        for model in models:
+            submitted = (await cluster.post("forward_backward", training_body(model, 1))).json()
+            assert (await cluster.result(submitted["request_id"])).status_code == 200
+            step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+            assert (await cluster.result((await cluster.post("optim_step", step)).json()["request_id"])).is_success
+            save = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 10 + models.index(model)}
+            made = await cluster.result((await cluster.post("save_weights_for_sampler", save)).json()["request_id"])
+            sample = {
+                "sampling_session_id": made.json()["sampling_session_id"],
+                "seq_id": 0,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+                "sampling_params": {"max_tokens": 3},
+            }
+            sampled = (await cluster.post("asample", sample)).json()
+            assert (await cluster.result(sampled["request_id"])).status_code == 200
+        status = (await cluster.http.get("status")).json()
+        assert status["models"]["mock"]["adapters"] == 6
+        assert status["models"]["mock"]["ops"] == 6 * 4
+        capacity = (await cluster.http.get("twinkle/capacity_info")).json()
+        assert capacity["used_loras"] == 6
+
+    run(check)
+
+
+def test_errors_are_those_of_one_process(run):
+    async def check(cluster: Cluster) -> None:
+        session = await cluster.session()
+        unknown = {"session_id": session, "model_seq_id": 0, "base_model": "nobody", "lora_config": {"rank": 4}}
+        refused = await cluster.post("create_model", unknown)
+        assert refused.status_code == 400
+        assert "mock" in refused.json()["detail"]
+        assert (await cluster.post("optim_step", {"model_id": "s:train:7", "seq_id": 1})).status_code == 404
+        assert (await cluster.post("forward_backward", b"\xff")).status_code == 400
+        assert (await cluster.post("create_session", b"x" * (2**20 + 1))).status_code == 413
+        model = await cluster.model(session, 0)
+        stranger = {"X-API-Key": "tml-b"}
+        step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        assert (await cluster.http.post("optim_step", json=step, headers=stranger)).status_code == 404
+        assert (await cluster.http.get("/nowhere")).status_code == 404
+
+    run(check)
+
+
+def test_a_session_that_ends_is_parked_where_its_adapters_are(run):
+    async def check(cluster: Cluster) -> None:
+        session = await cluster.session()
+        models = [await cluster.model(session, number) for number in range(4)]
+        await cluster.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+        assert live(cluster) == {"model-0": 0, "model-1": 0}
+        step = {"model_id": models[0], "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        refused = await cluster.result((await cluster.post("optim_step", step)).json()["request_id"])
+        assert "create_training_client_from_state_with_optimizer" in refused.json()["error"]
+
+    run(check)
+
+
+def test_a_replica_that_is_away(run):
+    async def check(cluster: Cluster) -> None:
+        session = await cluster.session()
+        models = [await cluster.model(session, number) for number in range(4)]
+        record = await cluster.store.runs.get(models[0])
+        assert record is not None
+        cluster.members[record.replica].is_gone = True
+        step = {"model_id": models[0], "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        refused = await cluster.post("optim_step", step)
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"] == "1"
+        stream = {"model": models[0], "messages": [{"role": "user", "content": "a"}], "stream": True}
+        assert (await cluster.http.post("chat/completions", json=stream)).status_code == 503
+        health = await cluster.http.get("twinkle/healthz/deep")
+        assert health.status_code in (200, 503)
+        assert (await cluster.http.get("healthz")).status_code == 200
+        cluster.members[record.replica].is_gone = False
+        assert (await cluster.result((await cluster.post("optim_step", step)).json()["request_id"])).is_success
+
+    run(check)
+
+
+def test_streams_come_through(run):
+    async def check(cluster: Cluster) -> None:
+        body = {"model": "mock", "prompt": "a", "max_tokens": 4, "stream": True}
+        async with cluster.http.stream("POST", "completions", json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line]
+        assert answer.status_code == 200
+        assert lines[-1] == "data: [DONE]"
+        assert len(lines) > 1
+
+    run(check)

@@ -1,0 +1,25 @@
+"""Constants of a server that tests change: they cannot wait six minutes for a gap to be given up."""
+
+from collections.abc import Callable, Sequence
+
+from twinkle.server import embedded, snapshots
+from twinkle.server.mock import MockSampler, MockTrainer
+from twinkle.server.scheduler import Scheduler
+from twinkle.server.state import database, keys
+
+TUNING: dict[str, Callable[[float], None]] = {
+    "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
+    "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
+    "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
+    "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
+    "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
+    "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
+    "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
+}
+
+
+def tune(settings: Sequence[str]) -> None:
+    """``name=seconds`` each."""
+    for setting in settings:
+        name, _, seconds = setting.partition("=")
+        TUNING[name](float(seconds))
