@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 from twinkle.model.types import LoraSpec
-from twinkle.server import embedded, ids
+from twinkle.server import ids
+from twinkle.server.assembly import services_on
 from twinkle.server.compute import Compute
 from twinkle.server.config import default_config
 from twinkle.server.files import DataDir
@@ -22,7 +23,7 @@ def test_versions_end_with_their_session(tmp_path: Path) -> None:
         config = default_config("mock", backend="mock", data_dir=tmp_path)
         store = await Store.open(tmp_path)
         model, compute, files = load_served_model(config.served_models[0]), Compute(), DataDir(tmp_path)
-        entry = embedded._services(model, True, config, store, compute, files)
+        entry = services_on(model, config, store, compute, files, merge=True)
         gateway = Gateway(config, store, {"mock": entry}, files)
         assert entry.sampling is not None
         assert model.sampler is not None

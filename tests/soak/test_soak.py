@@ -93,7 +93,7 @@ class WatchedServer(Server):
             {"name": "processor", "import_path": "processor"},
         ]
         self.probe = directory / "probe.json"
-        super().__init__(directory, {"applications": applications, "limits": LIMITS})
+        super().__init__(directory, {"runtime": "embedded", "applications": applications, "limits": LIMITS})
 
     def command(self, *arguments: str) -> list[str]:
         launcher = Path(__file__).with_name("watched_launch.py")

@@ -16,7 +16,8 @@ from typing import Any
 SERVER_TESTS = Path(__file__).parents[1] / "server"
 sys.path.append(str(SERVER_TESTS))
 
-from tuned_launch import TUNING, end_with_parent  # noqa: E402
+from tuned_launch import end_with_parent  # noqa: E402
+from tuning import tune  # noqa: E402
 
 from twinkle.model.stacks import SLOTS_PER_BLOCK  # noqa: E402
 from twinkle.server import cli, completions, embedded  # noqa: E402
@@ -96,8 +97,7 @@ async def _watch(gateway: Gateway, probe: Path) -> None:
 
 def main(probe: Path, arguments: list[str]) -> None:
     end_with_parent()
-    for name, seconds in SECONDS.items():
-        TUNING[name](seconds)
+    tune([f"{name}={seconds}" for name, seconds in SECONDS.items()])
     completions.Completions.__init__.__defaults__ = (COMPLETIONS_SECONDS,)  # type: ignore[misc]
     open_store, keep_house = Store.open, embedded._keep_house
 

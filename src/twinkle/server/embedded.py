@@ -109,6 +109,7 @@ async def _running(
     app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel]
 ) -> AsyncIterator[None]:
     await store.sessions.forgive_downtime(time.time())
+    await store.ops.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     computes = {model.name: Compute() for model in models}
