@@ -74,7 +74,7 @@ JOURNAL_MIB = 0.2  # the two segments of 64 KiB that are being written, and what
 DATABASE_KIB_PER_LIFE = 4.0  # sessions and runs stay on record
 DATABASE_LOG_MIB = 65.0  # SQLite begins it anew at 16384 pages of 4 KiB
 MORE_FILES = 12  # than a server that was never asked for anything: connections that are kept, the database's
-MEMORY_SHARE = 0.04  # of its memory is what a server may grow by in the last third of the load
+MEMORY_SHARE = 0.05  # of its memory is what a server may grow by in the last third of the load
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.soak
