@@ -38,7 +38,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray test-dashboard chaos fuzz clean
+	test-parallel test-postgres test-ray test-dashboard chaos fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -108,6 +108,9 @@ test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's packag
 
 test-dashboard: $(STAMP) ## the dashboard in a real browser (Debian's packages chromium and chromium-driver)
 	@$(VENV)/bin/pytest -q -m browser tests/server/test_dashboard_browser.py
+
+soak: $(STAMP) ## twenty minutes of mixed load with kills: no leak, nothing lost (SOAK_MINUTES=3: less)
+	@$(VENV)/bin/pytest -q -s -m soak tests/soak
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos

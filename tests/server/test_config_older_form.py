@@ -149,9 +149,9 @@ def test_rate_limits_come_later(problems, key):
         ("queue_config: 3", "queue_config", "a section with the keys max_input_tokens"),
         ("adapter_config: {adapter_max_lifetime: 3}", "adapter_config.adapter_max_lifetime", "as long as its session"),
         ("adapter_config: {adapter_time: 3}", "adapter_config.adapter_time", "did you mean adapter_timeout?"),
-        ("use_megatron: true", "use_megatron", "the Megatron backend comes later"),
-        ("use_megatron: no way", "use_megatron", "false, or backend: transformers"),
+        ("use_megatron: no way", "use_megatron", "true or false, or backend"),
         ("use_megatron: false, backend: mock", "use_megatron", "backend alone, which is mock"),
+        ("use_megatron: true, backend: transformers", "use_megatron", "backend alone, which is transformers"),
     ],
 )
 def test_refused_arguments_of_a_model(problems, args, key, allowed):

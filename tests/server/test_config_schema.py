@@ -107,7 +107,7 @@ def test_defaults_of_limits():
         (ServerConfig, {"public_url": "example.org"}),
         (ServerConfig, {"public_url": "https://"}),
         (ServerConfig, {"proxy_location": "Everywhere"}),
-        (ModelArgs, {"model_id": "a/b", "backend": "megatron"}),
+        (ModelArgs, {"model_id": "a/b", "backend": "jax"}),
         (ModelArgs, {"model_id": "a/b", "backend": "mock", "aliases": ["a b"]}),
         (ModelArgs, {"model_id": "a/b", "backend": "mock", "device": "tpu"}),
         (ModelArgs, {"model_id": "a/b", "backend": "mock", "dtype": "fp16"}),

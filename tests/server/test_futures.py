@@ -74,5 +74,6 @@ def test_what_was_fetched_goes_sooner_than_what_was_not() -> None:
         futures.sweep(now=1000)
         assert not futures.delivered("again")
         assert futures.unfetched_bytes("tenant") == 0
+        assert not futures._unfetched_bytes, "nothing is kept of a tenant of whom nothing is kept"
 
     asyncio.run(main())

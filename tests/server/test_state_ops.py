@@ -219,6 +219,25 @@ def test_pruning_while_ops_arrive_never_loses_a_body(tmp_path):
     with_store(tmp_path, check, segment_bytes=300)
 
 
+def test_the_time_in_which_a_server_was_down_does_not_count_against_outcomes(tmp_path):
+    async def check(store: Store):
+        await begin(store)
+        for seq in (1, 2):
+            await accept(store, op(seq))
+        await store.ops.record_outcomes([(ADAPTER, 1, done()), (ADAPTER, 2, done())], now=1.0)
+        await store.ops.mark_delivered([(ADAPTER, 1)], now=2.0)
+        await store.snapshots.set(SnapshotRecord(ADAPTER, 2, "d", None, 3.0))
+        await store.ops.forgive_downtime(5000.0)
+        await store.ops.prune(5009.0, delivered_seconds=10.0, finished_seconds=100.0)
+        assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == [1, 2]
+        await store.ops.prune(5011.0, delivered_seconds=10.0, finished_seconds=100.0)
+        assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == [2]
+        await store.ops.prune(5101.0, delivered_seconds=10.0, finished_seconds=100.0)
+        assert await store.ops.since(ADAPTER, 0) == ()
+
+    with_store(tmp_path, check)
+
+
 def test_a_full_disk_fails_the_call_and_registers_nothing(tmp_path, monkeypatch):
     real = os.writev
 

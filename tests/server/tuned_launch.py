@@ -15,8 +15,14 @@ from twinkle.server import cli
 
 _PARENT_DIED = 1  # prctl(2): PR_SET_PDEATHSIG
 
+
+def end_with_parent() -> None:
+    """A test that is killed leaves no server behind."""
+    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)  # a test that is killed leaves no server behind
+    end_with_parent()
     split = sys.argv.index("--")
     tune(sys.argv[1:split])
     if sys.argv[1:split]:

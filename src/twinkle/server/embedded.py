@@ -114,6 +114,7 @@ async def _running(
     app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel], telemetry: Telemetry
 ) -> AsyncIterator[None]:
     await store.sessions.forgive_downtime(time.time())
+    await store.ops.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     tenants = configured_tenants(config)

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class DataDir:
         """Delete a directory by its recorded place."""
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
+    def remove_empty(self, run_id: str) -> None:
+        """The directories in which checkpoints of a run were, if no checkpoint is left. Nobody may be saving to it."""
+        _remove_empty(self.root / "checkpoints" / directory_name(run_id))
+
     def remove_snapshots(self, run_id: str) -> None:
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
 
@@ -58,6 +63,8 @@ class DataDir:
         for place in ("checkpoints/*/*/*", "samplers"):
             for leftover in self.root.glob(f"{place}/.*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
+        for run in self.root.glob("checkpoints/*"):
+            _remove_empty(run)
 
     def relative(self, path: Path) -> str:
         return str(path.relative_to(self.root))
@@ -102,6 +109,13 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
 def read_native_state(directory: Path) -> bytes | None:
     file = directory / _NATIVE
     return file.read_bytes() if file.exists() else None
+
+
+def _remove_empty(directory: Path) -> None:
+    """The directory and those in it, as far as there are no files."""
+    for inner, _, _ in os.walk(directory, topdown=False):
+        with suppress(OSError):  # it is not empty, or gone already
+            os.rmdir(inner)
 
 
 def remove_other_snapshots(directory: Path) -> None:

@@ -140,10 +140,11 @@ class Futures:
         return delivered
 
     def sweep(self, now: float) -> None:
-        """Forget what has been kept long enough."""
+        """Forget what has been kept long enough, and tenants of whom nothing is."""
         for order in (self._unfetched, self._fetched):
             while order and self._is_old(self._promises[next(iter(order))], now):
                 self.forget(next(iter(order)))
+        self._unfetched_bytes = +self._unfetched_bytes
 
     def _is_old(self, promise: _Promise, now: float) -> bool:
         if promise.delivered_at is not None:

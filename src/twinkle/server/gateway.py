@@ -212,8 +212,11 @@ class Gateway:
     async def park(self, run: RunRecord, why: str) -> None:
         """Those of a base model that is not served now have to wait until it is."""
         if run.state == "live" and run.model_name in self.services:
-            training = self.services[run.model_name].training
-            await training.park(run, why, self.config.limits.parked_adapter_seconds)
+            entry = self.services[run.model_name]
+            outdated = await entry.training.park(run, why, self.config.limits.parked_adapter_seconds)
+            if entry.sampling is not None:
+                for version_id in outdated:
+                    entry.sampling.give_up_version(version_id)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +276,7 @@ class Gateway:
         try:
             request_id = await training.create(run, op)
         finally:
-            self._creating[run.tenant_id] -= 1
+            self._creating -= Counter([run.tenant_id])  # without a zero for everybody who ever made one
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
             await self.park(run, f"session {session.session_id} {session.state}")
@@ -318,6 +321,9 @@ class Gateway:
         await self.store.checkpoints.delete(record.run_id, record.kind, record.name)
         if not await self.store.sampling_sessions.refer_to(record.directory):
             await asyncio.to_thread(self.files.remove, record.directory)
+        run = await self.store.runs.get(record.run_id)
+        if run is not None and run.state != "live":  # nobody saves to it any more
+            await asyncio.to_thread(self.files.remove_empty, run.run_id)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

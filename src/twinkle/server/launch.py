@@ -14,6 +14,7 @@ from twinkle.errors import MissingDependencyError, TwinkleServerError
 from twinkle.requirements import exists
 from twinkle.server.announcement import LISTENING
 from twinkle.server.config import ServerConfig, default_config, load_config
+from twinkle.server.config.launchable import refuse_what_is_not_yet
 
 _START_SECONDS = 600.0
 
@@ -32,6 +33,7 @@ def run_server(
     """
     from twinkle.server.telemetry.json_logs import configure_logging
 
+    refuse_what_is_not_yet(config)
     level, form = log_level or config.logging.level, log_format or config.logging.format
     configure_logging(level, form)
     if config.runtime == "embedded":

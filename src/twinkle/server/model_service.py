@@ -236,16 +236,17 @@ class ModelService:
             raise NotFoundError("request", request_id)
         return outcome
 
-    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> None:
+    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
         """Take an adapter off the device and keep its last state as a checkpoint. ``why``: what happened.
 
-        What was done before a restart is done again first, what runs is finished, what still waits fails.
+        What was done before a restart is done again first, what runs is finished, what still waits fails. Returns the
+        versions of the adapter as it was that the sampler may hold: nobody will be sent to them again.
         """
         adapter = self._adapters.get(run.run_id)
         while adapter is not None and adapter.repeats and not self._runner.stopping:
             await adapter.next_end()
         if adapter is None or self._runner.stopping or self._adapters.pop(run.run_id, None) is None:
-            return
+            return ()
         waiting = [adapter.ops.pop(ticket.seq) for ticket in self._scheduler.remove_adapter(run.run_id)]
         while adapter.ops:
             await adapter.next_end()
@@ -256,7 +257,7 @@ class ModelService:
             self._runner.settle(adapter, op, responses.failed(message, "user"))
         if note is None:  # its journal and snapshot stay: the next start tries again
             logger.error("%s could not be kept as a checkpoint: %s", run.run_id, why)
-            return
+            return adapter.versions
         await self._store.runs.set_state(run.run_id, "parked", note)
         self._runner.measurements.dropped(run.run_id)
         self._runner.snapshots.forget(run.run_id)
@@ -264,6 +265,7 @@ class ModelService:
         await self._store.snapshots.delete(run.run_id)
         await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
         logger.info("%s left the device: %s", run.run_id, why)
+        return adapter.versions
 
     async def live_version(self, run_id: str) -> LiveVersion | None:
         """The adapter as it is now, for sampling; None if it is not (any more) here."""

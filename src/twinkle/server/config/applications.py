@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
-from twinkle.server.config.allowed import STRICT, Later, Rule, refusal
+from twinkle.server.config.allowed import STRICT, Rule, refusal
 from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh
 from twinkle.server.config.sections import Directory
 
@@ -67,9 +67,10 @@ class ModelArgs(BaseModel):
     model_config = STRICT
 
     model_id: Name = Field(description=_MODEL_ID)
-    backend: Annotated[
-        Literal["transformers", "megatron", "mock"], Later({"megatron": "the Megatron backend comes later"})
-    ] = Field(description="What computes: transformers, or mock (numpy, made-up numbers) for tests.")
+    backend: Literal["transformers", "megatron", "mock"] = Field(
+        description="What computes: transformers, mock (numpy, made-up numbers) for tests, or megatron, which can be "
+        "configured and not launched yet."
+    )
     aliases: Names = Field(default=(), description="Other names under which the model answers.")
     dtype: Literal["bf16", "fp32"] | None = Field(
         default=None, description="Number format; null lets the device decide."

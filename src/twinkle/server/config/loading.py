@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from twinkle.errors import ConfigError, ConfigParseError, ConfigProblem
 from twinkle.server.config.applications import PROCESSOR_PLACEMENT, ProcessorArgs
+from twinkle.server.config.launchable import not_yet
 from twinkle.server.config.older_form import convert
 from twinkle.server.config.problems import find_problems, path_of, problem
 from twinkle.server.config.sections import TelemetryConfig
@@ -70,7 +71,7 @@ def _validated(data: dict[str, Any], source: str, problems: list[ConfigProblem])
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    return config, [*converted.notes, *_without_effect(config)]
+    return config, [*converted.notes, *_without_effect(config), *(one.note for one in not_yet(config))]
 
 
 def _override(

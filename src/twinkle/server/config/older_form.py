@@ -39,7 +39,7 @@ OLDER_KEYS: dict[str, str] = {
     "ARGS.server_config.metrics_update_interval": "dropped: metrics are taken when they are asked for",
     "ARGS.server_config.actor_name": "dropped: the state is no actor",
     "ARGS.http_options, ARGS.route_prefix": "dropped where they repeat the top level and `/api/v1`; else refused",
-    "ARGS.use_megatron": "false: `backend: transformers`; true: refused, the Megatron backend comes later",
+    "ARGS.use_megatron": "false: `backend: transformers`; true: `backend: megatron`",
     "ARGS.max_loras": "`limits.max_adapters_per_tenant`",
     "ARGS.max_length": "`limits.max_tokens_per_request`",
     "ARGS.adapter_config.adapter_timeout": "`limits.session_timeout_seconds`",
@@ -211,13 +211,14 @@ def _model_args(conversion: Conversion, args: dict[str, Any], at: str) -> None:
         return
     value = args.pop("use_megatron")
     path = f"{at}.use_megatron"
-    if value is not False:
-        conversion.refuse(path, value, "false, or backend: transformers instead (the Megatron backend comes later)")
-    elif args.get("backend", "transformers") != "transformers":
+    backend = "megatron" if value is True else "transformers"
+    if not isinstance(value, bool):
+        conversion.refuse(path, value, "true or false, or backend: megatron or transformers instead")
+    elif args.get("backend", backend) != backend:
         conversion.refuse(path, value, f"backend alone, which is {args['backend']}")
     else:
-        conversion.became(path, "backend: transformers")
-    args.setdefault("backend", "transformers")
+        conversion.became(path, f"backend: {backend}")
+    args.setdefault("backend", backend)
 
 
 def _limits(conversion: Conversion) -> None:

@@ -20,7 +20,7 @@ Location = tuple[str | int, ...]
 Applications = Sequence[ApplicationSpec]
 
 _ONE_DEVICE = "1 (more processes or devices need runtime: ray)"
-_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "mock": ("mock",)}
+_SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("vllm",), "mock": ("mock",)}
 _ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
 
@@ -118,8 +118,8 @@ def _groups_of_processes(applications: Applications) -> Iterator[Broken]:
     sampled = {one.args.model_id for one in applications if isinstance(one.args, SamplerArgs)}
     for index, application in enumerate(applications):
         args, at = application.args, ("applications", index, "args")
-        if not isinstance(args, ModelArgs) or args.processes == 1:
-            continue
+        if not isinstance(args, ModelArgs) or args.processes == 1 or args.backend == "megatron":
+            continue  # how Megatron divides a model is for its backend to check, once there is one
         if args.backend == "mock" or args.model_id in sampled:
             allowed = "1 process for a model with backend: mock or with a sampler"
             yield Broken((*at, "device_group"), args.processes, allowed)

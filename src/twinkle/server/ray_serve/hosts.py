@@ -138,6 +138,7 @@ class GatewayHost:
         claim = await store.leases.claim(_LEASE, self._id, now, _LEASE_SECONDS)
         if claim is Claim.TAKEN:  # nobody kept house for a while: perhaps nobody could be reached either
             await store.sessions.forgive_downtime(now)
+            await store.ops.forgive_downtime(now)
         elif claim is Claim.RENEWED:
             await self.gateway.expire(now)
             await answer_operators(self.gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)

@@ -52,6 +52,8 @@ _FINISH = (
     )
 )
 _DELIVERED = update(OPS).where(_AT, OPS.c.delivered_at.is_(None)).values(delivered_at=bindparam("now"))
+_FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finished_at=bindparam("now"))
+_DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
 _PRUNABLE = select(OPS.c.adapter_id, OPS.c.seq).where(~_REPLAYED, _SETTLED)
 _PRUNE = delete(OPS).where(_AT, ~_REPLAYED, _SETTLED)
 _BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_REPLAYED).distinct()
@@ -157,6 +159,16 @@ class Ops:
         """Note that clients fetched the outcomes of these (adapter id, seq); the first time counts."""
         parameters = [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops]
         await self._database.write(lambda cursor: cursor.execute_many(_DELIVERED, parameters))
+
+    async def forgive_downtime(self, now: float) -> None:
+        """Keep every outcome for its whole time again: nobody could fetch one, or fetch again one whose answer was cut
+        off, from a server that was down."""
+
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_FINISHED_NOW, {"now": now})
+            cursor.execute(_DELIVERED_NOW, {"now": now})
+
+        await self._database.write(work)
 
     async def prune(self, now: float, delivered_seconds: float, finished_seconds: float) -> Pruned:
         """Forget ops that no recovery needs and that no client will ask for; then delete files that nobody needs.

@@ -1,0 +1,51 @@
+"""Where the files of a deployment are, and what they may name: commands, paths, ports and variables that exist."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from twinkle import environment
+from twinkle.server import cli
+from twinkle.server.app import make_app
+from twinkle.server.config import ServerConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DATA_DIR, CACHE_DIR, CONFIG = "/var/lib/twinkle", "/var/cache/twinkle", "/etc/twinkle/server.yaml"
+PORT = 8000
+USER = 10001
+OWN_VARIABLES = set(re.findall(r"^(\w+) ", environment.__doc__ or "", re.MULTILINE))
+
+
+def check_command(words: list[str]) -> None:
+    """``twinkle-server`` understands what follows it; argparse ends the test otherwise."""
+    assert Path(words[0]).name == "twinkle-server", words
+    cli._parser().parse_args(words[1:])
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """What calls ``twinkle-server`` in lines and in `code`, after whatever runs it (docker exec, sudo, ...)."""
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    code = [piece for line in lines for piece in re.findall(r"`([^`]+)`", line)]
+    for line in (*code, *(re.sub(r" {2,}#.*", "", line) for line in lines if "`" not in line)):
+        found = re.search(r"(?:^|[ /])(twinkle-server [a-z-]+(?: .*)?)$", line)
+        if found:
+            yield shlex.split(found[1])
+
+
+def paths_of_routes() -> set[str]:
+    return {route.path for route in make_app(lambda app: None).routes}  # type: ignore[attr-defined]
+
+
+def configuration(text: str, directory: Path) -> tuple[ServerConfig, list[str]]:
+    """A server's configuration that is part of another file."""
+    (directory / "server.yaml").write_text(text)
+    return load_config(directory / "server.yaml")
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(file.read_text()))

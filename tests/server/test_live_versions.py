@@ -1,0 +1,49 @@
+"""What was sampled from a live adapter leaves the sampler's memory with the adapter, not half an hour later."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from twinkle.model.types import LoraSpec
+from twinkle.server import ids
+from twinkle.server.assembly import services_on
+from twinkle.server.compute import Compute
+from twinkle.server.config import default_config
+from twinkle.server.files import DataDir
+from twinkle.server.gateway import Gateway
+from twinkle.server.loading import load_served_model
+from twinkle.server.state import Store
+from twinkle.server.types import SessionRecord
+
+TENANT = "tenant-a"
+
+
+def test_versions_end_with_their_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = default_config("mock", backend="mock", data_dir=tmp_path)
+        store = await Store.open(tmp_path)
+        model, compute, files = load_served_model(config.served_models[0]), Compute(), DataDir(tmp_path)
+        entry = services_on(model, config, store, compute, files, merge=True)
+        gateway = Gateway(config, store, {"mock": entry}, files)
+        assert entry.sampling is not None
+        assert model.sampler is not None
+        await entry.training.start()
+        await entry.sampling.start()
+        session = await gateway.create_session(SessionRecord("s-1", TENANT, time.time(), time.time()), None)
+        run_id, request_id = await gateway.create_model(TENANT, session.session_id, 0, "mock", LoraSpec(8), {}, b"{}")
+        assert run_id == ids.run_id("s-1", 0)
+        await entry.training.wait(request_id, run_id, 0, 10)
+        live = await entry.training.live_version(run_id)
+        assert live is not None
+        assert model.sampler.version_ids() == [live.version_id]
+        await gateway.finish_session(session.session_id, TENANT)
+        deadline = time.monotonic() + 20
+        while model.sampler.version_ids():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await entry.sampling.stop()
+        await entry.training.stop()
+        compute.close()
+        await store.close()
+
+    asyncio.run(main())
