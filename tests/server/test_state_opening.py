@@ -154,7 +154,13 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     tables = TABLES[backend]
     with_store(tmp_path, begin)
     new = query(tmp_path, tables)
-    query(tmp_path, "DROP TABLE sampling_clients")
+    for change in (
+        "DROP TABLE sampling_clients",
+        "DROP TABLE audit",
+        "ALTER TABLE sessions DROP COLUMN finish_reason",
+        "ALTER TABLE sessions DROP COLUMN finish_detail",
+    ):
+        query(tmp_path, change)
     query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):

@@ -26,10 +26,22 @@ class OpKind(StrEnum):
     PUBLISH = "publish"
     LOAD = "load"
     VERB = "verb"
+    EXPORT = "export"
+    CREATE_FROM = "create_from"
 
     @property
     def is_pass(self) -> bool:
         return self in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+
+    @property
+    def creates(self) -> bool:
+        """Whether its adapter begins with it."""
+        return self in (OpKind.CREATE, OpKind.CREATE_FROM)
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether it waits for disk and database."""
+        return self in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD, OpKind.EXPORT, OpKind.CREATE_FROM)
 
 
 # --- what an op carries -----------------------------------------------------------------------------------------------
@@ -77,7 +89,25 @@ class PublishSampler:
 
 
 @dataclass(frozen=True)
+class ExportWeights:
+    """A checkpoint of kind external_weights, its files encrypted to ``recipients`` if there are any."""
+
+    name: str
+    ttl_seconds: int | None = None
+    recipients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LoadWeights:
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class CreateFromCheckpoint:
+    """An adapter that begins as a checkpoint, whose shape ``spec`` is."""
+
+    spec: LoraSpec
     path: str
     optimizer: bool
 
@@ -142,7 +172,8 @@ class Refused:
 
 
 Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
-Payload = CreateAdapter | TrainPass | OptimStep | SaveWeights | PublishSampler | LoadWeights | Native | Refused
+Files = SaveWeights | PublishSampler | ExportWeights | LoadWeights | CreateFromCheckpoint
+Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 
 
 @dataclass(frozen=True)
@@ -172,7 +203,7 @@ class Op:
     def changes_weights(self) -> bool:
         if isinstance(self.payload, NativeVerb):
             return self.payload.verb in ("step", "clip_grad_and_step")
-        return self.kind in (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.LOAD)
+        return self.kind.creates or self.kind in (OpKind.OPTIM_STEP, OpKind.LOAD)
 
 
 def digest(body: bytes) -> bytes:
@@ -204,8 +235,13 @@ class Outcome:
 # Times are seconds since the epoch.
 
 
+FinishReason = Literal["success", "errored", "interrupted"]
+
+
 @dataclass(frozen=True)
 class SessionRecord:
+    """``finish_reason``: what its client said when it was done; None of one that goes on or fell silent."""
+
     session_id: str
     tenant_id: str
     created_at: float
@@ -216,6 +252,8 @@ class SessionRecord:
     project_id: str | None = None
     tags: tuple[str, ...] = ()
     user_metadata: Mapping[str, object] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+    finish_detail: str | None = None
 
 
 @dataclass(frozen=True)

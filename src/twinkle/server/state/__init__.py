@@ -1,5 +1,6 @@
 """What the server must still know after it was killed: a database for records, a journal for bytes."""
 
+from twinkle.server.state.audit import Audit, AuditEntry
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.database import Page
 from twinkle.server.state.errors import (
@@ -24,6 +25,8 @@ from twinkle.server.state.store import Store
 __all__ = [
     "Accepted",
     "AcceptedRun",
+    "Audit",
+    "AuditEntry",
     "CheckpointExistsError",
     "Checkpoints",
     "DataDirInUseError",

@@ -32,7 +32,26 @@ def _add_sampling_clients(connection: Connection) -> None:
     )
 
 
-MIGRATIONS: Sequence[Migration] = (_add_sampling_clients,)
+def _add_audit_and_finish_reasons(connection: Connection) -> None:
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE audit (
+            entry_id VARCHAR NOT NULL PRIMARY KEY,
+            tenant_id VARCHAR NOT NULL,
+            at {double} NOT NULL,
+            event VARCHAR NOT NULL,
+            details TEXT NOT NULL
+        )
+        """
+    )
+    connection.exec_driver_sql("CREATE INDEX audit_by_tenant ON audit (tenant_id, at)")
+    connection.exec_driver_sql("CREATE INDEX audit_by_time ON audit (at)")
+    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_reason VARCHAR")
+    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_detail TEXT")
+
+
+MIGRATIONS: Sequence[Migration] = (_add_sampling_clients, _add_audit_and_finish_reasons)
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
+from twinkle.server.state.audit import Audit
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.database import Database
 from twinkle.server.state.driver import Driver
@@ -67,6 +68,7 @@ class Store:
         self.ops = Ops(self._database, self._bodies, self._outcomes)
         self.snapshots = Snapshots(self._database)
         self.keys = Keys(self._database, secret)
+        self.audit = Audit(self._database)
 
     @classmethod
     async def open(
