@@ -7,6 +7,10 @@ from fastapi import FastAPI
 
 import twinkle
 from twinkle.server.routes import (
+    audit,
+    auth,
+    checkpoint_actions,
+    downloads,
     futures,
     native_gateway,
     native_model,
@@ -15,6 +19,7 @@ from twinkle.server.routes import (
     openai,
     rest,
     sampling,
+    session_search,
     sessions,
     system,
     training,
@@ -34,6 +39,11 @@ def make_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -
         sessions,
         system,
         rest,
+        session_search,
+        checkpoint_actions,
+        downloads,
+        auth,
+        audit,
         native_model,
         native_processor,
         native_sampler,

@@ -17,8 +17,6 @@ _CLIENT_CONFIG = {
     "proto_compress_fwdbwd": False,
     "proto_write_fwdbwd": True,  # up to 0.25 the SDK writes JSON, which we do not read, unless it is told to
     "fwd_via_fwdbwd": True,
-    "pjwt_auth_enabled": False,
-    "create_model_via_load_weights": False,
     "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
@@ -34,8 +32,13 @@ async def health() -> Response:
 async def client_config(request: Request) -> Response:
     await tenant_of(request)
     await parsed(ClientConfigRequest, request)
-    batched = gateway_of(request).config.clients.batched_sample_polls
-    return json_response({**_CLIENT_CONFIG, "sample_use_retrieve_futures": batched})
+    config = gateway_of(request).config
+    chosen = {
+        "pjwt_auth_enabled": config.auth.jwt,
+        "create_model_via_load_weights": config.clients.create_model_by_loading,
+        "sample_use_retrieve_futures": config.clients.batched_sample_polls,
+    }
+    return json_response({**_CLIENT_CONFIG, **chosen})
 
 
 @router.post("/client/dynamic_config")
