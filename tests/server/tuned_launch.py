@@ -7,7 +7,7 @@ import ctypes
 import signal
 import sys
 
-from twinkle.server import cli, embedded, snapshots
+from twinkle.server import cli, embedded, signed_urls, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
 from twinkle.server.scheduler import Scheduler
 from twinkle.server.state import database, keys
@@ -19,6 +19,7 @@ TUNING = {
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
+    "signed_url": lambda seconds: setattr(signed_urls, "_VALID_SECONDS", seconds),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 
