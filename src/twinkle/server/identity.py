@@ -90,4 +90,4 @@ class Identity:
         record = await self._keys.find(key)
         if record is None:
             raise UnauthorizedError("a key of this server (twinkle-server keys create)")
-        return KeyDescription(record.key_id, record.name, record.tenant_id)
+        return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
