@@ -56,6 +56,12 @@ def test_whoami(server: SdkServer, name: str, training: tinker.TrainingClient) -
     assert rest.whoami().result().user_urn == rest.get_training_run(training.model_id).result().model_owner
 
 
+def test_a_wrong_key_is_told_at_once(server: SdkServer) -> None:
+    wrong = tinker.ServiceClient(base_url=server.url, api_key="eyJub25lIjoib2Ygb3VycyJ9.e30.x")
+    with pytest.raises(tinker.AuthenticationError, match="API key"):
+        wrong.get_server_capabilities()
+
+
 def test_a_model_begins_as_a_checkpoint(
     server: SdkServer, name: str, training: tinker.TrainingClient, connect: Callable[..., tinker.ServiceClient]
 ) -> None:
