@@ -36,13 +36,13 @@ class Identity:
 
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
         """The owner of an API key or token; without configured keys every key is a tenant of its own."""
-        if self._is_token(key):
-            return await self._tenant_of_token(key or "")
+        if key is not None and self._is_token(key):
+            return await self._tenant_of_token(key)
         return (await self._described(key, prefix)).tenant_id
 
     async def describe(self, key: str | None) -> KeyDescription:
         """Of a key itself: a token says nothing of its key, and is not exchanged for another one."""
-        if self._is_token(key):
+        if key is not None and self._is_token(key):
             raise UnauthorizedError("the API key itself, not a token that was issued for it")
         return await self._described(key, "tml-")
 
@@ -68,8 +68,8 @@ class Identity:
             raise UnsupportedError("auth/apikey/me: auth.mode is open, where any key will do: none can be revoked")
         await self._keys.revoke(described.key_id, time.time())
 
-    def _is_token(self, key: str | None) -> bool:
-        return self._auth.jwt and key is not None and key.startswith(TOKEN_PREFIX)
+    def _is_token(self, key: str) -> bool:
+        return self._auth.jwt and key.startswith(TOKEN_PREFIX)
 
     async def _tenant_of_token(self, token: str) -> str:
         claims = read_token(token, self._secret)

@@ -22,8 +22,10 @@ class Found:
 
 async def search_sessions(store: Store, tenant_id: str, wanted: SearchSessionsRequest) -> Found:
     last = None if wanted.cursor is None else await _last_of_page(store, tenant_id, wanted.cursor)
+    if not _is_about(wanted, tenant_id):
+        return Found((), False)
     found: list[SessionRecord] = []
-    while _is_about(wanted, tenant_id):
+    while True:
         page = await store.sessions.after(tenant_id, last, _AT_ONCE)
         found += [session for session in page if _matches(session, wanted)]
         if len(found) > wanted.limit or len(page) < _AT_ONCE:

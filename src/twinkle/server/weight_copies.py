@@ -7,7 +7,6 @@ be loaded from.
 import asyncio
 import errno
 import hashlib
-import secrets
 import time
 from dataclasses import dataclass
 
@@ -114,12 +113,12 @@ async def _copy(
     gateway: Gateway, tenant_id: str, wanted: CopyWeightsRequest, source: _Source, holder: RunRecord
 ) -> CheckpointPath:
     path = CheckpointPath(holder.run_id, source.path.kind, source.path.name)
-    version = hashlib.blake2b(version_of(source.checkpoint).encode(), digest_size=8).hexdigest()
-    request_id = f"{holder.run_id}:copy-{version}"
+    version = int.from_bytes(hashlib.blake2b(version_of(source.checkpoint).encode(), digest_size=7).digest())
+    request_id = f"{holder.run_id}:copy-{version:x}"
     existing = await gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
     if existing is None:
-        # Of its own, as for an op: samplers may be pinned to an earlier copy of this name.
-        directory = gateway.files.relative(gateway.files.checkpoint(path, secrets.randbelow(2**62)))
+        # Of its own for what it holds: samplers may be pinned to an earlier copy of this name.
+        directory = gateway.files.relative(gateway.files.checkpoint(path, version))
         await _copy_files(gateway, source, directory)
         now = time.time()
         is_own = source.checkpoint.tenant_id == tenant_id
@@ -156,12 +155,10 @@ async def _copy_files(gateway: Gateway, source: _Source, directory: str) -> None
 async def _added(gateway: Gateway, record: CheckpointRecord) -> CheckpointRecord:
     """The record, or that of a copy whose maker was faster."""
     try:
-        replaced = await gateway.store.checkpoints.add(record, event="checkpoint_copy")
+        await gateway.store.checkpoints.add(record, event="checkpoint_copy")
     except CheckpointExistsError:
         await asyncio.to_thread(gateway.files.remove, record.directory)
         existing = await gateway.store.checkpoints.get(record.run_id, record.kind, record.name)
         assert existing is not None, "its name is taken"
         return existing
-    if replaced is not None:  # the same copy, made at the same time
-        await asyncio.to_thread(gateway.files.remove, replaced.directory)
     return record

@@ -2,7 +2,7 @@
 
 state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
-secret        under which API keys are hashed
+secret        under which API keys are hashed, and tokens and addresses signed
 lock          held by the one server that works here
 """
 
