@@ -26,7 +26,7 @@ VLLM_REQUIREMENTS := import importlib.metadata as m; \
 # The sampling of the contract tests; the rest of them does not know which sampler there is.
 VLLM_CONTRACT := tests/contract/test_sampling.py tests/contract/test_openai_sdk.py
 # What depends on where the state is. Other server tests run there too, with TWINKLE_TEST_POSTGRES set to a URL.
-POSTGRES_TESTS := $(wildcard tests/server/test_state_*.py) tests/server/test_recovery.py
+POSTGRES_TESTS := $(wildcard tests/server/test_state_*.py) $(addprefix tests/server/test_,audit.py recovery.py session_search.py)
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
 RAY_CLIENTS := tests/contract tests/client

@@ -186,6 +186,10 @@ class UnauthorizedError(TwinkleServerError, PermissionError):
         super().__init__(f"API key: missing or unknown, allowed: {wanted}")
 
 
+class ForbiddenError(TwinkleServerError, PermissionError):
+    """A signed address that we did not sign, or not for so long."""
+
+
 class NotFoundError(TwinkleServerError, LookupError):
     """Nothing of the caller's has this id. What belongs to another tenant answers just so."""
 

@@ -65,6 +65,7 @@ def test_defaults_of_limits():
         "unfetched_result_seconds": 86400.0,
         "max_unfetched_result_bytes": 2**30,
         "sampler_version_retention_seconds": 86400.0,
+        "audit_retention_seconds": 90 * 86400.0,
     }
 
 

@@ -277,6 +277,73 @@ def a_load(tenant):
     assert loss == results(tenant, train(tenant, again, "fwd fb", first=9))[1:]
 
 
+def begin_from(tenant: Tenant, path: str) -> tuple[str, str]:
+    """A model of a new session that begins as a checkpoint: its id, and the request."""
+    session = tenant.session()
+    body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    return f"{session}:train:0", tenant.submit("load_weights", body)
+
+
+def two_checkpoints(tenant: Tenant) -> tuple[str, str]:
+    """Of the same weights."""
+    model = tenant.model()
+    train(tenant, model, "fb os")
+    return tuple(tenant.json(tenant.save(model, seq, name))["path"] for seq, name in ((3, "gone"), (4, "kept")))
+
+
+def begun_undisturbed(tenant: Tenant, path: str, kinds: str) -> list[bytes]:
+    model, request = begin_from(tenant, path)
+    tenant.json(request)
+    return results(tenant, train(tenant, model, kinds))
+
+
+@story
+def a_model_that_began_as_a_checkpoint(tenant):
+    """Which is not needed any more once its client has heard of it."""
+    gone, kept = two_checkpoints(tenant)
+    model, request = begin_from(tenant, gone)
+    begun = tenant.result(request)
+    place = gone.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+    assert tenant.http.delete(f"training_runs/{place}").is_success
+    first = results(tenant, train(tenant, model, "fb os"))
+    yield
+    assert tenant.result(request) == begun
+    more = results(tenant, train(tenant, model, "fb os fb", first=3))
+    assert first + more == begun_undisturbed(tenant, kept, "fb os fb os fb")
+
+
+@story
+@leaves_work
+def a_model_that_was_to_begin_as_a_checkpoint(tenant):
+    path, _ = two_checkpoints(tenant)
+    model, request = begin_from(tenant, path)
+    requests = train(tenant, model, "fb os fb")
+    yield
+    assert tenant.json(request)["model_id"] == model
+    assert results(tenant, requests) == begun_undisturbed(tenant, path, "fb os fb")
+
+
+@story
+@leaves_work
+def an_export(tenant):
+    """Written once, also when it was only asked for."""
+    model = tenant.model()
+    train(tenant, model, "fb os")
+    done = tenant.submit("save_weights_external", {"model_id": model, "seq_id": 3, "path": "done"})
+    outcome = tenant.result(done)
+    asked = tenant.submit("save_weights_external", {"model_id": model, "seq_id": 4, "path": "asked"})
+    later = train(tenant, model, "fb os", first=5)
+    yield
+    assert tenant.result(done) == outcome
+    results(tenant, later)
+    contents = []
+    for path in (tenant.json(done)["path"], tenant.json(asked)["path"]):
+        place = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+        urls = tenant.get(f"training_runs/{place}/external_weights_urls").json()["urls"]
+        contents.append([tenant.http.get(urls[name]).content for name in sorted(urls)])
+    assert contents[0] == contents[1]
+
+
 @story
 def an_unnamed_sampler(tenant):
     """Published once, it samples the same for ever, whatever is trained afterwards."""

@@ -113,7 +113,7 @@ def test_the_cache_stays_small(tmp_path, monkeypatch):
         for _ in range(10):
             _, key = await store.keys.create("alice", "laptop", now=5.0)
             assert await store.keys.tenant_of(key) == "alice"
-        assert len(store.keys._tenants) <= 3
+        assert len(store.keys._found) <= 3
 
     with_store(tmp_path, check)
 

@@ -170,6 +170,12 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
     for index in ("sampling_sessions_by_size", "sessions_by_state_of_tenant"):
         query(tmp_path, f"DROP INDEX {index}")
     query(tmp_path, "ALTER TABLE sampling_sessions DROP COLUMN size_bytes")
+    for change in (
+        "DROP TABLE audit",
+        "ALTER TABLE sessions DROP COLUMN finish_reason",
+        "ALTER TABLE sessions DROP COLUMN finish_detail",
+    ):
+        query(tmp_path, change)
     query(tmp_path, "UPDATE schema_version SET version = 1")
 
     async def check(store: Store):

@@ -87,14 +87,14 @@ def test_sessions_live_fall_silent_and_are_forgiven(tmp_path):
         for number in range(4):
             await store.sessions.create(session(f"s{number}", created_at=100.0 + number))
         await store.sessions.touch({"s0": 500.0, "s1": 400.0, "s2": 50.0, "unknown": 1.0})
-        await store.sessions.set_state("s3", "finished")
+        await store.sessions.end("s3", "finished", 1000.0)
         await store.sessions.touch({"s3": 900.0})
         assert [(await store.sessions.get(f"s{n}")).last_seen for n in range(4)] == [500.0, 400.0, 102.0, 103.0]
         assert [record.session_id for record in await store.sessions.silent(450.0)] == ["s2", "s1"]
         assert await store.sessions.forgive_downtime(1000.0) == 3
         assert await store.sessions.silent(1000.0) == ()
         assert (await store.sessions.get("s3")).last_seen == 103.0
-        await store.sessions.set_project("s1", "p")
+        await store.sessions.set_project(session("s1"), "p", 1000.0)
         assert (await store.sessions.get("s1")).project_id == "p"
 
     with_store(tmp_path, check)
@@ -212,8 +212,8 @@ def test_unnamed_versions_of_sessions_that_ended_are_abandoned(tmp_path):
             named = sampling_session(1, name, version_id="v", model_path="tinker://x")
             await store.sampling_sessions.create(named)
             await store.sampling_sessions.create(sampling_session(2, name, version_id=f"{name}:sample:2"))
-        await store.sessions.set_state("over", "expired")
-        await store.sessions.set_state("recent", "finished")
+        await store.sessions.end("over", "expired", 1000.0)
+        await store.sessions.end("recent", "finished", 1000.0)
         (abandoned,) = await store.sampling_sessions.abandoned(before=500.0)
         assert abandoned.sampling_session_id == "over:sample:2"
         await store.sampling_sessions.delete("over:sample:2")
@@ -284,10 +284,10 @@ def test_files_that_only_ended_sessions_sample_from(tmp_path):
         await store.sampling_sessions.create(sampling_session(4, "over", version_id="over:sample:4", directory="own"))
         await store.sampling_sessions.create(sampling_session(5, "over"))
         assert await store.sampling_sessions.orphaned() == ()
-        await store.sessions.set_state("over", "finished")
+        await store.sessions.end("over", "finished", 1000.0)
         assert [found.directory for found in await store.sampling_sessions.orphaned()] == ["gone"]
         assert [await store.sampling_sessions.refer_to(name) for name in ("kept", "shared", "gone")] == [0, 1, 0]
-        await store.sessions.set_state("s1", "expired")
+        await store.sessions.end("s1", "expired", 1000.0)
         assert {found.directory for found in await store.sampling_sessions.orphaned()} == {"gone", "shared"}
 
     with_store(tmp_path, check)

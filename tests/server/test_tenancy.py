@@ -25,17 +25,22 @@ from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files, which are the same for everyone; what it shows has routes of its own.
 PAGES = {("GET", "/dashboard"), ("GET", "/dashboard/"), ("GET", "/dashboard/{part}")}
-# None has anything of a tenant's to tell, and whoever watches the server has no key.
+# The first have nothing of a tenant's to tell, and whoever watches the server has no key. What is fetched by a signed
+# address has its own tests, in test_downloads.py.
 PUBLIC = {
     ("GET", "/healthz"),
     ("GET", "/healthz/ready"),
     ("GET", "/healthz/deep"),
     ("GET", "/status"),
     ("POST", "/telemetry"),
+    ("GET", "/downloads/{token}/{file}"),
+    ("GET", "/traces/{token}"),
     *PAGES,
 }
 # Not for tenants, whose keys open nothing there: see test_metrics.py.
 OPERATORS = ("GET", "/metrics")
+# About nothing but the key that the request has, and refused where keys are not issued: see test_auth.py.
+ABOUT_THE_KEY = {("POST", "/auth/token"), ("DELETE", "/auth/apikey/me")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Ids:
     checkpoint: str
     named_sampler: str
     loss: str
+    exported: str
 
     @classmethod
     def of_nobody(cls) -> "Ids":
@@ -63,6 +69,7 @@ class Ids:
             checkpoint=f"tinker://{session}:train:0/weights/ck",
             named_sampler=f"tinker://{session}:train:0/sampler_weights/named",
             loss=f"{session}:loss:0",
+            exported=f"tinker://{session}:train:1/external_weights/out",
         )
 
 
@@ -77,6 +84,8 @@ class Victim:
         tenant.optim_step(model, 2)
         named = tenant.submit("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "named"})
         sampler = tenant.json(tenant.publish(model, 4))["sampling_session_id"]
+        other = tenant.model(session, 1)
+        exported = tenant.submit("save_weights_external", {"model_id": other, "seq_id": 1, "path": "out"})
         self.ids = Ids(
             session=session,
             model=model,
@@ -86,6 +95,7 @@ class Victim:
             checkpoint=tenant.json(tenant.save(model, 5, "ck"))["path"],
             named_sampler=tenant.json(named)["path"],
             loss=tenant.json(tenant.submit("create_custom_loss", _custom_loss(session)))["loss_id"],
+            exported=tenant.json(exported)["path"],
         )
 
     def belongings(self) -> dict[str, object]:
@@ -96,6 +106,7 @@ class Victim:
             "alive": tenant.post("session_heartbeat", {"session_id": ids.session}).status_code,
             "runs": [_timeless(run) for run in tenant.get("training_runs").json()["training_runs"]],
             "checkpoints": tenant.get("checkpoints").json(),
+            "sessions": tenant.post("sessions/search", {}).json(),
             "result": tenant.result(ids.request),
             "sampled": tenant.result(ids.sample),
             "forward": tenant.result(tenant.sample(ids.sampler, next(_NUMBERS))),
@@ -124,6 +135,18 @@ def _load_foreign(tenant: Tenant, path: str) -> httpx.Response:
     """The answer is in the future."""
     model = tenant.model()
     return tenant.poll(tenant.load(model, 1, path, optimizer=False))
+
+
+def _own_checkpoint(tenant: Tenant) -> str:
+    """Of the attacker's own; made once."""
+    model = _own_model(tenant)
+    return tenant.json(tenant.save(model, 1, "own"))["path"]
+
+
+def _of_run(path: str) -> str:
+    """A checkpoint's place in the REST interface."""
+    run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+    return f"training_runs/{run}/checkpoints/{checkpoint}"
 
 
 def _posts(path: str, body: Callable[[Ids], Mapping[str, object] | bytes]) -> Attack:
@@ -161,6 +184,14 @@ def _at(tenant: Tenant, path: str) -> httpx.URL:
 
 def _deletes(path: Callable[[Ids], str]) -> Attack:
     return lambda tenant, ids: tenant.http.delete(path(ids))
+
+
+def _puts(path: Callable[[Ids], str], body: Mapping[str, object]) -> Attack:
+    return lambda tenant, ids: tenant.http.put(path(ids), json=body)
+
+
+def _create_from(session: str, path: str, **more: object) -> dict[str, object]:
+    return {"session_id": session, "model_seq_id": 7, "path": path, "optimizer": True, **more}
 
 
 def _create_model(ids: Ids, number: int) -> dict[str, object]:
@@ -236,6 +267,21 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         lambda tenant, ids: _load_foreign(tenant, ids.checkpoint),
         lambda tenant, ids: _load_foreign(tenant, ids.named_sampler),
         lambda tenant, ids: _load_foreign(tenant, ids.checkpoint.replace("tinker://", "twinkle://")),
+        lambda tenant, ids: _load_foreign(tenant, ids.exported),
+        lambda tenant, ids: tenant.post("load_weights", _create_from(_own_session(tenant), ids.checkpoint)),
+        lambda tenant, ids: tenant.post("load_weights", _create_from(ids.session, _own_checkpoint(tenant))),
+        lambda tenant, ids: tenant.post("load_weights", _create_from(ids.session, ids.checkpoint)),
+    ],
+    ("POST", "/save_weights_external"): [
+        _posts("save_weights_external", lambda ids: {"model_id": ids.model, "seq_id": 6, "path": "out"}),
+    ],
+    ("POST", "/copy_weights"): [
+        _posts("copy_weights", lambda ids: {"source_path": ids.checkpoint, "destination_project_id": "p"}),
+        _posts("copy_weights", lambda ids: {"source_path": ids.exported, "destination_project_id": "p"}),
+        lambda tenant, ids: tenant.post(
+            "copy_weights",
+            {"source_path": _own_checkpoint(tenant), "session_id": ids.session, "model_seq_id": 7},
+        ),
     ],
     ("POST", "/weights_info"): [
         _posts("weights_info", lambda ids: {"tinker_path": ids.checkpoint}),
@@ -288,6 +334,20 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _deletes(lambda ids: f"training_runs/{ids.model}/checkpoints/weights/ck"),
         _deletes(lambda ids: f"training_runs/{ids.model}/checkpoints/sampler_weights/named"),
     ],
+    ("PUT", f"{_PATH}/ttl"): [
+        _puts(lambda ids: f"{_of_run(ids.checkpoint)}/ttl", {"ttl_seconds": 1}),
+        _puts(lambda ids: f"{_of_run(ids.exported)}/ttl", {"ttl_seconds": None}),
+    ],
+    ("POST", f"{_PATH}/publish"): [lambda tenant, ids: tenant.post(f"{_of_run(ids.checkpoint)}/publish", {})],
+    ("DELETE", f"{_PATH}/publish"): [_deletes(lambda ids: f"{_of_run(ids.checkpoint)}/publish")],
+    ("GET", f"{_PATH}/external_weights_urls"): [
+        _gets(lambda ids: f"{_of_run(ids.exported)}/external_weights_urls"),
+        _gets(lambda ids: f"{_of_run(ids.checkpoint)}/external_weights_urls"),
+    ],
+    ("PUT", "/sessions/{session_id}/project"): [
+        _puts(lambda ids: f"sessions/{ids.session}/project", {"project_id": "mine"})
+    ],
+    ("GET", "/sessions/{session_id}/trace_export"): [_gets(lambda ids: f"sessions/{ids.session}/trace_export")],
 }
 # They take the same, under two paths, and refuse in OpenAI's form.
 OPENAI_ROUTES = {
@@ -317,6 +377,10 @@ WITHOUT_IDS: dict[tuple[str, str], Callable[[Tenant], httpx.Response]] = {
     ),
     ("GET", "/billing/usage/checkpoints/current"): lambda tenant: tenant.get("billing/usage/checkpoints/current"),
     ("POST", "/create_session"): lambda tenant: tenant.post("create_session", {}),
+    ("GET", "/sessions"): lambda tenant: tenant.get("sessions"),
+    ("POST", "/sessions/search"): lambda tenant: tenant.post("sessions/search", {"owner": {"type": "accessible"}}),
+    ("GET", "/audit"): lambda tenant: tenant.get("audit"),
+    ("GET", "/auth/apikey/me"): lambda tenant: tenant.get("auth/apikey/me"),
     ("GET", "/models"): lambda tenant: tenant.get("models"),
     ("GET", "/v1/models"): lambda tenant: tenant.http.get(_at(tenant, "/v1/models")),
 }
@@ -349,7 +413,7 @@ def routes() -> set[tuple[str, str]]:
 
 
 def test_every_route_has_a_case() -> None:
-    assert set(ATTACKS) | set(WITHOUT_IDS) | PUBLIC | {OPERATORS} == routes()
+    assert set(ATTACKS) | set(WITHOUT_IDS) | PUBLIC | ABOUT_THE_KEY | {OPERATORS} == routes()
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from twinkle.errors import UserError
+from twinkle.errors import InvalidInputError, UserError
+from twinkle.server.age_encryption import check_recipients
 from twinkle.server.types import Op, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
+from twinkle.server.wire.checkpoint_requests import (
+    CopyWeightsRequest,
+    CreateFromRequest,
+    SaveWeightsExternalRequest,
+    SetTtlRequest,
+)
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
@@ -26,6 +33,7 @@ from twinkle.server.wire.requests import (
     to_op,
 )
 from twinkle.server.wire.sample_requests import AsampleRequest, to_sample_request
+from twinkle.server.wire.session_requests import SearchSessionsRequest
 from twinkle.server.wire.training import decode_forward_backward, decompress
 
 
@@ -225,7 +233,22 @@ _JSON = st.recursive(
     ),
     max_leaves=8,
 )
-_SEQUENCED = (OptimStepRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest, LoadWeightsRequest)
+_SEQUENCED = (
+    OptimStepRequest,
+    SaveWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsExternalRequest,
+    LoadWeightsRequest,
+)
+_OTHERS = (
+    AsampleRequest,
+    CreateModelRequest,
+    CreateSessionRequest,
+    CreateFromRequest,
+    CopyWeightsRequest,
+    SetTtlRequest,
+    SearchSessionsRequest,
+)
 
 
 @_RELAXED
@@ -242,7 +265,7 @@ def test_json_requests(data):
 @_RELAXED
 @given(st.data())
 def test_other_json_requests(data):
-    request_type = data.draw(st.sampled_from([AsampleRequest, CreateModelRequest, CreateSessionRequest, *_SEQUENCED]))
+    request_type = data.draw(st.sampled_from([*_OTHERS, *_SEQUENCED]))
     content = data.draw(st.dictionaries(st.sampled_from(list(request_type.model_fields)), _JSON))
     with contextlib.suppress(UserError):
         request = parse(request_type, _json(content))
@@ -250,6 +273,19 @@ def test_other_json_requests(data):
             to_sample_request(request, None)
         if isinstance(request, CreateModelRequest):
             request.spec()
+        if isinstance(request, CreateFromRequest):
+            request.check()
+
+
+_SSH = "AAAAC3NzaC1lZDI1NTE5AAAA"
+
+
+@_RELAXED
+@given(st.sampled_from(["", "age1", "AGE1", "ssh-ed25519 ", "ssh-rsa ", f"ssh-ed25519 {_SSH}"]), st.text(max_size=80))
+def test_recipients(beginning, rest):
+    """Whatever is none is named, by an error of ours."""
+    with pytest.raises(InvalidInputError, match=r"recipients\[0\]"):
+        check_recipients([beginning + rest], "recipients")
 
 
 @_RELAXED

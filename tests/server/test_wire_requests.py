@@ -20,6 +20,7 @@ from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as Sd
 from twinkle.errors import UnknownNameError, UnsupportedError
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.types import LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
+from twinkle.server.wire.checkpoint_requests import CreateFromRequest, names_session
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
@@ -247,10 +248,17 @@ class TestSequencedCalls:
         assert "session_id" in _refusal(LoadWeightsRequest, path=path, optimizer=True, session_id="s")
         assert "optimizer: Field required" in _refusal(LoadWeightsRequest, path=path)
 
-    def test_load_that_creates_is_refused(self):
-        sent = SdkLoadWeights(session_id="s", model_seq_id=1, path="tinker://x", optimizer=False)
-        with pytest.raises(UnsupportedError, match="call create_model"):
-            to_op(LoadWeightsRequest, _dump(sent))
+    def test_load_that_creates(self):
+        sent = _dump(SdkLoadWeights(session_id="s", model_seq_id=1, path="tinker://x", optimizer=False))
+        assert names_session(sent)
+        wanted = parse(CreateFromRequest, sent)
+        assert (wanted.session_id, wanted.model_seq_id, wanted.path, wanted.optimizer) == ("s", 1, "tinker://x", False)
+        wanted.check()
+        assert not names_session(_dump(SdkLoadWeights(model_id="m", seq_id=1, path="tinker://x", optimizer=False)))
+        assert not names_session(_json(model_id="m", session_id="s", seq_id=1, path="p", optimizer=True))
+        for field, value in (("weights_access_token", "t"), ("optimizer_config", {"type": "dimuon"})):
+            with pytest.raises(UnsupportedError, match=field.partition("_")[0]):
+                parse(CreateFromRequest, _json(**json.loads(sent), **{field: value})).check()
 
     @pytest.mark.parametrize(
         "body",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from twinkle.server import embedded, snapshots
+from twinkle.server import embedded, signed_urls, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
 from twinkle.server.scheduler import Scheduler
 from twinkle.server.state import database, keys
@@ -15,6 +15,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
     "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),
+    "signed_url": lambda seconds: setattr(signed_urls, "_VALID_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }

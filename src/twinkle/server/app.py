@@ -8,9 +8,13 @@ from fastapi import FastAPI
 import twinkle
 from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
+    audit,
+    auth,
     billing,
+    checkpoint_actions,
     custom_losses,
     dashboard,
+    downloads,
     futures,
     health,
     metrics,
@@ -23,6 +27,7 @@ from twinkle.server.routes import (
     openai,
     rest,
     sampling,
+    session_search,
     sessions,
     system,
     training,
@@ -51,6 +56,11 @@ def make_app(
         custom_losses,
         rest,
         billing,
+        session_search,
+        checkpoint_actions,
+        downloads,
+        auth,
+        audit,
         native_model,
         native_processor,
         native_sampler,

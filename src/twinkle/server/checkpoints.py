@@ -1,4 +1,4 @@
-"""Ops that end in files: saving, publishing for sampling, loading.
+"""Ops that end in files: saving, publishing for sampling, exporting, loading.
 
 A checkpoint exists once its record is in the database, and its record comes after its files. An op that runs again
 after a crash finds its own record, or writes the same files anew.
@@ -8,25 +8,24 @@ import asyncio
 import errno
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from twinkle.errors import (
     CheckpointError,
     InvalidInputError,
     StorageQuotaError,
     TwinkleError,
-    UnknownCheckpointError,
     UnsupportedError,
-    UserError,
 )
 from twinkle.server.allowed_dirs import allowed_path
 from twinkle.server.backend import ServedModel
+from twinkle.server.checkpoint_access import loadable_checkpoint, without_server_paths
 from twinkle.server.compute import Compute
 from twinkle.server.execution import failure_of, unexpected
+from twinkle.server.external_weights import prepare_export
 from twinkle.server.files import DataDir, copy_whole, size_of
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
 from twinkle.server.native.codec import succeeded
@@ -35,8 +34,9 @@ from twinkle.server.state import StorageFullError, Store
 from twinkle.server.tenant_turns import TenantTurns
 from twinkle.server.tenants import Tenants
 from twinkle.server.types import (
-    CheckpointKind,
     CheckpointRecord,
+    CreateFromCheckpoint,
+    ExportWeights,
     LoadWeights,
     Metadata,
     NativeLoad,
@@ -51,8 +51,6 @@ from twinkle.server.types import (
     SaveWeights,
 )
 from twinkle.server.wire import responses
-
-T = TypeVar("T")
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
@@ -92,6 +90,10 @@ class Checkpoints:
                     return await self._publish_unnamed(op, run, op.payload)
                 case PublishSampler():
                     return await self._publish_named(op, run, op.payload)
+                case ExportWeights():
+                    return await self._export(op, run, op.payload)
+                case CreateFromCheckpoint():
+                    return await self._create_from(op, run, op.payload)
                 case LoadWeights():
                     return await self._load(op, run, op.payload)
                 case NativeSave():
@@ -159,6 +161,12 @@ class Checkpoints:
         await self._write(op, run, path, copy, False, publish.ttl_seconds, publish.user_metadata)
         return responses.published(path=str(path))
 
+    async def _export(self, op: Op, run: RunRecord, export: ExportWeights) -> Outcome:
+        path = CheckpointPath(run.run_id, "external_weights", export.name)
+        copy = partial(prepare_export, self._model.trainer, op.adapter_id, export.recipients)
+        size = await self._write(op, run, path, copy, False, export.ttl_seconds, {})
+        return responses.exported(str(path), size)
+
     async def _write(
         self,
         op: Op,
@@ -168,11 +176,11 @@ class Checkpoints:
         overwrite: bool,
         ttl_seconds: int | None,
         user_metadata: Metadata,
-    ) -> None:
-        """``copy`` runs in the compute thread and returns what writes the files."""
+    ) -> int:
+        """``copy`` runs in the compute thread and returns what writes the files; returns how large they are."""
         existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         if existing is not None and existing.request_id == op.request_id and not overwrite:
-            return
+            return existing.size_bytes
         if existing is not None and not overwrite:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
@@ -203,9 +211,10 @@ class Checkpoints:
                 await asyncio.to_thread(self._files.remove, record.directory)
             raise
         if replaced is None or replaced.directory == record.directory:
-            return
+            return record.size_bytes
         if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
             await asyncio.to_thread(self._files.remove, replaced.directory)
+        return record.size_bytes
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
         """Before anything is written. How much it will be is known only then, and checked once more."""
@@ -278,13 +287,34 @@ class Checkpoints:
         self._model.sampler.retire(version_id)
 
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
-        path = CheckpointPath.parse(load.path)
-        record = await readable_checkpoint(self._store, path, run.tenant_id)
-        if load.optimizer and record.kind != "weights":
-            raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
-        directory = self._files.root / record.directory
+        path, directory = await self._source(run, load.path, load.optimizer)
         await self._compute.run(lambda: self._load_now(op.adapter_id, directory, load.optimizer, str(path)))
         return responses.loaded(str(path), op.adapter_id)
+
+    async def _create_from(self, op: Op, run: RunRecord, create: CreateFromCheckpoint) -> Outcome:
+        """An adapter that could not be loaded is not there either."""
+        path, directory = await self._source(run, create.path, create.optimizer)
+
+        def begin() -> None:
+            self._model.trainer.create_adapter(op.adapter_id, create.spec)
+            loaded = False
+            try:
+                self._load_now(op.adapter_id, directory, create.optimizer, str(path))
+                loaded = True
+            finally:
+                if not loaded:
+                    self._model.trainer.remove_adapter(op.adapter_id)
+
+        await self._compute.run(begin)
+        return responses.loaded(str(path), op.adapter_id)
+
+    async def _source(self, run: RunRecord, address: str, optimizer: bool) -> tuple[CheckpointPath, Path]:
+        """What is to be loaded, and where it lies."""
+        path = CheckpointPath.parse(address)
+        record = await loadable_checkpoint(self._store, path, run.tenant_id)
+        if optimizer and record.kind != "weights":
+            raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
+        return path, self._files.root / record.directory
 
     def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
         without_server_paths(
@@ -322,7 +352,7 @@ class Checkpoints:
         of_run = await self._store.checkpoints.of_run(run.run_id)
         kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
         for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
-            await self._store.checkpoints.delete(old.run_id, old.kind, old.name)
+            await self._store.checkpoints.delete(old.run_id, old.kind, old.name, "checkpoint_replace")
             if not await self._store.sampling_sessions.refer_to(old.directory):
                 await asyncio.to_thread(self._files.remove, old.directory)
 
@@ -335,7 +365,7 @@ class Checkpoints:
     async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
         if load.path.startswith(("twinkle://", "tinker://")):
             path = CheckpointPath.parse(load.path, "name")
-            record = await readable_checkpoint(self._store, path, run.tenant_id)
+            record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
             directory, shown = self._files.root / record.directory, path.native
         else:
             directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
@@ -360,43 +390,3 @@ def _write_files(write: Callable[[Path], None], directory: Path) -> None:
         write(directory)
     except CheckpointError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
-
-
-async def readable_checkpoint(store: Store, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
-    """Another tenant's checkpoint answers exactly like one that does not exist, unless it is public."""
-    record = await store.checkpoints.get(path.run_id, path.kind, path.name)
-    if record is None or not (record.public or record.tenant_id == tenant_id) or expired(record):
-        raise UnknownCheckpointError(str(path))
-    return record
-
-
-def version_of(record: CheckpointRecord) -> str:
-    """What a sampler calls these weights: a checkpoint's name may be used again, a version never changes."""
-    return f"{CheckpointPath(record.run_id, record.kind, record.name)}@{record.request_id}"
-
-
-def without_server_paths(work: Callable[[], T], directory: Path, path: str) -> T:
-    """Errors about files name the tenant's address of them, not ours."""
-    try:
-        return work()
-    except UserError as error:
-        if str(directory) not in str(error):
-            raise
-        raise CheckpointError(str(error).replace(str(directory), path)) from error
-
-
-ListedKind = Literal["training", "sampler", "external"]
-_LISTED: Mapping[CheckpointKind, ListedKind] = {
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
-}
-
-
-def kind_of_checkpoint(kind: CheckpointKind) -> ListedKind:
-    """What listings call it."""
-    return _LISTED[kind]
-
-
-def expired(record: CheckpointRecord) -> bool:
-    return record.expires_at is not None and record.expires_at <= time.time()

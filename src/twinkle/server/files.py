@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +135,29 @@ def copy_whole(source: Path, target: Path) -> None:
         os.replace(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_whole(directory: Path, fill: Callable[[Path], None]) -> None:
+    """What ``fill`` writes appears under its final name when all of it is on disk, or not at all."""
+    staging = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+    staging.mkdir(parents=True, mode=0o700)
+    try:
+        fill(staging)
+        for path in (*staging.iterdir(), staging):
+            _flush(path)
+        shutil.rmtree(directory, ignore_errors=True)  # of an op that runs again after a crash
+        os.replace(staging, directory)
+        _flush(directory.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def size_of(directory: Path) -> int:

@@ -12,7 +12,7 @@ from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.types import SessionRecord
 
 if TYPE_CHECKING:
-    from twinkle.server.gateway import Services
+    from twinkle.server.gateway import Gateway, Services
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,20 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
 
 def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
     return TenantReport(services.training.adapter_statuses(tenant_id), services.training.queue_status(tenant_id))
+
+
+class LocalFleet:
+    """All services are in this process."""
+
+    def __init__(self, gateway: "Gateway") -> None:
+        self._gateway = gateway
+
+    async def reports(self) -> dict[str, ModelReport]:
+        longest = self._gateway.config.telemetry.stuck_step_seconds
+        return {name: report_of(entry, longest) for name, entry in self._gateway.services.items()}
+
+    async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
+        return {name: tenant_report_of(entry, tenant_id) for name, entry in self._gateway.services.items()}
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        await self._gateway.release_session(session, state)

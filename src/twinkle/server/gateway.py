@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from twinkle.errors import (
     InvalidInputError,
     NotFoundError,
     QuotaError,
-    UnauthorizedError,
     UnknownNameError,
     UnsupportedError,
 )
@@ -24,19 +24,22 @@ from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
 from twinkle.server.backend import ServedModel
 from twinkle.server.bookkeeping import Bookkeeping
-from twinkle.server.checkpoints import readable_checkpoint, version_of
+from twinkle.server.checkpoint_access import loadable_checkpoint, readable_checkpoint, version_of
+from twinkle.server.checkpoint_actions import CheckpointActions
 from twinkle.server.completions import Completion
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import known_name
 from twinkle.server.custom_losses import CustomLosses
 from twinkle.server.files import DataDir
-from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
+from twinkle.server.fleet import Fleet, LocalFleet, ModelReport
+from twinkle.server.identity import Identity
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
 from twinkle.server.processors.service import Processors
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
+from twinkle.server.signed_urls import SignedUrls
 from twinkle.server.state import Store
 from twinkle.server.templates import Templates
 from twinkle.server.tenant_turns import TenantTurns
@@ -44,6 +47,7 @@ from twinkle.server.tenants import Tenants
 from twinkle.server.types import (
     CheckpointRecord,
     CreateAdapter,
+    FinishReason,
     Op,
     OpKind,
     RunRecord,
@@ -95,6 +99,9 @@ class Gateway:
         self.replica = replica
         self.fleet: Fleet = fleet or LocalFleet(self)
         self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant)
+        self.identity = Identity(config.auth, store.keys)
+        self.checkpoint_actions = CheckpointActions(store, files)
+        self.signed_urls = SignedUrls(store)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
@@ -105,16 +112,7 @@ class Gateway:
     # --- who ----------------------------------------------------------------------------------------------------------
 
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
-        """The owner of an API key; without configured keys every key is a tenant of its own."""
-        if not key or not key.startswith(prefix):
-            which = f"an API key that begins with {prefix}" if prefix else "an API key"
-            raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")
-        if self.config.auth.mode == "open":
-            return self.store.keys.open_tenant(key)
-        tenant = await self.store.keys.tenant_of(key)
-        if tenant is None:
-            raise UnauthorizedError("a key of this server (twinkle-server keys create)")
-        return tenant
+        return await self.identity.tenant(key, prefix)
 
     # --- which model --------------------------------------------------------------------------------------------------
 
@@ -171,14 +169,23 @@ class Gateway:
         self._heartbeats[session_id] = time.time()
         return record
 
-    async def finish_session(self, session_id: str, tenant_id: str) -> None:
+    async def finish_session(
+        self, session_id: str, tenant_id: str, reason: FinishReason = "success", detail: str | None = None
+    ) -> None:
+        """The first reason stands."""
         record = await self.session(session_id, tenant_id)
         if record.state == "active":
-            await self.end_session(record, "finished")
+            await self.end_session(record, "finished", reason, detail)
 
-    async def end_session(self, session: SessionRecord, state: str) -> None:
+    async def end_session(
+        self,
+        session: SessionRecord,
+        state: Literal["finished", "expired"],
+        reason: FinishReason | None = None,
+        detail: str | None = None,
+    ) -> None:
         """Adapters of a session that ended leave the device; their last state is kept as a checkpoint for a while."""
-        await self.store.sessions.set_state(session.session_id, "finished" if state == "finished" else "expired")
+        await self.store.sessions.end(session.session_id, state, time.time(), reason, detail)
         self._heartbeats.pop(session.session_id, None)
         if self.processors is not None:
             await self.processors.end_session(session.session_id)
@@ -310,21 +317,6 @@ class Gateway:
     async def checkpoint(self, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
         return await readable_checkpoint(self.store, path, tenant_id)
 
-    async def delete_checkpoint(self, path: CheckpointPath, tenant_id: str) -> None:
-        record = await self.store.checkpoints.get(path.run_id, path.kind, path.name)
-        if record is None or record.tenant_id != tenant_id:
-            raise NotFoundError("checkpoint", str(path))
-        await self._delete_checkpoint(record)
-
-    async def _delete_checkpoint(self, record: CheckpointRecord) -> None:
-        """Files that samplers are pinned to stay until the sessions of all of them have ended."""
-        await self.store.checkpoints.delete(record.run_id, record.kind, record.name)
-        if not await self.store.sampling_sessions.refer_to(record.directory):
-            await asyncio.to_thread(self.files.remove, record.directory)
-        run = await self.store.runs.get(record.run_id)
-        if run is not None and run.state != "live":  # nobody saves to it any more
-            await asyncio.to_thread(self.files.remove_empty, run.run_id)
-
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     async def create_sampling_session(
@@ -346,7 +338,7 @@ class Gateway:
         )
         if model_path is not None:
             path = CheckpointPath.parse(model_path, "model_path")
-            checkpoint = await readable_checkpoint(self.store, path, tenant_id)
+            checkpoint = await loadable_checkpoint(self.store, path, tenant_id, "model_path")
             run = await self.store.runs.get(path.run_id)
             assert run is not None, "a checkpoint has a run"
             record = replace(
@@ -437,6 +429,7 @@ class Gateway:
                 entry.sampling.sweep(now)
         await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
+        await self.store.audit.prune(now - limits.audit_retention_seconds)
 
     async def expire(self, now: float) -> None:
         """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints."""
@@ -453,22 +446,4 @@ class Gateway:
             await asyncio.to_thread(self.files.remove, sampling.directory)
             await self.store.sampling_sessions.delete(sampling.sampling_session_id)
             await self._release(sampling)
-        for record in await self.store.checkpoints.expired(now):
-            await self._delete_checkpoint(record)
-
-
-class LocalFleet:
-    """All services are in this process."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def reports(self) -> dict[str, ModelReport]:
-        longest = self._gateway.config.telemetry.stuck_step_seconds
-        return {name: report_of(entry, longest) for name, entry in self._gateway.services.items()}
-
-    async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
-        return {name: tenant_report_of(entry, tenant_id) for name, entry in self._gateway.services.items()}
-
-    async def release_session(self, session: SessionRecord, state: str) -> None:
-        await self._gateway.release_session(session, state)
+        await self.checkpoint_actions.delete_expired(now)

@@ -141,6 +141,8 @@ class ModelService:
             if is_native_run(run.run_id):
                 used = f"an adapter of this name was added to this session, {run.run_id},"
             return self.refuse(run, f"{used} before with another request")
+        if accepted.record is None and accepted.run.state == "parked":
+            return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
         if accepted.created:
             adapter = LiveAdapter(run, Place.NOWHERE)
             self._adapters[run.run_id] = adapter

@@ -146,7 +146,7 @@ class OpRunner:
         tasks = [self._task(ticket) for ticket in batch.tickets]
         try:
             tasks = [task for task in tasks if not await self._repeat_outcome(task) and await self._is_here(task)]
-            slow = [task for task in tasks if task.op.kind in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD)]
+            slow = [task for task in tasks if task.op.kind.takes_files]
             quick = [task for task in tasks if task not in slow]
             for task in slow:  # these wait for disk and database: other adapters go on meanwhile
                 self._background(self._run_slow(task))
@@ -191,12 +191,17 @@ class OpRunner:
         return outcomes
 
     async def _run_slow(self, task: Task) -> None:
+        kind = task.op.kind
         self._recorder.started(task.op)
         outcome = await self.checkpoints.run(task.op, task.adapter.run)
-        if task.op.kind is OpKind.LOAD and not outcome.failed:
+        if kind.creates and not outcome.failed:
+            task.adapter.place = Place.TRAINER
+        if kind in (OpKind.LOAD, OpKind.CREATE_FROM) and not outcome.failed:
             self.measurements.dropped(task.op.adapter_id)
             await self._keep_loaded(task.op, outcome)
         self._finish(task, outcome)
+        if kind.creates and outcome.failed:
+            self._give_up(task.adapter)
 
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
         """Once the client hears of a load, its source may be replaced or deleted: no replay may need it any more."""
@@ -219,7 +224,7 @@ class OpRunner:
 
     async def _is_here(self, task: Task) -> bool:
         """Whether the op can run; brings the adapter from its snapshot to the trainer, once."""
-        if task.op.kind is OpKind.CREATE or await self.load(task.adapter):
+        if task.op.kind.creates or await self.load(task.adapter):
             return True
         message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
         self._finish(task, responses.failed(message, "user"))

@@ -9,6 +9,7 @@ from twinkle.server.native import codec
 from twinkle.server.state import Store
 from twinkle.server.types import (
     CreateAdapter,
+    CreateFromCheckpoint,
     NativePass,
     NativeVerb,
     Op,
@@ -19,6 +20,8 @@ from twinkle.server.types import (
     RunRecord,
 )
 from twinkle.server.wire import responses
+from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest
+from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
     LoadWeightsRequest,
     OptimStepRequest,
@@ -32,13 +35,26 @@ from twinkle.server.wire.training_json import decode_json_pass, is_json
 
 _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     request.kind: request
-    for request in (OptimStepRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest, LoadWeightsRequest)
+    for request in (
+        OptimStepRequest,
+        SaveWeightsRequest,
+        SaveWeightsForSamplerRequest,
+        SaveWeightsExternalRequest,
+        LoadWeightsRequest,
+    )
 }
 
 _UNLIMITED = 2**62  # what was accepted under an earlier limit is not refused now
 
 # Ops that change the adapter; the others only read it, and their files are there already.
-_CHANGES = (OpKind.CREATE, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.LOAD, OpKind.VERB)
+_CHANGES = (
+    OpKind.CREATE,
+    OpKind.CREATE_FROM,
+    OpKind.FORWARD_BACKWARD,
+    OpKind.OPTIM_STEP,
+    OpKind.LOAD,
+    OpKind.VERB,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,10 @@ def _decode(run: RunRecord, record: OpRecord, body: bytes) -> Op:
             return codec.read_op(run, record.seq, body)
         if record.kind is OpKind.CREATE:
             return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
+        if record.kind is OpKind.CREATE_FROM:
+            request = parse(CreateFromRequest, body)
+            payload = CreateFromCheckpoint(run.spec, request.path, request.optimizer)
+            return Op(run.run_id, record.seq, record.kind, payload, body)
         if not record.kind.is_pass:
             return to_op(_REQUESTS[record.kind], body)
         if is_json(body):

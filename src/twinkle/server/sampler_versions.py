@@ -9,7 +9,7 @@ from pathlib import Path
 
 from twinkle.errors import CheckpointError, GoneError
 from twinkle.sampler.types import Sampler
-from twinkle.server.checkpoints import without_server_paths
+from twinkle.server.checkpoint_access import without_server_paths
 from twinkle.server.files import DataDir
 from twinkle.server.types import SamplingSessionRecord
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from twinkle.server.checkpoints import version_of
+from twinkle.server.checkpoint_access import version_of
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord, SamplingSessionRecord

@@ -29,10 +29,22 @@ class OpKind(StrEnum):
     PUBLISH = "publish"
     LOAD = "load"
     VERB = "verb"
+    EXPORT = "export"
+    CREATE_FROM = "create_from"
 
     @property
     def is_pass(self) -> bool:
         return self in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
+
+    @property
+    def creates(self) -> bool:
+        """Whether its adapter begins with it."""
+        return self in (OpKind.CREATE, OpKind.CREATE_FROM)
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether it waits for disk and database."""
+        return self in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD, OpKind.EXPORT, OpKind.CREATE_FROM)
 
 
 # --- what an op carries -----------------------------------------------------------------------------------------------
@@ -93,7 +105,25 @@ class PublishSampler:
 
 
 @dataclass(frozen=True)
+class ExportWeights:
+    """A checkpoint of kind external_weights, its files encrypted to ``recipients`` if there are any."""
+
+    name: str
+    ttl_seconds: int | None = None
+    recipients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LoadWeights:
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class CreateFromCheckpoint:
+    """An adapter that begins as a checkpoint, whose shape ``spec`` is."""
+
+    spec: LoraSpec
     path: str
     optimizer: bool
 
@@ -158,7 +188,8 @@ class Refused:
 
 
 Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
-Payload = CreateAdapter | TrainPass | OptimStep | SaveWeights | PublishSampler | LoadWeights | Native | Refused
+Files = SaveWeights | PublishSampler | ExportWeights | LoadWeights | CreateFromCheckpoint
+Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 
 
 @dataclass(frozen=True)
@@ -198,7 +229,7 @@ class Op:
 
     @property
     def changes_weights(self) -> bool:
-        return self.is_step or self.kind in (OpKind.CREATE, OpKind.LOAD)
+        return self.is_step or self.kind.creates or self.kind is OpKind.LOAD
 
 
 def digest(body: bytes) -> bytes:
@@ -230,8 +261,13 @@ class Outcome:
 # Times are seconds since the epoch.
 
 
+FinishReason = Literal["success", "errored", "interrupted"]
+
+
 @dataclass(frozen=True)
 class SessionRecord:
+    """``finish_reason``: what its client said when it was done; None of one that goes on or fell silent."""
+
     session_id: str
     tenant_id: str
     created_at: float
@@ -242,6 +278,8 @@ class SessionRecord:
     project_id: str | None = None
     tags: tuple[str, ...] = ()
     user_metadata: Mapping[str, object] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+    finish_detail: str | None = None
 
 
 @dataclass(frozen=True)

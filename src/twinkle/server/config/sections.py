@@ -148,6 +148,13 @@ class AuthConfig(BaseModel):
     allow_open_on_network: bool = Field(
         default=False, description="Let `mode: open` listen on an address that other machines reach."
     )
+    jwt: bool = Field(
+        default=False,
+        description="Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead.",
+    )
+    jwt_seconds: int = Field(
+        default=3600, ge=600, le=86_400, description="How long such a token lasts; SDKs renew it five minutes before."
+    )
 
 
 class ClientsConfig(BaseModel):
@@ -163,6 +170,10 @@ class ClientsConfig(BaseModel):
     custom_loss_server_side: bool = Field(
         default=True,
         description="A loss made with `create_custom_loss` runs here, in one pass; otherwise in the client, in two.",
+    )
+    create_model_by_loading: bool = Field(
+        default=False,
+        description="A client that begins from a checkpoint creates its model with one request instead of two.",
     )
 
 
@@ -230,6 +241,9 @@ class LimitsConfig(BaseModel):
     max_unfetched_result_bytes: Count = Field(default=2**30, description="Results not fetched yet, in bytes.")
     sampler_version_retention_seconds: Seconds = Field(
         default=_DAY, description="How long an unnamed sampler version is kept after its session ended."
+    )
+    audit_retention_seconds: Seconds = Field(
+        default=90 * _DAY, description="How long the audit log is kept; of one tenant at most 100,000 entries are."
     )
 
 

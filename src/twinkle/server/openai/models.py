@@ -1,7 +1,7 @@
 """What ``model`` may be: a base model, a training run as it is now, or a checkpoint. Never anything in their stead."""
 
 from twinkle.errors import InvalidInputError, NotFoundError, UnknownNameError
-from twinkle.server.checkpoints import expired, readable_checkpoint
+from twinkle.server.checkpoint_access import expired, readable_checkpoint
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.openai.errors import ModelNotFoundError, unknown_model

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from twinkle.errors import (
     CapacityError,
+    ForbiddenError,
     GoneError,
     InvalidInputError,
     NotFoundError,
@@ -45,6 +47,7 @@ RequestT = TypeVar("RequestT", bound=fields.Request)
 # The first that matches; anything else of ours is a 500.
 _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (UnauthorizedError, 401),
+    (ForbiddenError, 403),
     (NotFoundError, 404),
     (GoneError, 410),
     (SequenceConflictError, 409),
@@ -63,15 +66,21 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def tenant_of(request: Request, prefix: str = "tml-") -> str:
-    """Who asks. The SDK sends X-API-Key; the others are for people and for our own client."""
+    """Who asks."""
+    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
+    prefix = "" if "twinkle-authorization" in request.headers else prefix
+    tenant_id = await gateway_of(request).tenant(key_of(request), prefix)
+    upload_of(request).belongs_to(tenant_id)
+    return tenant_id
+
+
+def key_of(request: Request) -> str | None:
+    """The SDK sends X-API-Key; the others are for people and for our own client."""
+    refuse_rebinding(request)
     key = request.headers.get("x-api-key")
     for name in ("twinkle-authorization", "authorization"):
         key = bearer_of(request, name) if key is None else key
-    refuse_rebinding(request)
-    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
-    tenant_id = await gateway_of(request).tenant(key, "" if "twinkle-authorization" in request.headers else prefix)
-    upload_of(request).belongs_to(tenant_id)
-    return tenant_id
+    return key
 
 
 def bearer_of(request: Request, header: str = "authorization") -> str | None:
@@ -125,6 +134,16 @@ def json_response(
     content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
+
+
+def public_address(request: Request) -> str:
+    """Where the caller reaches us: as configured, or else as it did just now."""
+    return gateway_of(request).config.public_url or str(request.base_url).rstrip("/")
+
+
+def iso_time(seconds: float) -> str:
+    """Aware: the SDK compares with aware times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def is_loopback(request: Request) -> bool:

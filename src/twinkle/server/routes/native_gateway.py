@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
-from twinkle.server.checkpoints import kind_of_checkpoint
+from twinkle.server.checkpoint_access import kind_of_checkpoint
 from twinkle.server.fleet import report_of
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
@@ -214,7 +214,7 @@ async def checkpoints_of_run(request: Request, run_id: str) -> Response:
 async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
     tenant_id = await native_tenant_of(request)
     path = _path(run_id, checkpoint_id)
-    await gateway_of(request).delete_checkpoint(path, tenant_id)
+    await gateway_of(request).checkpoint_actions.delete(path, tenant_id)
     return wire_response(types.DeleteCheckpointResponse(success=True, message=f"deleted {path.native}"))
 
 

@@ -1,25 +1,30 @@
 """Training runs and checkpoints: listings, and deleting."""
 
-from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from twinkle.server.checkpoints import kind_of_checkpoint
+from twinkle.server.checkpoint_access import kind_of_checkpoint
 from twinkle.server.gateway import Gateway
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.routes.http import PREFIX, gateway_of, json_response, tenant_of
+from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, tenant_of
 from twinkle.server.types import CheckpointRecord, RunRecord
 
 router = APIRouter(prefix=PREFIX)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
+# Tenants here share nothing but public checkpoints, which are not listed: both are the tenant's own.
+Scope = Literal["owned", "accessible"]
 
 
 @router.get("/training_runs")
 async def training_runs(
-    request: Request, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+    request: Request,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
+    access_scope: Scope = "owned",
 ) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
@@ -33,7 +38,7 @@ async def training_runs(
 
 
 @router.get("/training_runs/{run_id}")
-async def training_run(request: Request, run_id: str) -> Response:
+async def training_run(request: Request, run_id: str, access_scope: Scope = "owned") -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
     return json_response(await _training_run(gateway, await gateway.run(run_id, tenant_id)))
@@ -64,9 +69,13 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
-    path = CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
-    await gateway.delete_checkpoint(path, tenant_id)
+    path = path_of(run_id, kind, name)
+    await gateway.checkpoint_actions.delete(path, tenant_id)
     return json_response({})
+
+
+def path_of(run_id: str, kind: str, name: str) -> CheckpointPath:
+    return CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
 
 
 async def _training_run(gateway: Gateway, run: RunRecord) -> dict[str, object]:
@@ -78,7 +87,7 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> dict[str, object]:
         "is_lora": True,
         "lora_rank": run.spec.rank,
         "corrupted": run.state == "failed",
-        "last_request_time": _time(run.last_request_at),
+        "last_request_time": iso_time(run.last_request_at),
         "last_checkpoint": _checkpoint(last["weights"]) if "weights" in last else None,
         "last_sampler_checkpoint": _checkpoint(last["sampler_weights"]) if "sampler_weights" in last else None,
         "user_metadata": dict(run.user_metadata),
@@ -90,15 +99,10 @@ def _checkpoint(record: CheckpointRecord) -> dict[str, object]:
     return {
         "checkpoint_id": path.checkpoint_id,
         "checkpoint_type": kind_of_checkpoint(record.kind),
-        "time": _time(record.created_at),
+        "time": iso_time(record.created_at),
         "tinker_path": str(path),
         "size_bytes": record.size_bytes,
         "public": record.public,
         "user_metadata": dict(record.user_metadata),
-        "expires_at": None if record.expires_at is None else _time(record.expires_at),
+        "expires_at": None if record.expires_at is None else iso_time(record.expires_at),
     }
-
-
-def _time(seconds: float) -> str:
-    """Aware: the SDK compares with aware times."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -8,6 +8,7 @@ from twinkle.errors import GoneError
 from twinkle.server import ids
 from twinkle.server.gateway import Gateway
 from twinkle.server.routes.http import PREFIX, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.routes.rest import Scope
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 
@@ -52,13 +53,13 @@ async def sign_of_life(gateway: Gateway, session_id: str, tenant_id: str) -> Non
 @router.post("/sessions/{session_id}/finish")
 async def finish(request: Request, session_id: str) -> Response:
     tenant_id = await tenant_of(request)
-    await parsed(FinishSessionRequest, request)
-    await gateway_of(request).finish_session(session_id, tenant_id)
+    wanted = await parsed(FinishSessionRequest, request)
+    await gateway_of(request).finish_session(session_id, tenant_id, wanted.reason.type, wanted.detail)
     return json_response({})
 
 
 @router.get("/sessions/{session_id}")
-async def session(request: Request, session_id: str) -> Response:
+async def session(request: Request, session_id: str, access_scope: Scope = "owned") -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
     record = await gateway.session(session_id, tenant_id)

@@ -18,8 +18,6 @@ _CLIENT_CONFIG = {
     "proto_compress_fwdbwd": False,
     "proto_write_fwdbwd": True,  # up to 0.25 the SDK writes JSON, which we do not read, unless it is told to
     "fwd_via_fwdbwd": True,
-    "pjwt_auth_enabled": False,
-    "create_model_via_load_weights": False,
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
@@ -29,8 +27,11 @@ _CLIENT_CONFIG = {
 async def client_config(request: Request) -> Response:
     await tenant_of(request)
     await parsed(ClientConfigRequest, request)
-    clients = gateway_of(request).config.clients
+    config = gateway_of(request).config
+    clients = config.clients
     switches = {
+        "pjwt_auth_enabled": config.auth.jwt,
+        "create_model_via_load_weights": clients.create_model_by_loading,
         "sample_use_retrieve_futures": clients.batched_sample_polls,
         "custom_loss_server_side": clients.custom_loss_server_side,
     }

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle.server import ids
+from twinkle.server.create_from import create_model_from
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.routes.http import (
     JSON_BYTES,
@@ -19,6 +21,7 @@ from twinkle.server.routes.http import (
 )
 from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields
+from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
 from twinkle.server.wire.requests import (
     CreateModelRequest,
     GetInfoRequest,
@@ -118,9 +121,21 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return await _sequenced(request, SaveWeightsForSamplerRequest)
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request) -> Response:
+    return await _sequenced(request, SaveWeightsExternalRequest)
+
+
 @router.post("/load_weights")
 async def load_weights(request: Request) -> Response:
-    return await _sequenced(request, LoadWeightsRequest)
+    """Into a model, or, where a session is named instead of one, into a new model of that session."""
+    tenant_id = await tenant_of(request)
+    body = await body_of(request, JSON_BYTES)
+    if not names_session(body):
+        return await _submit(request, to_op(LoadWeightsRequest, body), tenant_id)
+    wanted = fields.parse(CreateFromRequest, body)
+    request_id = await create_model_from(gateway_of(request), tenant_id, wanted, body)
+    return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
 
 
 @router.post("/weights_info")

@@ -1,5 +1,6 @@
 """What the server must still know after it was killed: a database for records, a journal for bytes."""
 
+from twinkle.server.state.audit import Audit, AuditEntry
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.database import Page
 from twinkle.server.state.errors import (
@@ -29,6 +30,8 @@ __all__ = [
     "EVICT",
     "Accepted",
     "AcceptedRun",
+    "Audit",
+    "AuditEntry",
     "CheckpointExistsError",
     "Checkpoints",
     "Claim",

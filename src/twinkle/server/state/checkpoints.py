@@ -1,13 +1,15 @@
 """Checkpoints: which directories exist under which names."""
 
 import json
+import time
 from collections.abc import Mapping
 
-from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy import Update, bindparam, delete, func, insert, select, update
 
+from twinkle.server.state.audit import add_entry
 from twinkle.server.state.database import Cursor, Database, Page, Row
 from twinkle.server.state.errors import CheckpointExistsError
-from twinkle.server.state.tables import CHECKPOINTS
+from twinkle.server.state.tables import CHECKPOINTS, RUNS
 from twinkle.server.state.usage import check_storage
 from twinkle.server.types import CheckpointKind, CheckpointRecord
 
@@ -32,6 +34,11 @@ _LIST = (
 _EXPIRED = select(CHECKPOINTS).where(CHECKPOINTS.c.expires_at <= bindparam("now")).order_by(CHECKPOINTS.c.expires_at)
 _SET_EXPIRY = update(CHECKPOINTS).where(_NAMED).values(expires_at=bindparam("expires_at"))
 _SET_PUBLIC = update(CHECKPOINTS).where(_NAMED).values(public=bindparam("public"))
+_SUMS = (
+    select(func.count().label("count"), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0).label("bytes"))
+    .select_from(CHECKPOINTS.join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id))
+    .where(RUNS.c.session_id == bindparam("session"))
+)
 
 
 class Checkpoints:
@@ -41,7 +48,11 @@ class Checkpoints:
         self._database = database
 
     async def add(
-        self, checkpoint: CheckpointRecord, overwrite: bool = False, most_bytes: int | None = None
+        self,
+        checkpoint: CheckpointRecord,
+        overwrite: bool = False,
+        most_bytes: int | None = None,
+        event: str = "checkpoint_save",
     ) -> CheckpointRecord | None:
         """The one that it replaces, whose directory is now nobody's. ``most_bytes``: of all files of the tenant.
 
@@ -58,6 +69,8 @@ class Checkpoints:
                 cursor.execute(_DELETE, name)
             cursor.execute(_INSERT, _row(checkpoint))
             check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
+            if row is None or row["request_id"] != checkpoint.request_id:
+                _tell(cursor, checkpoint, event, checkpoint.created_at, size_bytes=checkpoint.size_bytes)
             return None if row is None else _checkpoint(row)
 
         return await self._database.write(work)
@@ -88,26 +101,54 @@ class Checkpoints:
         rows = await self._database.read(lambda cursor: cursor.rows(_EXPIRED, {"now": now}))
         return tuple(map(_checkpoint, rows))
 
-    async def delete(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
-        """The one that was deleted."""
+    async def delete(
+        self, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
+    ) -> CheckpointRecord | None:
+        """The one that was deleted. ``event``: what the audit log calls it."""
         key = _key(run_id, kind, name)
 
         def work(cursor: Cursor) -> CheckpointRecord | None:
             row = cursor.row(_GET, key)
+            if row is None:
+                return None
             cursor.execute(_DELETE, key)
-            return None if row is None else _checkpoint(row)
+            _tell(cursor, _checkpoint(row), event, time.time())
+            return _checkpoint(row)
 
         return await self._database.write(work)
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
         """Whether there is such a checkpoint."""
-        parameters = _key(run_id, kind, name) | {"expires_at": expires_at}
-        return await self._database.write(lambda cursor: cursor.execute(_SET_EXPIRY, parameters) > 0)
+        return await self._change(_SET_EXPIRY, _key(run_id, kind, name), "checkpoint_set_ttl", "expires_at", expires_at)
 
     async def set_public(self, run_id: str, kind: CheckpointKind, name: str, public: bool) -> bool:
         """Whether there is such a checkpoint."""
-        parameters = _key(run_id, kind, name) | {"public": int(public)}
-        return await self._database.write(lambda cursor: cursor.execute(_SET_PUBLIC, parameters) > 0)
+        event = "checkpoint_publish" if public else "checkpoint_unpublish"
+        return await self._change(_SET_PUBLIC, _key(run_id, kind, name), event, "public", int(public))
+
+    async def _change(self, statement: Update, key: Row, event: str, column: str, value: float | None) -> bool:
+        def work(cursor: Cursor) -> bool:
+            row = cursor.row(_GET, key)
+            if row is None:
+                return False
+            if row[column] != value:
+                cursor.execute(statement, key | {column: value})
+                _tell(cursor, _checkpoint(row), event, time.time(), **{column: value})
+            return True
+
+        return await self._database.write(work)
+
+    async def of_session(self, session_id: str) -> tuple[int, int]:
+        """How many the runs of a session have, and how large they are together."""
+        row = await self._database.read(lambda cursor: cursor.row(_SUMS, {"session": session_id}))
+        assert row is not None, "sums have a row"
+        return int(row["count"]), int(row["bytes"])
+
+
+def _tell(cursor: Cursor, checkpoint: CheckpointRecord, event: str, now: float, **details: float | None) -> None:
+    path = f"tinker://{checkpoint.run_id}/{checkpoint.kind}/{checkpoint.name}"
+    about = {"model_id": checkpoint.run_id, "tinker_path": path, **details}
+    add_entry(cursor, checkpoint.tenant_id, event, now, about)
 
 
 def _key(run_id: str, kind: CheckpointKind, name: str) -> Row:

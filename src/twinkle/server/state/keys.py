@@ -8,11 +8,13 @@ import hmac
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import bindparam, insert, select, update
 
+from twinkle.server.state.audit import add_entry
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.tables import API_KEYS
 
@@ -32,9 +34,10 @@ _COLUMNS = (
 )
 _INSERT = insert(API_KEYS)
 _LIST = select(*_COLUMNS).order_by(API_KEYS.c.created_at, API_KEYS.c.key_id)
-_BY_HASH = select(API_KEYS.c.tenant_id, API_KEYS.c.key_hash).where(
+_BY_HASH = select(*_COLUMNS, API_KEYS.c.key_hash).where(
     API_KEYS.c.key_hash == bindparam("key_hash"), API_KEYS.c.revoked_at.is_(None)
 )
+_BY_ID = select(*_COLUMNS).where(API_KEYS.c.key_id == bindparam("id"), API_KEYS.c.revoked_at.is_(None))
 _REVOKE = (
     update(API_KEYS)
     .where(API_KEYS.c.key_id == bindparam("id"), API_KEYS.c.revoked_at.is_(None))
@@ -59,7 +62,8 @@ class Keys:
     def __init__(self, database: Database, secret: bytes) -> None:
         self._database = database
         self._secret = secret
-        self._tenants: dict[bytes, tuple[str, float]] = {}  # by hash: tenant and until when we believe it
+        # By hash, or id: what we found and until when we believe it.
+        self._found: dict[bytes | str, tuple[KeyRecord, float]] = {}
 
     async def create(self, tenant_id: str | None, name: str, now: float) -> tuple[KeyRecord, str]:
         """A new key and its record; without a tenant, of a new one."""
@@ -78,7 +82,12 @@ class Keys:
             "created_at": now,
             "revoked_at": None,
         }
-        await self._database.write(lambda cursor: cursor.execute(_INSERT, row))
+
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_INSERT, row)
+            add_entry(cursor, record.tenant_id, "key_create", now, {"key_id": record.key_id, "name": name})
+
+        await self._database.write(work)
         return record, key
 
     async def list(self) -> tuple[KeyRecord, ...]:
@@ -88,25 +97,50 @@ class Keys:
 
     async def revoke(self, key_id: str, now: float) -> bool:
         """Whether there was such a key to revoke. Other processes notice within seconds."""
-        revoked = await self._database.write(lambda cursor: cursor.execute(_REVOKE, {"id": key_id, "now": now}) > 0)
-        self._tenants.clear()
+
+        def work(cursor: Cursor) -> bool:
+            row = cursor.row(_BY_ID, {"id": key_id})
+            if row is None:
+                return False
+            cursor.execute(_REVOKE, {"id": key_id, "now": now})
+            add_entry(cursor, row["tenant_id"], "key_revoke", now, {"key_id": key_id, "name": row["name"]})
+            return True
+
+        revoked = await self._database.write(work)
+        self._found.clear()
         return revoked
 
     async def tenant_of(self, key: str) -> str | None:
         """The tenant of a configured key; None if it is unknown or revoked."""
+        record = await self.find(key)
+        return None if record is None else record.tenant_id
+
+    async def find(self, key: str) -> KeyRecord | None:
+        """Of a configured key; None if it is unknown or revoked."""
         key_hash = self._hash(b"key", key)
-        cached = self._tenants.get(key_hash)
+        return await self._cached(key_hash, lambda cursor: _by_hash(cursor, key_hash))
+
+    async def find_by_id(self, key_id: str) -> KeyRecord | None:
+        """The same, by its id."""
+        return await self._cached(key_id, lambda cursor: cursor.row(_BY_ID, {"id": key_id}))
+
+    async def _cached(self, name: bytes | str, query: Callable[[Cursor], Row | None]) -> KeyRecord | None:
+        cached = self._found.get(name)
         if cached is not None and cached[1] > time.monotonic():
             return cached[0]
-        row = await self._database.read(lambda cursor: _by_hash(cursor, key_hash))
+        row = await self._database.read(query)
         if row is None:
-            self._tenants.pop(key_hash, None)
+            self._found.pop(name, None)
             return None
-        if len(self._tenants) >= _CACHE_SIZE:
-            self._tenants.clear()
-        tenant_id = str(row["tenant_id"])
-        self._tenants[key_hash] = (tenant_id, time.monotonic() + _CACHE_SECONDS)
-        return tenant_id
+        if len(self._found) >= _CACHE_SIZE:
+            self._found.clear()
+        record = KeyRecord(**{column.name: row[column.name] for column in _COLUMNS})
+        self._found[name] = (record, time.monotonic() + _CACHE_SECONDS)
+        return record
+
+    def secret_for(self, purpose: str) -> bytes:
+        """A secret of its own for everything that the server signs."""
+        return self._hash(b"secret", purpose)
 
     def open_tenant(self, key: str) -> str:
         """The tenant that a key stands for when every key is welcome: a function of the key and our secret alone."""

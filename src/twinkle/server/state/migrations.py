@@ -130,12 +130,32 @@ def _add_usage(connection: Connection) -> None:
     connection.exec_driver_sql("CREATE INDEX sessions_by_state_of_tenant ON sessions (tenant_id, state)")
 
 
+def _add_audit_and_finish_reasons(connection: Connection) -> None:
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE audit (
+            entry_id VARCHAR NOT NULL PRIMARY KEY,
+            tenant_id VARCHAR NOT NULL,
+            at {double} NOT NULL,
+            event VARCHAR NOT NULL,
+            details TEXT NOT NULL
+        )
+        """
+    )
+    connection.exec_driver_sql("CREATE INDEX audit_by_tenant ON audit (tenant_id, at)")
+    connection.exec_driver_sql("CREATE INDEX audit_by_time ON audit (at)")
+    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_reason VARCHAR")
+    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_detail TEXT")
+
+
 MIGRATIONS: Sequence[Migration] = (
     _add_sampling_clients,
     _add_replicas,
     _add_run_metrics,
     _add_custom_losses,
     _add_usage,
+    _add_audit_and_finish_reasons,
 )
 
 

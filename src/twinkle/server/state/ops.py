@@ -16,7 +16,7 @@ from twinkle.server.state.runs import insert_run
 from twinkle.server.state.tables import OPS, RUNS, SNAPSHOTS
 from twinkle.server.types import BlobRef, Encoding, Op, OpKind, OpRecord, Outcome, RunRecord
 
-__all__ = ["Accepted", "AcceptedRun", "Ops", "Pruned"]
+__all__ = ["Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
 
 _PRUNE_BATCH = 1000  # rows deleted in one transaction
 
@@ -38,6 +38,11 @@ _INSERT = insert(OPS)
 _GET = select(OPS).where(_AT)
 _SINCE = (
     select(OPS).where(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number")).order_by(OPS.c.seq)
+)
+_TIMES = (
+    select(OPS.c.seq, OPS.c.kind, OPS.c.accepted_at, OPS.c.finished_at, OPS.c.failed)
+    .where(OPS.c.adapter_id == bindparam("adapter"))
+    .order_by(OPS.c.seq)
 )
 _FINISH = (
     update(OPS)
@@ -84,6 +89,17 @@ class Pruned:
     rows: int
     body_segments: int
     outcome_segments: int
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """When an op was accepted and when it ended, which is None as long as it has not."""
+
+    seq: int
+    kind: OpKind
+    accepted_at: float
+    finished_at: float | None
+    failed: bool
 
 
 class Ops:
@@ -138,6 +154,14 @@ class Ops:
         """The adapter's ops after ``seq``, in sequence order; there may be gaps."""
         rows = await self._database.read(lambda cursor: cursor.rows(_SINCE, _at(adapter_id, seq)))
         return tuple(map(_record, rows))
+
+    async def times(self, adapter_id: str) -> tuple[OpTimes, ...]:
+        """Of the adapter's ops that are still on record, in sequence order."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_TIMES, {"adapter": adapter_id}))
+        return tuple(
+            OpTimes(row["seq"], OpKind(row["kind"]), row["accepted_at"], row["finished_at"], bool(row["failed"]))
+            for row in rows
+        )
 
     async def outcome(self, adapter_id: str, seq: int) -> Outcome | None:
         """None while the op is not done, or not on record."""

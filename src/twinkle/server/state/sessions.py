@@ -4,14 +4,17 @@ import json
 from collections.abc import Mapping
 from typing import Literal
 
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import and_, bindparam, func, insert, or_, select, update
 
 from twinkle.errors import QuotaError
+from twinkle.server.state.audit import add_entry
 from twinkle.server.state.database import Cursor, Database, Page, Row
 from twinkle.server.state.tables import SESSIONS
-from twinkle.server.types import SessionRecord
+from twinkle.server.types import FinishReason, SessionRecord
 
 __all__ = ["Sessions"]
+
+_END_OF_TIME = 1e18  # seconds
 
 _OF_TENANT = SESSIONS.c.tenant_id == bindparam("tenant_id")
 _OF_ID = SESSIONS.c.session_id == bindparam("id")
@@ -28,13 +31,29 @@ _LIST = (
     .limit(bindparam("limit"))
     .offset(bindparam("offset"))
 )
+_AFTER = (
+    select(SESSIONS)
+    .where(
+        _OF_TENANT,
+        or_(
+            SESSIONS.c.created_at < bindparam("created_at"),
+            and_(SESSIONS.c.created_at == bindparam("created_at"), SESSIONS.c.session_id > bindparam("id")),
+        ),
+    )
+    .order_by(SESSIONS.c.created_at.desc(), SESSIONS.c.session_id)
+    .limit(bindparam("limit"))
+)
 _SILENT = select(SESSIONS).where(_ACTIVE, SESSIONS.c.last_seen < bindparam("before")).order_by(SESSIONS.c.last_seen)
 _TOUCH = (
     update(SESSIONS)
     .where(_OF_ID, _ACTIVE, SESSIONS.c.last_seen < bindparam("seen"))
     .values(last_seen=bindparam("seen"))
 )
-_SET_STATE = update(SESSIONS).where(_OF_ID).values(state=bindparam("state"))
+_END = (
+    update(SESSIONS)
+    .where(_OF_ID, _ACTIVE)
+    .values(state=bindparam("end"), finish_reason=bindparam("reason"), finish_detail=bindparam("detail"))
+)
 _SET_METADATA = update(SESSIONS).where(_OF_ID).values(user_metadata=bindparam("user_metadata"))
 _COUNT_ACTIVE = select(func.count()).select_from(SESSIONS).where(_ACTIVE)
 _COUNT_ACTIVE_OF_TENANT = select(func.count()).select_from(SESSIONS).where(_OF_TENANT, _ACTIVE)
@@ -62,6 +81,8 @@ class Sessions:
             if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, {"tenant_id": session.tenant_id}) >= most:
                 return None  # an error here would have the transaction, which others share, done again
             cursor.execute(_INSERT, _row(session) | {"idempotency_key": idempotency_key})
+            details = {"session_id": session.session_id, "project_id": session.project_id}
+            add_entry(cursor, session.tenant_id, "session_create", session.created_at, details)
             return session
 
         made = await self._database.write(work)
@@ -83,6 +104,13 @@ class Sessions:
 
         return await self._database.read(work)
 
+    async def after(self, tenant_id: str, last: SessionRecord | None, limit: int) -> tuple[SessionRecord, ...]:
+        """Those that follow ``last`` in the order of :meth:`list`, from the first one on without it."""
+        created_at, session_id = (_END_OF_TIME, "") if last is None else (last.created_at, last.session_id)
+        parameters = {"tenant_id": tenant_id, "created_at": created_at, "id": session_id, "limit": limit}
+        rows = await self._database.read(lambda cursor: cursor.rows(_AFTER, parameters))
+        return tuple(map(_session, rows))
+
     async def silent(self, before: float) -> tuple[SessionRecord, ...]:
         """Active sessions last seen before that time, longest silent first."""
         rows = await self._database.read(lambda cursor: cursor.rows(_SILENT, {"before": before}))
@@ -93,8 +121,27 @@ class Sessions:
         seen = [{"id": session_id, "seen": time} for session_id, time in last_seen.items()]
         await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, seen))
 
-    async def set_state(self, session_id: str, state: Literal["active", "finished", "expired"]) -> None:
-        await self._database.write(lambda cursor: cursor.execute(_SET_STATE, {"id": session_id, "state": state}))
+    async def end(
+        self,
+        session_id: str,
+        state: Literal["finished", "expired"],
+        now: float,
+        reason: FinishReason | None = None,
+        detail: str | None = None,
+    ) -> bool:
+        """Whether it was active. Of one that had ended before, state and reason stay what they are."""
+        parameters = {"id": session_id, "end": state, "reason": reason, "detail": detail}
+
+        def work(cursor: Cursor) -> bool:
+            if not cursor.execute(_END, parameters):
+                return False
+            row = cursor.row(_GET, {"id": session_id})
+            assert row is not None, "it was just changed"
+            event = "session_finish" if state == "finished" else "session_expire"
+            add_entry(cursor, row["tenant_id"], event, now, {"session_id": session_id, "reason": reason})
+            return True
+
+        return await self._database.write(work)
 
     async def note(self, session_id: str, key: str, name: str, value: object) -> None:
         """Set ``user_metadata[key][name]`` of a session that exists."""
@@ -112,9 +159,15 @@ class Sessions:
         """How many there are."""
         return await self._database.read(lambda cursor: cursor.number(_COUNT_ACTIVE, {}))
 
-    async def set_project(self, session_id: str, project_id: str | None) -> None:
-        parameters = {"id": session_id, "project_id": project_id}
-        await self._database.write(lambda cursor: cursor.execute(_SET_PROJECT, parameters))
+    async def set_project(self, session: SessionRecord, project_id: str, now: float) -> None:
+        parameters = {"id": session.session_id, "project_id": project_id}
+
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_SET_PROJECT, parameters)
+            details = {"session_id": session.session_id, "project_id": project_id}
+            add_entry(cursor, session.tenant_id, "project_assign", now, details)
+
+        await self._database.write(work)
 
     async def forgive_downtime(self, now: float) -> int:
         """Count all active sessions as seen now, because nobody could reach a server that was down; how many."""
@@ -133,6 +186,8 @@ def _row(session: SessionRecord) -> Row:
         "project_id": session.project_id,
         "tags": json.dumps(session.tags),
         "user_metadata": json.dumps(dict(session.user_metadata)),
+        "finish_reason": session.finish_reason,
+        "finish_detail": session.finish_detail,
     }
 
 
@@ -148,4 +203,6 @@ def _session(row: Row) -> SessionRecord:
         project_id=row["project_id"],
         tags=tuple(json.loads(row["tags"])),
         user_metadata=json.loads(row["user_metadata"]),
+        finish_reason=row["finish_reason"],
+        finish_detail=row["finish_detail"],
     )

@@ -2,7 +2,7 @@
 
 state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
-secret        under which API keys are hashed
+secret        under which API keys are hashed, and tokens and addresses signed
 lock          held by the one server that works here, or shared by its processes
 """
 
@@ -14,6 +14,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
+from twinkle.server.state.audit import Audit
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.custom_losses import CustomLosses
 from twinkle.server.state.database import Database
@@ -89,6 +90,7 @@ class Store:
         self.keys = Keys(self._database, secret)
         self.usage = UsageRecords(self._database)
         self.operator_requests = OperatorRequests(self._database)
+        self.audit = Audit(self._database)
 
     @classmethod
     async def open(

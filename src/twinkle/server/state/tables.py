@@ -23,6 +23,7 @@ from sqlalchemy import (
 
 __all__ = [
     "API_KEYS",
+    "AUDIT",
     "CHECKPOINTS",
     "CUSTOM_LOSSES",
     "LEASES",
@@ -58,6 +59,8 @@ SESSIONS = Table(
     Column("project_id", String),
     Column("tags", Text, nullable=False),
     Column("user_metadata", Text, nullable=False),
+    Column("finish_reason", String),
+    Column("finish_detail", Text),
     Index("sessions_by_idempotency_key", "tenant_id", "idempotency_key", unique=True),
     Index("sessions_by_tenant", "tenant_id", "created_at"),
     Index("sessions_by_last_seen", "state", "last_seen"),
@@ -247,4 +250,16 @@ OPERATOR_REQUESTS = Table(
     Column("created_at", Double, nullable=False),
     Column("answer", Text),
     Column("failed", Integer, nullable=False),
+)
+
+AUDIT = Table(
+    "audit",
+    METADATA,
+    Column("entry_id", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("event", String, nullable=False),
+    Column("details", Text, nullable=False),
+    Index("audit_by_tenant", "tenant_id", "at"),
+    Index("audit_by_time", "at"),
 )

@@ -114,7 +114,7 @@ class CreateModelRequest(Request):
             raise UnsupportedError(
                 "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
             )
-        _check_optimizer(self.optimizer_config)
+        check_optimizer(self.optimizer_config)
         lora = self.lora_config
         seed = lora.seed
         if seed is not None and seed >= 2**63:
@@ -128,11 +128,16 @@ class CreateModelRequest(Request):
         )
 
 
-def _check_optimizer(config: OptimizerConfig | None) -> None:
+def check_optimizer(config: OptimizerConfig | None) -> None:
     if config is not None and config.type == "dimuon":
         raise UnsupportedError("optimizer type: got 'dimuon', allowed: 'adamw' (dimuon is not implemented)")
     if config is not None and config.type != "adamw":
         raise UnknownNameError("optimizer type", config.type, ["adamw"])
+
+
+def check_access_token(token: object) -> None:
+    if token is not None:
+        raise UnsupportedError("weights_access_token: got a token, allowed: null (own and public checkpoints only)")
 
 
 # --- calls with a place in a model's sequence -------------------------------------------------------------------------
@@ -221,12 +226,11 @@ class LoadWeightsRequest(SequencedRequest):
     type: Literal["load_weights"] = "load_weights"
 
     def payload(self) -> LoadWeights:
-        if self.weights_access_token is not None:
-            raise UnsupportedError("weights_access_token: got a token, allowed: null (own and public checkpoints only)")
+        check_access_token(self.weights_access_token)
         for field in ("base_model", "model_seq_id", "session_id", "user_metadata"):
             if vars(self)[field] is not None:
                 raise InvalidInputError(field, vars(self)[field], "null: the model exists already")
-        _check_optimizer(self.optimizer_config)
+        check_optimizer(self.optimizer_config)
         return LoadWeights(self.path, self.optimizer)
 
 
@@ -234,7 +238,6 @@ class _Place(Request):
     """The part of a sequenced call that must be readable."""
 
     model_id: Id | None = None
-    session_id: Any = None
     seq_id: SequenceNumber | None = None
 
 
@@ -245,11 +248,6 @@ def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
     :class:`Refused`, so that the model's sequence goes on.
     """
     place = parse(_Place, body)
-    if request_type is LoadWeightsRequest and place.model_id is None and place.session_id is not None:
-        raise UnsupportedError(
-            "session_id: this server creates no model by loading weights; call create_model, then load_weights with"
-            " model_id and seq_id (client/config says create_model_via_load_weights: false)"
-        )
     if place.model_id is None or place.seq_id is None:
         raise MalformedRequestError(f"{'model_id' if place.model_id is None else 'seq_id'}: Field required")
     payload: Payload

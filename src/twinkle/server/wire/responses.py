@@ -34,6 +34,10 @@ def published(*, path: str | None = None, sampling_session_id: str | None = None
     return _success({**result, "type": "save_weights_for_sampler"})
 
 
+def exported(path: str, size_bytes: int) -> Outcome:
+    return _success({"path": path, "size_bytes": size_bytes})
+
+
 def loaded(path: str, model_id: str) -> Outcome:
     return _success({"path": path, "model_id": model_id, "type": "load_weights"})
 

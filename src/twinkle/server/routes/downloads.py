@@ -1,0 +1,76 @@
+"""What is fetched by a signed address, without a key: files of exported weights, traces of sessions."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+
+from twinkle.errors import NotFoundError
+from twinkle.server.checkpoint_access import expired, readable_checkpoint
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, public_address, tenant_of
+from twinkle.server.routes.rest import path_of
+from twinkle.server.session_trace import session_trace, trace_file_name
+
+router = APIRouter(prefix=PREFIX)
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
+async def external_weights_urls(request: Request, run_id: str, kind: str, name: str) -> Response:
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    path = path_of(run_id, kind, name)
+    record = await readable_checkpoint(gateway.store, path, tenant_id)
+    if record.kind != "external_weights":
+        raise NotFoundError("checkpoint of kind external_weights", str(path))
+    token, expires = gateway.signed_urls.sign("external_weights", path=str(path), request_id=record.request_id)
+    names = await asyncio.to_thread(_file_names, gateway.files.root / record.directory)
+    details = {"model_id": run_id, "tinker_path": str(path), "purpose": "download"}
+    await gateway.store.audit.add(tenant_id, "checkpoint_read", details)
+    urls = {file: f"{public_address(request)}{PREFIX}/downloads/{token}/{file}" for file in names}
+    return json_response({"urls": urls, "expires": iso_time(expires)})
+
+
+@router.get("/downloads/{token}/{file}")
+async def download(request: Request, token: str, file: str) -> Response:
+    """Whole or in ranges. Gone with the checkpoint, also if another one has its name by now."""
+    gateway = gateway_of(request)
+    claims = gateway.signed_urls.read("external_weights", token)
+    path = CheckpointPath.parse(claims["path"])
+    record = await gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
+    if record is None or record.request_id != claims["request_id"] or expired(record):
+        raise NotFoundError("checkpoint", str(path))
+    directory = gateway.files.root / record.directory
+    if file not in await asyncio.to_thread(_file_names, directory):
+        raise NotFoundError("file", file)
+    return FileResponse(directory / file, media_type="application/octet-stream", filename=file)
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def trace_export(request: Request, session_id: str) -> Response:
+    """Ready at once: what there is to tell is put together when it is fetched."""
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    session = await gateway.session(session_id, tenant_id)
+    token, _ = gateway.signed_urls.sign("trace", session_id=session.session_id)
+    return json_response({"status": "ready", "url": f"{public_address(request)}{PREFIX}/traces/{token}"})
+
+
+@router.get("/traces/{token}")
+async def trace(request: Request, token: str) -> Response:
+    gateway = gateway_of(request)
+    session_id = gateway.signed_urls.read("trace", token)["session_id"]
+    session = await gateway.store.sessions.get(session_id)
+    if session is None:
+        raise NotFoundError("session", session_id)
+    content = await session_trace(gateway.store, session)
+    body = await asyncio.to_thread(json.dumps, content)
+    headers = {"Content-Disposition": f'attachment; filename="{trace_file_name(session)}"'}
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def _file_names(directory: Path) -> list[str]:
+    """Of a checkpoint, which has no directories inside; none if it was deleted just now."""
+    return sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []

@@ -1,0 +1,97 @@
+"""Looking for sessions among one's own."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinkle.errors import InvalidInputError
+from twinkle.server.state import Store
+from twinkle.server.types import SessionRecord
+from twinkle.server.wire.session_requests import SearchCursor, SearchSessionsRequest, Status
+
+_AT_ONCE = 500  # records read from the database before others get their turn
+
+
+@dataclass(frozen=True)
+class Found:
+    """A page, newest first. ``more``: whether there may be others behind it."""
+
+    sessions: Sequence[SessionRecord]
+    more: bool
+
+
+async def search_sessions(store: Store, tenant_id: str, wanted: SearchSessionsRequest) -> Found:
+    last = None if wanted.cursor is None else await _last_of_page(store, tenant_id, wanted.cursor)
+    if not _is_about(wanted, tenant_id):
+        return Found((), False)
+    found: list[SessionRecord] = []
+    while True:
+        page = await store.sessions.after(tenant_id, last, _AT_ONCE)
+        found += [session for session in page if _matches(session, wanted)]
+        if len(found) > wanted.limit or len(page) < _AT_ONCE:
+            break
+        last = page[-1]
+    return Found(found[: wanted.limit], len(found) > wanted.limit)
+
+
+async def _last_of_page(store: Store, tenant_id: str, cursor: SearchCursor) -> SessionRecord:
+    """By its id: the time that a cursor carries is rounded."""
+    record = await store.sessions.get(cursor.last_session_id)
+    if (
+        record is None
+        or record.tenant_id != tenant_id
+        or abs(record.created_at - cursor.last_created_at.timestamp()) > 0.001
+    ):
+        raise InvalidInputError("cursor", cursor.last_session_id, "next_cursor of the page before, unchanged")
+    return record
+
+
+def _is_about(wanted: SearchSessionsRequest, tenant_id: str) -> bool:
+    """Whether the tenant's own sessions are meant; there are no others to be seen."""
+    if wanted.owner.type != "user":
+        return True
+    if not wanted.owner.owner_urns:
+        raise InvalidInputError("owner.owner_urns", wanted.owner.owner_urns, "1 to 10 owners")
+    return tenant_id in wanted.owner.owner_urns
+
+
+def _matches(session: SessionRecord, wanted: SearchSessionsRequest) -> bool:
+    return (
+        _is_named(session, wanted)
+        and (wanted.project_ids is None or session.project_id in wanted.project_ids)
+        and wanted.user_metadata.items() <= shown_metadata(session).items()
+        and (wanted.statuses is None or any(_has_status(session, status) for status in wanted.statuses))
+    )
+
+
+def _is_named(session: SessionRecord, wanted: SearchSessionsRequest) -> bool:
+    """By id or by the words of its name: either will do."""
+    if wanted.session_id is None and wanted.display_name is None:
+        return True
+    words = () if wanted.display_name is None else wanted.display_name.casefold().split()
+    name = (session.display_name or "").casefold()
+    return session.session_id == wanted.session_id or (bool(words) and all(word in name for word in words))
+
+
+def _has_status(session: SessionRecord, status: Status) -> bool:
+    """Nothing cancels a session here, and no request fails one."""
+    if status.type == "active":
+        return session.state == "active"
+    if status.type == "client_finished" and session.state == "finished":
+        return status.reasons is None or session.finish_reason in status.reasons
+    return False
+
+
+def shown_status(session: SessionRecord) -> dict[str, object] | None:
+    """None of one that fell silent."""
+    if session.state == "active":
+        return {"type": "active"}
+    if session.state == "finished":
+        reason = {"type": session.finish_reason or "success"}  # of one that ended before reasons were kept
+        return {"type": "client_finished", "reason": reason, "detail": session.finish_detail}
+    return None
+
+
+def shown_metadata(session: SessionRecord) -> dict[str, str]:
+    """Clients expect text; what is something else is shown as JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in session.user_metadata.items()}
