@@ -42,7 +42,11 @@ def init_twinkle_client(
 
 
 def initialize(
-    mode: str = "local", seed: int | None = 42, full_determinism: bool = False, name: str | None = None
+    mode: str = "local",
+    seed: int | None = 42,
+    full_determinism: bool = False,
+    name: str | None = None,
+    groups: object = None,
 ) -> TwinkleClient:
     """``twinkle.initialize`` for a script that moved to a server: the default client, of the environment's server.
 
@@ -50,6 +54,8 @@ def initialize(
     """
     if mode != "local":
         raise invalid("mode", mode, "'local': where the server computes is the server's business")
+    if groups is not None:
+        raise invalid("groups", groups, "None: on which processes the server computes is the server's business")
     if full_determinism:
         raise invalid("full_determinism", True, "False: requests of several clients share batches on the server")
     return init_twinkle_client(seed=seed, session_metadata=None if name is None else {"name": name})

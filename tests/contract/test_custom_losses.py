@@ -105,6 +105,7 @@ def test_server_and_client_come_to_the_same_weights(server: SdkServer, plain_ser
             steps.append((output.metrics, training.optim_step(ADAM).result().metrics, logprobs_of(output)))
         final = training.forward(tinker_data(sequences(9)), "cross_entropy").result()
         found.append((steps, logprobs_of(final)))
+        service.close("success").result()  # or it would complain that the server is gone
     (ours, last), (theirs, expected) = found
     for (metrics, stepped, logprobs), (wanted, wanted_step, wanted_logprobs) in zip(ours, theirs, strict=True):
         named = {name for name in wanted if name.startswith("custom/")} | {"loss:sum"}

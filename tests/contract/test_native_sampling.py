@@ -32,10 +32,14 @@ FEATURES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def local() -> LocalSampler:
+def local_model() -> MultiLoraTransformersModel:
     torch.set_num_threads(1)
-    model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", max_loras=2)
-    return LocalSampler(model)
+    return MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", max_loras=2)
+
+
+@pytest.fixture(scope="module")
+def local(local_model: MultiLoraTransformersModel) -> LocalSampler:
+    return LocalSampler(local_model)
 
 
 @pytest.fixture
@@ -137,10 +141,10 @@ def test_a_checkpoint(server: SdkServer, caller: Caller, local: LocalSampler) ->
     assert served != caller.samples(NAME, body)
 
 
-def test_a_live_adapter(server: SdkServer, local: LocalSampler) -> None:
+def test_a_live_adapter(server: SdkServer, local_model: MultiLoraTransformersModel, local: LocalSampler) -> None:
     tenant = NativeTenant(server.url, "live adapters", NAME)
     tenant.add_adapter("a", seed=7)
-    model = local._model
+    model = local_model
     model.add_adapter_to_model("a", peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), seed=7)
     verbs: list[tuple[str, dict[str, Any]]] = [
         ("set_optimizer", {"optimizer_cls": "AdamW", "lr": 0.03}),

@@ -13,6 +13,8 @@ from twinkle.server.files import DataDir
 from twinkle.server.gateway import Gateway
 from twinkle.server.loading import load_served_model
 from twinkle.server.state import Store
+from twinkle.server.telemetry.start import Telemetry
+from twinkle.server.tenants import Tenants
 from twinkle.server.types import SessionRecord
 
 TENANT = "tenant-a"
@@ -23,7 +25,7 @@ def test_versions_end_with_their_session(tmp_path: Path) -> None:
         config = default_config("mock", backend="mock", data_dir=tmp_path)
         store = await Store.open(tmp_path)
         model, compute, files = load_served_model(config.served_models[0]), Compute(), DataDir(tmp_path)
-        entry = services_on(model, config, store, compute, files, merge=True)
+        entry = services_on(model, config, store, compute, files, Tenants(), Telemetry(), merge=True)
         gateway = Gateway(config, store, {"mock": entry}, files)
         assert entry.sampling is not None
         assert model.sampler is not None

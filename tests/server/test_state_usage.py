@@ -1,6 +1,7 @@
 """Usage by tenant and day, disk space, and limits that are checked where they are written down."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -145,7 +146,7 @@ def test_no_more_sessions_are_active_than_may_be_however_many_come_at_once(tmp_p
         page = await store.sessions.list("alice", 100)
         assert page.total == 7
         await store.sessions.create(session("other", tenant_id="bob"), most=7)
-        await store.sessions.set_state(page.items[0].session_id, "finished")
+        await store.sessions.end(page.items[0].session_id, "finished", time.time())
         assert await create(100)
         assert not await create(101)
 

@@ -37,7 +37,7 @@ PUBLIC = {
     ("GET", "/traces/{token}"),
     *PAGES,
 }
-# Not for tenants, whose keys open nothing there: see test_metrics.py.
+# Not for tenants, whose keys open nothing there: see test_metrics_route.py.
 OPERATORS = ("GET", "/metrics")
 # About nothing but the key that the request has, and refused where keys are not issued: see test_auth.py.
 ABOUT_THE_KEY = {("POST", "/auth/token"), ("DELETE", "/auth/apikey/me")}

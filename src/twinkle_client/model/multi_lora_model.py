@@ -57,6 +57,7 @@ class MultiLoraTransformersModel:
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
         compiled: bool = False,
+        remote_group: str | None = None,
     ) -> None:
         self.client = default_client() if client is None else client
         self.model_id = model_name(model_id)

@@ -25,7 +25,7 @@ class Sampler:
     """The sampler of a model: ``model_id`` is its id, or a model handle, whose client is used.
 
     ``template`` encodes the trajectories and decodes tokens: the name of one of the library's, or one of
-    :mod:`twinkle_client.template`.
+    :mod:`twinkle_client.template`. ``remote_group`` is accepted as of a local sampler, and not used.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Sampler:
         template: object = None,
         *,
         client: TwinkleClient | None = None,
+        remote_group: str | None = None,
     ) -> None:
         if isinstance(model_id, MultiLoraTransformersModel):
             client = model_id.client if client is None else client

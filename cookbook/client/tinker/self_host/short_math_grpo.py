@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -29,9 +28,7 @@ API_KEY = os.environ.get("TWINKLE_SERVER_TOKEN", "tml-local")
 MODEL = os.environ.get("TWINKLE_MODEL", "Qwen/Qwen3-4B-Instruct-2507")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument(
-    "--data", default="hf://openai/gsm8k", help="sums, or a data set like GSM8K: hf://…, ms://…, a path"
-)
+parser.add_argument("--data", default="hf://openai/gsm8k", help="sums, or like GSM8K: hf://…, ms://…, a path")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--seed", type=int, default=0, help="of the problems' order, of the adapter and of the samples")
 parser.add_argument("--prompts", type=int, default=16, help="problems a step")
@@ -113,15 +110,9 @@ def make_datum(prompt: list[int], sequence: types.SampledSequence, advantage: fl
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def log_reward(reward: float) -> None:
-    """For the curves of the server's dashboard, beside the loss; other servers keep none, and nothing is lost."""
-    address = f"{BASE_URL}/api/v1/twinkle/training_runs/{training.model_id}/metrics"
-    with suppress(httpx.HTTPError):
-        httpx.post(address, headers={"X-API-Key": API_KEY}, json={"values": {"reward": reward}})
-
-
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
+CURVES = f"{BASE_URL}/api/v1/twinkle/training_runs/{training.model_id}/metrics"
 sampler = training.save_weights_and_get_sampling_client()
 before, curve = accuracy("before", sampler), []
 progress = tqdm(range(args.steps), desc="GRPO", unit="step")
@@ -139,7 +130,7 @@ for step in progress:
         scored += [(encode(text), each, float(a)) for each, a in zip(group, advantages, strict=True) if a != 0]
         rewards += right
     curve.append(float(np.mean(rewards)))
-    log_reward(curve[-1])
+    httpx.post(CURVES, headers={"X-API-Key": API_KEY}, json={"values": {"reward": curve[-1]}})  # for the dashboard
 
     # Learn: one update, on the samples of the very policy that is updated.
     if scored:
