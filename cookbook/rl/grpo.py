@@ -27,7 +27,7 @@ from twinkle.advantage import GRPOAdvantage
 from twinkle.data_format import SamplingParams, Trajectory, pack_value, user_data_get
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.reward import Reward
-from twinkle.sampler import LocalSampler
+from twinkle.sampler import LocalSampler, hand_over
 from twinkle.template import Template
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,8 +89,7 @@ reward, advantage = RightAnswer(), GRPOAdvantage()
 
 def sample(prompts: list[Trajectory], **options: float) -> list:
     """Lines by the policy as it is now; " 134\\n" has five tokens. In mode ray its weights go from worker to worker."""
-    weights, config = model.get_state_dict(adapter_name=ADAPTER), model.get_peft_config_dict(adapter_name=ADAPTER)
-    sampler.receive_weights(ADAPTER, weights, config)
+    hand_over(model, sampler, ADAPTER)
     responses = sampler.sample(prompts, SamplingParams(max_tokens=5, stop="\n", **options), adapter_name=ADAPTER)
     return [sequence for response in responses for sequence in response.sequences]
 

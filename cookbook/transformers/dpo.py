@@ -26,7 +26,7 @@ from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.preprocessor import EmojiDPOProcessor
-from twinkle.sampler import LocalSampler
+from twinkle.sampler import LocalSampler, hand_over
 from twinkle.template import Template
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,9 +131,7 @@ for epoch in range(args.epochs):
     say(f"epoch {epoch + 1}: held-out margin {margin:.2f}, accuracy {accuracy:.0%}")
 progress.close()
 
-# The sampler takes over the adapter as it is now. In mode ray weights go from worker to worker, not through here.
-weights = model.get_state_dict(adapter_name=ADAPTER)
-sampler.receive_weights(ADAPTER, weights, model.get_peft_config_dict(adapter_name=ADAPTER))
+hand_over(model, sampler, ADAPTER)  # as it is now; in mode ray its weights go from worker to worker
 show("after", ADAPTER)
 say("saved, in PEFT's format:", model.save("dpo", args.output, adapter_name=ADAPTER))
 if args.curve and is_master():

@@ -25,7 +25,7 @@ from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.preprocessor import AlpacaProcessor
-from twinkle.sampler import LocalSampler
+from twinkle.sampler import LocalSampler, hand_over
 from twinkle.template import Template
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,12 +86,6 @@ template = Template(args.model)
 sampler = LocalSampler(model, template, remote_group="sampler")
 
 
-def hand_over(name: str) -> None:
-    """The sampler takes over an adapter as it is now. In mode ray its weights go from worker to worker directly."""
-    weights = model.get_state_dict(adapter_name=name)
-    sampler.receive_weights(name, weights, model.get_peft_config_dict(adapter_name=name))
-
-
 def show(adapter_name: str | None) -> None:
     prompts = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
     greedy = SamplingParams(max_tokens=30, temperature=0.0)
@@ -117,7 +111,7 @@ for _ in progress:
         progress.set_postfix(losses)
 
 for name in dataloaders:
-    hand_over(name)
+    hand_over(model, sampler, name)
     show(name)
 show(None)  # as before: the base has not moved
 for name in dataloaders:

@@ -127,7 +127,8 @@ def test_a_token_opens_it_and_keys_of_tenants_do_not(
     telemetry = {"metrics": "token", "metrics_token_file": str(file), "tenants_in_metrics": 1}
     server = own_server(mock_config(auth={"mode": "keys"}, telemetry=telemetry))
     cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")])
-    key = capsys.readouterr().out.strip()
+    said = capsys.readouterr()
+    key, tenant_id = said.out.strip(), said.err.partition("tenant ")[2].partition(";")[0]
     tenant = Tenant(server.url, key)
     tenant.model()
     assert _get(server) == 401
@@ -137,7 +138,7 @@ def test_a_token_opens_it_and_keys_of_tenants_do_not(
         assert _get(server, Authorization=f"Bearer {wrong}".encode("latin-1")) == 401
     assert _get(server, Authorization=f"Bearer {TOKEN}", Host="a.example.com", Via="proxy") == 200
     seen = scrape(server.url, Authorization=f"Bearer {TOKEN}")
-    assert set(seen["twinkle_tenant_queue_depth"]) == {frozenset({("tenant", "other")})}
+    assert set(seen["twinkle_tenant_queue_depth"]) == {frozenset({("tenant", tenant_id)})}
     assert TOKEN not in server.log()
 
 

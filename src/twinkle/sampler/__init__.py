@@ -21,7 +21,7 @@ from twinkle.sampler.types import (
 )
 
 if TYPE_CHECKING:
-    from twinkle.sampler.local_sampler import LocalSampler
+    from twinkle.sampler.local_sampler import LocalSampler, hand_over
     from twinkle.sampler.torch_sampler import TorchSampler
 
 __all__ = [
@@ -37,9 +37,14 @@ __all__ = [
     "SamplingParams",
     "TopLogprobs",
     "TorchSampler",
+    "hand_over",
 ]
 
-_LAZY = {"LocalSampler": "twinkle.sampler.local_sampler", "TorchSampler": "twinkle.sampler.torch_sampler"}
+_LAZY = {
+    "LocalSampler": "twinkle.sampler.local_sampler",
+    "TorchSampler": "twinkle.sampler.torch_sampler",
+    "hand_over": "twinkle.sampler.local_sampler",
+}
 
 
 def __getattr__(name: str) -> object:

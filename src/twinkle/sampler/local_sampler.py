@@ -30,7 +30,7 @@ from twinkle.sampler.torch_sampler import TorchSampler
 if TYPE_CHECKING:
     from twinkle.template import Template
 
-__all__ = ["LocalSampler"]
+__all__ = ["LocalSampler", "hand_over"]
 
 
 def own_prompts(
@@ -176,3 +176,9 @@ class LocalSampler:
             for request in requests:
                 self.engine.cancel(request.request_id)
         return [done[request.request_id] for request in requests]
+
+
+def hand_over(model: MultiLoraTransformersModel, sampler: LocalSampler, adapter_name: str) -> None:
+    """Let the sampler take over an adapter as it is now. On Ray its weights go from worker to worker directly."""
+    weights = model.get_state_dict(adapter_name=adapter_name)
+    sampler.receive_weights(adapter_name, weights, model.get_peft_config_dict(adapter_name=adapter_name))

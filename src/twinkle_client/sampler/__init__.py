@@ -1,5 +1,5 @@
 """Samplers of a server."""
 
-from twinkle_client.sampler.sampler import LocalSampler, Sampler, vLLMSampler
+from twinkle_client.sampler.sampler import LocalSampler, Sampler, hand_over, vLLMSampler
 
-__all__ = ["LocalSampler", "Sampler", "vLLMSampler"]
+__all__ = ["LocalSampler", "Sampler", "hand_over", "vLLMSampler"]

@@ -8,6 +8,7 @@ from typing import Any
 from twinkle_client.client import TwinkleClient, parsed
 from twinkle_client.current_client import default_client
 from twinkle_client.data_format import sampling_fields
+from twinkle_client.errors import invalid
 from twinkle_client.lora_config import config_text
 from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
 from twinkle_client.model_path import model_name, service_path
@@ -16,7 +17,7 @@ from twinkle_client.template import Template
 from twinkle_client.types import AddAdapterResponse, SampleResponseModel, SampleResponseModelList, SetTemplateResponse
 from twinkle_client.wire_json import encode
 
-__all__ = ["LocalSampler", "Sampler", "vLLMSampler"]
+__all__ = ["LocalSampler", "Sampler", "hand_over", "vLLMSampler"]
 
 Inputs = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -109,3 +110,9 @@ class Sampler:
 # What scripts call it: the server's sampler may be vLLM or another one, and is never in this process.
 vLLMSampler = Sampler  # noqa: N816
 LocalSampler = Sampler
+
+
+def hand_over(model: MultiLoraTransformersModel, sampler: Sampler, adapter_name: str) -> None:
+    """For scripts that run without a server too. A server's sampler has the model's adapters, each as it is now."""
+    if sampler.model_id != model.model_id:
+        raise invalid("sampler", sampler.model_id, f"a sampler of the model's own base, {model.model_id}")
