@@ -56,7 +56,6 @@ NOTHING = (
     "completion_streams",
     "sampling_sessions_cached",
     "sampling_clients",
-    "tenants_creating",
     "tenants_unfetched",
     "heartbeats",
     "processor_sessions",

@@ -34,7 +34,6 @@ def counts(gateway: Gateway) -> dict[str, int]:
     found = {"threads": len(os.listdir("/proc/self/task")), "python_blocks": sys.getallocatedblocks()}
     found["sampling_sessions_cached"] = len(gateway._samplers)
     found["sampling_clients"] = len(gateway._sampling_clients._covered) + len(gateway._sampling_clients._writing)
-    found["tenants_creating"] = len(gateway._creating)
     found["heartbeats"] = len(gateway._heartbeats)
     processors = gateway.processors
     found["processor_sessions"] = 0 if processors is None else len(processors._sessions)

@@ -7,7 +7,6 @@ not have, apart from heartbeats since the last housekeeping.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +14,6 @@ from typing import Literal
 from twinkle.errors import (
     InvalidInputError,
     NotFoundError,
-    QuotaError,
     UnknownNameError,
     UnsupportedError,
 )
@@ -105,7 +103,6 @@ class Gateway:
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
-        self._creating: Counter[str] = Counter()  # adapters of a tenant that are on their way
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
         self._sampling_clients = SamplingClients(store.sampling_sessions)
 
@@ -275,23 +272,11 @@ class Gateway:
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
         await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
-        limit = self.tenants.limits(run.tenant_id).adapters
-        live = self.adapters_of(run.tenant_id) + self._creating[run.tenant_id]
-        if live >= limit and training.run(run.run_id) is None:
-            raise QuotaError("adapters", live, limit)
-        self._creating[run.tenant_id] += 1  # until it counts by itself: others must not pass the limit meanwhile
-        try:
-            request_id = await training.create(run, op)
-        finally:
-            self._creating -= Counter([run.tenant_id])  # without a zero for everybody who ever made one
+        request_id = await training.create(run, op)
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
             await self.park(run, f"session {session.session_id} {session.state}")
         return request_id
-
-    def adapters_of(self, tenant_id: str) -> int:
-        """Live ones."""
-        return sum(entry.training.adapters_of(tenant_id) for entry in self.services.values())
 
     async def run(self, run_id: str, tenant_id: str) -> RunRecord:
         for entry in self.services.values():

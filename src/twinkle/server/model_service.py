@@ -134,7 +134,8 @@ class ModelService:
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
         with self._recorder.journalling(op):
-            accepted = await self._store.ops.accept_run(run, op, op.digest, time.time())
+            most = self._tenants.limits(run.tenant_id).adapters
+            accepted = await self._store.ops.accept_run(run, op, op.digest, time.time(), most)
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
             used = f"model_seq_id {run.number} was used"
@@ -277,9 +278,6 @@ class ModelService:
     def run(self, run_id: str) -> RunRecord | None:
         adapter = self._adapters.get(run_id)
         return None if adapter is None else adapter.run
-
-    def adapters_of(self, tenant_id: str) -> int:
-        return sum(adapter.run.tenant_id == tenant_id for adapter in self._adapters.values())
 
     def adapters_by_tenant(self) -> dict[str, int]:
         return dict(Counter(adapter.run.tenant_id for adapter in self._adapters.values()))

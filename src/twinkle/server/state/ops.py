@@ -9,6 +9,7 @@ from functools import partial
 
 from sqlalchemy import and_, bindparam, delete, exists, insert, or_, select, update
 
+from twinkle.errors import QuotaError
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.journal import Journal
 from twinkle.server.state.journal_writers import JournalWriters
@@ -115,18 +116,29 @@ class Ops:
         """Once this returns, the op survives our death. An op with this number that is on record stays as it is."""
         return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
 
-    async def accept_run(self, run: RunRecord, op: Op, digest: bytes, now: float) -> AcceptedRun:
-        """A run and the op that creates its adapter, both or neither; or those that its session has already."""
+    async def accept_run(
+        self, run: RunRecord, op: Op, digest: bytes, now: float, most: int | None = None
+    ) -> AcceptedRun:
+        """A run and the op that creates its adapter, both or neither; or those that its session has already.
+
+        ``most``: live runs of a tenant, counted here, where all processes of a server meet.
+        """
         assert op.adapter_id == run.run_id
 
-        def work(cursor: Cursor) -> AcceptedRun:
-            recorded = insert_run(cursor, run)
+        def work(cursor: Cursor) -> AcceptedRun | None:
+            recorded = insert_run(cursor, run, most)
+            if recorded is None:
+                return None  # an error here would have the transaction, which others share, done again
             if recorded is run:
                 return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
             row = cursor.row(_GET, {"adapter": recorded.run_id, "number": op.seq})
             return AcceptedRun(recorded, None if row is None else _record(row), created=False)
 
-        return await self._database.write(work)
+        accepted = await self._database.write(work)
+        if accepted is None:
+            assert most is not None
+            raise QuotaError("adapters", most, most)
+        return accepted
 
     async def record_outcomes(self, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
         """Outcomes by (adapter id, seq). The first one stands: an op that is replayed keeps what clients may have seen.

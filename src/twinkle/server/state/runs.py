@@ -27,6 +27,11 @@ _GET = select(RUNS).where(_OF_ID)
 _BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
 _OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
 _IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
+_COUNT_LIVE = (
+    select(func.count())
+    .select_from(RUNS.join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id))
+    .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
+)
 _LIVE_BY_REPLICA = (
     select(RUNS.c.replica, func.count().label("runs"))
     .where(RUNS.c.state == "live", RUNS.c.model_name == bindparam("model_name"))
@@ -54,7 +59,9 @@ class Runs:
 
     async def add(self, run: RunRecord) -> RunRecord:
         """The run, or the one with this number that its session has already."""
-        return await self._database.write(lambda cursor: insert_run(cursor, run))
+        made = await self._database.write(lambda cursor: insert_run(cursor, run))
+        assert made is not None, "without a limit there is room"
+        return made
 
     async def get(self, run_id: str) -> RunRecord | None:
         row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": run_id}))
@@ -100,11 +107,16 @@ class Runs:
         await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, times))
 
 
-def insert_run(cursor: Cursor, run: RunRecord) -> RunRecord:
-    """Inside a write: the run, or the one with this number that its session has already."""
+def insert_run(cursor: Cursor, run: RunRecord, most: int | None = None) -> RunRecord | None:
+    """Inside a write: the run, or the one with this number that its session has already.
+
+    None: the tenant has ``most`` live ones. Those of a session that has ended do not count: they are being parked.
+    """
     row = cursor.row(_BY_NUMBER, {"session_id": run.session_id, "number": run.number})
     if row is not None:
         return _run(row)
+    if most is not None and cursor.number(_COUNT_LIVE, {"tenant_id": run.tenant_id}) >= most:
+        return None
     cursor.execute(_INSERT, _row(run))
     return run
 
