@@ -28,7 +28,7 @@ _ONGOING = 4096
 # A replica finishes what runs and puts every adapter on disk. Being killed loses nothing either.
 _SHUTDOWN_SECONDS = 300.0
 _LOG_BYTES = 64 * 2**20
-_LIGHT_CPUS = 0.1  # gateways and processors wait more than they work
+_LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 
 
 @serve.ingress()
@@ -127,7 +127,7 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
     """What Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
     if isinstance(one.args, ModelArgs):
         (served,) = (each for each in config.served_models if each.model is one.args)
-        options = _options(one, 1.0, _gpus(one.args, has_gpus))
+        options = _options(one, _LIGHT_CPUS if one.args.backend == "mock" else 1.0, _gpus(one.args, has_gpus))
         names = replica_names(one)
         others = [
             serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name)

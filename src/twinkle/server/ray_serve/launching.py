@@ -27,6 +27,7 @@ DEFAULT_NAMESPACE = "twinkle_cluster"
 NOT_DEPLOYED = "NOT_DEPLOYED"
 _KEEP_ALIVE_SECONDS = 75
 _POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 30.0  # without news; then what is known is said again
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
@@ -157,22 +158,28 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
 
 
 def _wait_until_running(names: Sequence[str]) -> None:
-    started = time.monotonic()
+    """Tells what changes, and what is waited for if nothing does: resources that the cluster has not, for one."""
+    started = told = time.monotonic()
     seen: dict[str, str] = {}
-    while True:
+    while set(seen.values()) != {ApplicationStatus.RUNNING.value} or len(seen) < len(names):
         applications = serve.status().applications
         for name in names:
             status = applications[name].status if name in applications else ApplicationStatus.DEPLOYING
-            if seen.get(name) != status.value:
-                seen[name] = status.value
-                print(
-                    f"{name}: {status.value.lower()} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True
-                )
             if status in _FAILED:
                 raise TwinkleServerError(f"application {name} could not be deployed: {_reason(applications[name])}")
-        if all(seen[name] == ApplicationStatus.RUNNING.value for name in names):
-            return
+            if seen.get(name) != status.value:
+                told = time.monotonic()
+                _tell(f"{name}: {status.value.lower()} ({told - started:.0f} s)")
+            seen[name] = status.value
+        if time.monotonic() - told > _PATIENCE_SECONDS:
+            told = time.monotonic()
+            for name in [name for name in names if seen[name] != ApplicationStatus.RUNNING.value]:
+                _tell(f"{name}: {_reason(applications[name]) if name in applications else 'Serve has not begun'}")
         time.sleep(_POLL_SECONDS)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _reason(application: serve.schema.ApplicationStatusOverview) -> str:
