@@ -148,6 +148,7 @@ def server(args: argparse.Namespace, directory: Path) -> tuple[list[str], str]:
     config = {
         "data_dir": str(directory / "data"),
         "http_options": {"host": "127.0.0.1", "port": free_port()},
+        "runtime": "embedded",
         "applications": [
             {"name": "server", "import_path": "server"},
             {"name": "model", "import_path": "model", "args": model},

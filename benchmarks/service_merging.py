@@ -28,6 +28,7 @@ from tinker import types
 CONFIG = """
 data_dir: {data_dir}
 http_options: {{host: 127.0.0.1, port: {port}}}
+runtime: embedded
 applications:
   - {{name: server, import_path: server}}
   - name: model

@@ -34,6 +34,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 CONFIG = """
 data_dir: {data_dir}
 http_options: {{host: 127.0.0.1, port: {port}}}
+runtime: embedded
 applications:
   - {{name: server, import_path: server}}
   - {{name: model, import_path: model, args: {{model_id: "{model}", backend: {backend}}}}}

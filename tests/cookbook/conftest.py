@@ -123,7 +123,14 @@ def _start_server(directory: Path, log: Path) -> subprocess.Popen[bytes]:
     http = {"host": "127.0.0.1", "port": 0}
     config = directory / "server.yaml"  # JSON is YAML
     config.write_text(
-        json.dumps({"data_dir": str(directory / "data"), "http_options": http, "applications": applications})
+        json.dumps(
+            {
+                "runtime": "embedded",
+                "data_dir": str(directory / "data"),
+                "http_options": http,
+                "applications": applications,
+            }
+        )
     )
     with log.open("wb") as output:
         return subprocess.Popen(
