@@ -14,7 +14,7 @@ from serving import MODEL, SdkServer, key_of, sequences, tinker_data
 from tinker import types
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # there are clients that nobody can close: of a server that is gone they complain
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
     sections = {"auth": {"jwt": True}, "clients": {"create_model_by_loading": True}}
     running = SdkServer(tmp_path_factory.mktemp("surface"), "mock", sections).start()
