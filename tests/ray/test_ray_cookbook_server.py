@@ -95,7 +95,7 @@ def test_routes(server: Server) -> None:
     assert http.get("/api/v1/model/mock/healthz").json()["healthy"]
     assert http.get("/api/v1/sampler/mock/healthz").json()["healthy"]
     assert http.get("/api/v1/healthz/ready").json()["ready"]
-    assert "Twinkle" in http.get("/dashboard/").text
+    assert "Twinkle" in http.get("/dashboard").text
     assert "twinkle_" in http.get("/metrics?replica=model-0").text
     names = [model["id"] for model in http.get("/v1/models").json()["data"]]
     assert "mock" in names

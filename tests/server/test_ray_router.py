@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -110,9 +111,11 @@ class Cluster:
         fleet = RemoteFleet(layout, self.members)
         self.gateway = Gateway(self.config, self.store, {}, DataDir(self.config.data_dir), fleet=fleet)
         directory = Directory(self.config, layout, self.store)
-        router = Router(app_of(self.gateway), directory, self.members, max_body_bytes=2**20)
+        self.router = Router(app_of(self.gateway), directory, self.members, max_body_bytes=2**20)
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(router), base_url="http://localhost/api/v1/", headers={"X-API-Key": "tml-a"}
+            transport=httpx.ASGITransport(self.router),
+            base_url="http://localhost/api/v1/",
+            headers={"X-API-Key": "tml-a"},
         )
         return self
 
@@ -254,5 +257,23 @@ def test_streams_come_through(run):
         assert answer.status_code == 200
         assert lines[-1] == "data: [DONE]"
         assert len(lines) > 1
+
+    run(check)
+
+
+def test_an_application_at_a_route_of_its_own(run):
+    async def check(cluster: Cluster) -> None:
+        for path in ("/api/v1/healthz", "/healthz"):  # with its route_prefix in front, and without
+            scope = {"type": "http", "method": "GET", "path": path, "root_path": "/api/v1", "headers": []}
+            sent: list[Any] = []
+
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b""}
+
+            async def send(message: Any, into: list[Any] = sent) -> None:
+                into.append(message)
+
+            await cluster.router({**scope, "query_string": b"", "client": None}, receive, send)
+            assert sent[0]["status"] == 200
 
     run(check)

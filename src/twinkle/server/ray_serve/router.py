@@ -47,7 +47,7 @@ class Router:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._http(scope, receive, send)
+            await self._http(_from_the_root(scope), receive, send)
         else:
             await send({"type": "websocket.close", "code": 1000})
 
@@ -117,6 +117,12 @@ class Router:
             await _send(send, _refusal(503, "the model is being brought back after a failure: try again"))
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _from_the_root(scope: Scope) -> Scope:
+    """Serve mounts an application at its route_prefix; ours knows its routes from the server's root."""
+    prefix, path = scope.get("root_path", ""), scope["path"]
+    return {**scope, "root_path": "", "path": path if path.startswith(prefix) else prefix + path}
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
