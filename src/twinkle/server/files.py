@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -59,11 +60,20 @@ class DataDir:
     def remove_snapshots(self, run_id: str) -> None:
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
 
-    def remove_unfinished(self) -> None:
-        """What a crash left of directories that were being written. Nobody may be writing now."""
+    def remove_unfinished(self, idle_seconds: float = 0.0) -> None:
+        """What a crash left of directories that were being written.
+
+        Others may be writing, if whoever is at it would have changed something in the last ``idle_seconds``; with 0
+        nobody may.
+        """
+        before = time.time() - idle_seconds
         for place in ("checkpoints/*/*/*", "samplers"):
             for leftover in self.root.glob(f"{place}/.*.tmp"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                with suppress(FileNotFoundError):  # it has just got its name
+                    if leftover.stat().st_mtime <= before:
+                        shutil.rmtree(leftover, ignore_errors=True)
+        if idle_seconds:
+            return
         for run in self.root.glob("checkpoints/*"):
             _remove_empty(run)
 

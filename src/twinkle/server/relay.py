@@ -59,16 +59,21 @@ class HttpReply:
 
 async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:
     """The whole answer. Whoever cancels this has gone away."""
-    head, parts = None, []
+    head, parts, is_whole = None, [], False
 
     async def send(message: Message) -> None:
-        nonlocal head
+        nonlocal head, is_whole
         if message["type"] == "http.response.start":
             head = _head(message)
         else:
             parts.append(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
 
-    await app(_scope(request), _receive_of(request), send)
+    try:
+        await app(_scope(request), _receive_of(request), send)
+    except Exception:
+        if not is_whole:  # an error that was answered is raised once more, for servers to log
+            raise
     assert head is not None, "the application answers every request"
     return HttpReply(head, b"".join(parts))
 
@@ -76,18 +81,26 @@ async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:
 async def stream(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
     """The head, then the body as it comes."""
     parts: asyncio.Queue[HttpHead | bytes | None] = asyncio.Queue(maxsize=16)
+    is_whole = False
 
     async def send(message: Message) -> None:
+        nonlocal is_whole
         if message["type"] == "http.response.start":
             await parts.put(_head(message))
-        elif message.get("body"):
+            return
+        if message.get("body"):
             await parts.put(message["body"])
+        is_whole = not message.get("more_body", False)
 
     async def run() -> None:
         try:
             await app(_scope(request), _receive_of(request), send)
-        finally:
+        except Exception:
             await parts.put(None)
+            if not is_whole:  # as above
+                raise
+        else:
+            await parts.put(None)  # not when cancelled: nobody would take it
 
     running = asyncio.create_task(run())
     try:

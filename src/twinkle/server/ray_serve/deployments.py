@@ -4,6 +4,7 @@ Serve runs constructors, which may be coroutines, methods and the ASGI applicati
 """
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from logging.handlers import RotatingFileHandler
 from typing import Any
 
@@ -60,8 +61,9 @@ class ModelReplica:
         return await relay.answer(self._host.app, request)
 
     async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
-        async for part in relay.stream(self._host.app, request):
-            yield part
+        async with aclosing(relay.stream(self._host.app, request)) as parts:
+            async for part in parts:
+                yield part
 
     async def report(self) -> ModelReport:
         return self._host.report()
@@ -73,10 +75,9 @@ class ModelReplica:
         await self._host.release_session(session, state)
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that raises here."""
-        report = self._host.report()
-        if not report.healthy:
-            raise TwinkleServerError(report.detail)
+        """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""
+        if not self._host.is_alive:
+            raise TwinkleServerError(self._host.report().detail)
 
     async def __del__(self) -> None:
         await self._host.stop()

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_SECONDS = 15.0
 _LEASE = "housekeeping"
 _UNANSWERED_SECONDS = 60.0  # whoever could answer an operator has had the time
+_FORGOTTEN_SECONDS = 86_400.0  # nobody writes a checkpoint for so long
 _LEASE_SECONDS = 3 * _HOUSEKEEPING_SECONDS
 # The longest the compute thread or the event loop may hold the interpreter while the other wants it.
 _SWITCH_SECONDS = 0.0005
@@ -127,6 +128,7 @@ class GatewayHost:
         while True:
             try:
                 await self.gateway.flush_heartbeats()
+                await self.gateway.books.keep(time.time())
                 if expires:
                     await self._expire(time.time())
             except Exception:
@@ -139,6 +141,7 @@ class GatewayHost:
         if claim is Claim.TAKEN:  # nobody kept house for a while: perhaps nobody could be reached either
             await store.sessions.forgive_downtime(now)
             await store.ops.forgive_downtime(now)
+            await asyncio.to_thread(self._process.files.remove_unfinished, _FORGOTTEN_SECONDS)
         elif claim is Claim.RENEWED:
             await self.gateway.expire(now)
             await answer_operators(self.gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
@@ -207,6 +210,12 @@ class ModelHost:
         await self.gateway.books.flush_usage()
         self._compute.close()
         await self._process.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its loops run."""
+        sampling = self._services.sampling
+        return self._services.training.alive and (sampling is None or sampling.alive)
 
     def report(self) -> ModelReport:
         return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ DEFAULT_NAMESPACE = "twinkle_cluster"
 NOT_DEPLOYED = "NOT_DEPLOYED"
 _KEEP_ALIVE_SECONDS = 75
 _POLL_SECONDS = 0.5
+_TRIES = 20
 _PATIENCE_SECONDS = 30.0  # without news; then what is known is said again
 _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
@@ -85,7 +87,10 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         _wait_until_running([target.name for target in targets])
         reachable = "127.0.0.1" if http.host in ("0.0.0.0", "::", "localhost") else http.host
-        yield config.public_url or f"http://{reachable}:{port}"
+        url = f"http://{reachable}:{port}"
+        if config.proxy_location != "Disabled":
+            _check_answers(url)
+        yield config.public_url or url
     finally:
         remove(config, cluster)
 
@@ -201,6 +206,18 @@ def _check_port(config: ServerConfig, port: int) -> None:
                 f"cannot listen on {config.http_options.host}:{port}: {error.strerror or error}; "
                 "stop what listens there or choose another --port"
             ) from error
+
+
+def _check_answers(url: str) -> None:
+    """Serve keeps the address that it was started with: on a cluster where it ran before, that may be another one."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5):
+            return
+        time.sleep(_POLL_SECONDS)
+    raise TwinkleServerError(
+        f"the applications run, but nothing answers at {url}: Serve was running on this cluster before and listens "
+        "where it did then; say so in http_options, or end it with `serve shutdown` first"
+    )
 
 
 def _listening_host(host: str) -> str:

@@ -33,9 +33,8 @@ class RemoteFleet:
     async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
         """Without replicas that are away."""
         names = [name for group in self._layout.models.values() for name in group.names]
-        asked = [asyncio.wait_for(self._replicas[name].of_tenant(tenant_id), _REPORT_SECONDS) for name in names]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        found = {name: one for name, one in zip(names, answers, strict=True) if isinstance(one, TenantReport)}
+        answers = await asyncio.gather(*(self._tenant_report(name, tenant_id) for name in names))
+        found = {name: report for name, report in zip(names, answers, strict=True) if report is not None}
         return {
             model: _joined([found[name] for name in group.names if name in found])
             for model, group in self._layout.models.items()
@@ -54,6 +53,12 @@ class RemoteFleet:
         for name, result in zip(names, results, strict=True):
             if isinstance(result, BaseException):
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
+
+    async def _tenant_report(self, name: str, tenant_id: str) -> TenantReport | None:
+        try:
+            return await asyncio.wait_for(self._replicas[name].of_tenant(tenant_id), _REPORT_SECONDS)
+        except (ReplicaGoneError, TimeoutError):
+            return None
 
     async def _refresh(self, name: str) -> None:
         try:

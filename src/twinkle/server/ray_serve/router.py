@@ -6,10 +6,11 @@ What concerns nobody in particular, or this process, is answered by its own appl
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing, suppress
+from typing import Any
 
-from twinkle.server.ray_serve.addressing import address_of, wants_stream
+from twinkle.server.ray_serve.addressing import Address, address_of, wants_stream
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
@@ -57,7 +58,7 @@ class Router:
             if body is None:
                 return  # the client left
             request = HttpRequest.of(scope, body)
-            replica = await self._replica_for(request)
+            replica, streams = await self._replica_for(request)
         except BodyTooLargeError as error:
             await _send(send, _refusal(413, str(error)))
             return
@@ -67,30 +68,20 @@ class Router:
         if replica is None:
             await self._app(scope, _again(body, receive), send)
         else:
-            await self._forward(request, replica, receive, send)
+            work = self._stream(request, replica, send) if streams else self._whole(request, replica, send)
+            await _unless_gone(work, receive)
 
-    async def _replica_for(self, request: HttpRequest) -> Replica | None:
-        """None: this process answers."""
+    async def _replica_for(self, request: HttpRequest) -> tuple[Replica | None, bool]:
+        """Who answers, None is this process, and whether the answer is to be handed on as it comes."""
         if len(request.body) < SMALL_BODY:
-            address = address_of(request, self._max_body_bytes)
+            address, streams = self._read(request)
         else:
-            address = await asyncio.to_thread(address_of, request, self._max_body_bytes)
+            address, streams = await asyncio.to_thread(self._read, request)
         name = None if address is None else await self._directory.find(address)
-        return None if name is None or name == self._own else self._replicas[name]
+        return None if name is None or name == self._own else self._replicas[name], streams
 
-    async def _forward(self, request: HttpRequest, replica: Replica, receive: Receive, send: Send) -> None:
-        work = self._stream(request, replica, send) if wants_stream(request) else self._whole(request, replica, send)
-        forwarding = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if forwarding.done():
-                forwarding.result()
-        finally:
-            for task in (forwarding, leaving):
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await forwarding
+    def _read(self, request: HttpRequest) -> tuple[Address | None, bool]:
+        return address_of(request, self._max_body_bytes), wants_stream(request)
 
     async def _whole(self, request: HttpRequest, replica: Replica, send: Send) -> None:
         try:
@@ -117,6 +108,21 @@ class Router:
             await _send(send, _refusal(503, "the model is being brought back after a failure: try again"))
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do it, and stop as soon as the client has left."""
+    forwarding = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if forwarding.done():
+            forwarding.result()
+    finally:
+        for task in (forwarding, leaving):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await forwarding
 
 
 def _from_the_root(scope: Scope) -> Scope:

@@ -189,14 +189,16 @@ class TrainerGroup:
         from twinkle.model.library_objective import LibraryObjective
 
         division = Division.by_tokens(items, len(self._ranks))
-        self._rows += sum(len(datum.tokens) for item in items for datum in item.data)
         shares = [division.share(number) for number in range(len(self._ranks))]
         answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
         for index, item in enumerate(items):
             if isinstance(item.objective, LibraryObjective):  # it counted where its rows were: on one rank, all of them
                 owner = (division.owners[index] or (0,))[0]
                 item.objective.num_tokens = answers[owner][1][index].num_tokens
-        return division.join([results for results, _ in answers])
+        joined = division.join([results for results, _ in answers])
+        done = [result for result in joined if isinstance(result, TrainResult)]
+        self._rows += sum(len(logprobs) for result in done for logprobs in result.logprobs)
+        return joined
 
 
 def load_group(served: ServedModelConfig) -> ServedModel:
