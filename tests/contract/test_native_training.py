@@ -1,6 +1,7 @@
 """The native protocol trains as the library does: the same verbs, here in this process and there on a server."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,8 +177,9 @@ def test_what_was_saved_is_resumed(local, tenant):
 
 
 def test_native_and_tinker_clients_share_batches_and_do_not_notice(server, local, tenant, service):
-    """Each alone first; then both at once, many steps, until a batch held both."""
+    """Each alone first; then both at once, many steps, and on until a batch held both."""
     steps = 12
+    met = threading.Event()
     plain = service.create_lora_training_client(MODEL, rank=4, seed=3, train_unembed=False)
     data = tinker_data(sequences(21))
     alone = [plain.forward(data, "cross_entropy").result().metrics["loss:sum"]]
@@ -190,27 +192,33 @@ def test_native_and_tinker_clients_share_batches_and_do_not_notice(server, local
             output = client.forward_backward(data, "cross_entropy")
             client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
             losses.append(output.result().metrics["loss:sum"])
+        while not met.is_set():
+            for waiting in [client.forward(data, "cross_entropy") for _ in range(4)]:
+                waiting.result()
+
+    def mixed() -> bool:
+        protocols = [{":train:" in op for op in batch} for batch in server.batches()[before:]]
+        return {True, False} in protocols
 
     quiet: list[float] = []
+    met.set()
     tinker_loop(quiet)
     assert quiet[0] == pytest.approx(alone[0], rel=1e-5)
     before = len(server.batches())
     crowded: list[float] = []
+    met.clear()
     thread = threading.Thread(target=tinker_loop, args=(crowded,))
     thread.start()
     for step in range(steps):
         both.passes("forward_backward", inputs=features(step))
         both("clip_grad_and_step")
-    while thread.is_alive():
+    deadline = time.monotonic() + 120
+    while not mixed() and time.monotonic() < deadline:
         tenant.verb("forward_only", inputs=features(0), adapter_name="a")
+    met.set()
     thread.join()
     np.testing.assert_allclose(crowded, quiet, rtol=1e-5)
-    mixed = [
-        batch
-        for batch in server.batches()[before:]
-        if any(":train:" in op for op in batch) and any(":train:" not in op for op in batch)
-    ]
-    assert mixed
+    assert mixed()
 
 
 def test_another_tenant_and_another_session_find_nothing(server, tenant):
