@@ -96,7 +96,9 @@ def test_routes(server: Server) -> None:
     assert http.get("/api/v1/sampler/mock/healthz").json()["healthy"]
     assert http.get("/api/v1/healthz/ready").json()["ready"]
     assert "Twinkle" in http.get("/dashboard").text
-    assert "twinkle_" in http.get("/metrics?replica=model-0").text
+    told = http.get("/metrics").text
+    assert 'replica="model-0"' in told
+    assert 'replica="gateway-' in told
     names = [model["id"] for model in http.get("/v1/models").json()["data"]]
     assert "mock" in names
     body = {"model": "mock", "prompt": "a", "max_tokens": 4, "stream": True}

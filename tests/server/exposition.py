@@ -2,13 +2,11 @@
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from running import RUNTIME
 
 
 def scrape(url: str, **headers: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
-    """Sample names to values by labels. On Ray they are those of the process that has the model."""
-    which = {"replica": "model-0"} if RUNTIME == "ray" else None
-    answer = httpx.get(f"{url}/metrics", params=which, headers=headers, trust_env=False)
+    """Sample names to values by labels."""
+    answer = httpx.get(f"{url}/metrics", headers=headers, trust_env=False)
     assert answer.status_code == 200, answer.text
     return parse(answer.text)
 

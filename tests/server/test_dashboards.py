@@ -11,7 +11,7 @@ from exposition import parse
 
 from twinkle.server.config import load_config
 from twinkle.server.telemetry.instruments import INSTRUMENTS
-from twinkle.server.telemetry.metrics import Metrics, Reading
+from twinkle.server.telemetry.metrics import Metrics, Reading, render
 from twinkle.server.telemetry.reference import table
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def exposed() -> dict[str, set[str]]:
             metrics.counter(one, *one.labels).inc()
         elif not one.read:
             metrics.histogram(one, *one.labels).observe(1)
-    text, _ = metrics.render([Reading(one, 1, one.labels) for one in INSTRUMENTS if one.read], "")
+    text, _ = render(metrics.families(Reading(one, 1, one.labels) for one in INSTRUMENTS if one.read), "")
     return {
         name: {label for labels in series for label in dict(labels)} for name, series in parse(text.decode()).items()
     }

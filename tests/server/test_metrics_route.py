@@ -17,8 +17,9 @@ from twinkle.errors import ConfigError
 from twinkle.server import cli
 from twinkle.server.app import make_app
 from twinkle.server.config import ServerConfig, TelemetryConfig
+from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.instruments import INSTRUMENTS
-from twinkle.server.telemetry.metrics import Metrics, Reading
+from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas, render
 from twinkle.server.telemetry.start import Telemetry
 
 TOKEN = "t" * 20
@@ -171,5 +172,22 @@ def test_a_token_file_that_is_no_good(tmp_path: Path, content: str | None) -> No
 def test_readings_with_the_same_labels_add_up() -> None:
     (depth,) = [one for one in INSTRUMENTS if one.name == "twinkle_queue_depth"]
     readings = [Reading(depth, 2, ("m", "training")), Reading(depth, 3, ("m", "training"))]
-    text, _ = Metrics().render(readings, "")
+    text, _ = render(Metrics().families(readings), "")
     assert value(parse(text.decode()), "twinkle_queue_depth") == 5
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_several_processes_are_told_apart(accept: str) -> None:
+    processes = {"model-0": Metrics(), "model-1": Metrics()}
+    for number, metrics in enumerate(processes.values(), 1):
+        metrics.counter(instruments.OPS, "m", "forward", "succeeded").inc(number)
+        metrics.histogram(instruments.OP_SECONDS, "m", "forward").observe(number)
+    readings = [Reading(instruments.MERGE_RATIO, 0.5, ("m",))]
+    families = of_all_replicas({name: metrics.families(readings) for name, metrics in processes.items()})
+    text, _ = render(families, accept)
+    seen = parse(text.decode())
+    for number, name in enumerate(processes, 1):
+        assert value(seen, "twinkle_ops_total", model="m", replica=name) == number
+        assert value(seen, "twinkle_op_duration_seconds_sum", replica=name) == number
+        assert value(seen, "twinkle_merge_ratio", replica=name) == 0.5
+    assert text.decode().count("# TYPE twinkle_op_duration_seconds histogram") == 1

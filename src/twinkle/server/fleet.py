@@ -4,7 +4,7 @@ A gateway beside its services (the embedded runtime) asks them; one in a process
 that concerns one adapter goes to the service that has it and never passes here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +12,8 @@ from twinkle.server.adapter_status import AdapterStatus, QueueStatus
 from twinkle.server.types import SessionRecord
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
     from twinkle.server.gateway import Gateway, Services
 
 
@@ -50,6 +52,10 @@ class Fleet(Protocol):
 
     async def of_tenant(self, tenant_id: str) -> Mapping[str, TenantReport]:
         """By name of the model."""
+        ...
+
+    async def metrics(self) -> "Mapping[str, Sequence[Metric]]":
+        """What other processes have recorded, by their names."""
         ...
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
@@ -100,6 +106,9 @@ class LocalFleet:
 
     async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
         return {name: tenant_report_of(entry, tenant_id) for name, entry in self._gateway.services.items()}
+
+    async def metrics(self) -> "dict[str, Sequence[Metric]]":
+        return {}
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._gateway.release_session(session, state)

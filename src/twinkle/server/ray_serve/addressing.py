@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 from twinkle.errors import UserError
 from twinkle.server import ids
@@ -88,18 +87,11 @@ class OfOpenAiModel:
 
 
 @dataclass(frozen=True)
-class OfReplica:
-    """A process by its name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class OfProcessors:
     session_id: str
 
 
-Address = OfRun | OfNewRun | OfSampler | OfNewSampler | OfModel | OfOpenAiModel | OfProcessors | OfReplica
+Address = OfRun | OfNewRun | OfSampler | OfNewSampler | OfModel | OfOpenAiModel | OfProcessors
 
 
 def address_of(request: HttpRequest, most_bytes: int) -> Address | None:
@@ -109,9 +101,6 @@ def address_of(request: HttpRequest, most_bytes: int) -> Address | None:
         return _of_native(request, native[1], native[2], native[3])
     if request.path.startswith(f"{PREFIX}/processor/"):
         return OfProcessors(request.header(SESSION_HEADER) or "")
-    if request.path == "/metrics":
-        named = parse_qs(request.query.decode("latin-1")).get("replica")
-        return None if named is None else OfReplica(named[0])
     openai = _OPENAI.fullmatch(request.path)
     if openai is not None:
         listed = openai[1].partition("models/")[2]

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from logging.handlers import RotatingFileHandler
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve import Application
 
@@ -37,8 +38,9 @@ class GatewayReplica:
     """A front door: of the server itself, or of a sampler that shares its model's process."""
 
     async def __init__(self, config: ServerConfig, keeps_house: bool) -> None:  # type: ignore[misc]
-        _log_to(config, f"gateway-{serve.get_replica_context().replica_id.unique_id}")
-        self._host = GatewayHost(await Process.open(config), keeps_house=keeps_house)
+        name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
+        _log_to(config, name)
+        self._host = GatewayHost(await Process.open(config), name, keeps_house=keeps_house)
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._host.entrance
@@ -64,6 +66,9 @@ class ModelReplica:
         async with aclosing(relay.stream(self._host.app, request)) as parts:
             async for part in parts:
                 yield part
+
+    async def metrics(self) -> list[Metric]:
+        return await self._host.metrics()
 
     async def report(self) -> ModelReport:
         return self._host.report()
@@ -103,6 +108,9 @@ class ProcessorReplica:
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         return await relay.answer(self._host.app, request)
+
+    async def metrics(self) -> list[Metric]:
+        return await self._host.metrics()
 
     async def batch(
         self, tenant_id: str, session_id: str, processor_id: str, number: int

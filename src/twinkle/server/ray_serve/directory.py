@@ -12,7 +12,6 @@ from twinkle.server.ray_serve.addressing import (
     OfNewSampler,
     OfOpenAiModel,
     OfProcessors,
-    OfReplica,
     OfRun,
     OfSampler,
 )
@@ -52,8 +51,6 @@ class Directory:
                 return None if replicas is None else replicas.names[0] if first else self._any(replicas)
             case OfOpenAiModel(name):
                 return await self._of_openai_model(name)
-            case OfReplica(name):
-                return name if name in self._layout.addresses else None
             case OfProcessors(session_id):
                 return self._layout.processors.chosen(session_id) if self._layout.processors.names else None
 

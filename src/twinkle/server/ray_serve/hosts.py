@@ -6,7 +6,6 @@ around them are in :mod:`~twinkle.server.ray_serve.deployments`.
 
 import asyncio
 import logging
-import secrets
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client.metrics_core import Metric
 
 from twinkle import hub
 from twinkle.errors import GoneError, UserError
@@ -102,9 +102,11 @@ class Process:
 class GatewayHost:
     """Sessions, runs, checkpoints, listings; the rest it hands on. One gateway at a time keeps house for all."""
 
-    def __init__(self, process: Process, *, keeps_house: bool) -> None:
+    def __init__(self, process: Process, name: str, *, keeps_house: bool) -> None:
+        """``name``: unlike that of any other gateway there ever was."""
         self._process = process
-        self._id = secrets.token_hex(8)
+        self._name = name
+        process.telemetry.replica = name
         self.gateway = Gateway(
             process.config,
             process.store,
@@ -120,7 +122,7 @@ class GatewayHost:
     async def stop(self) -> None:
         self._housekeeping.cancel()
         await self.gateway.flush_heartbeats()
-        await self._process.store.leases.give_up(_LEASE, self._id)
+        await self._process.store.leases.give_up(_LEASE, self._name)
         await self._process.close()
 
     async def _keep_house(self, expires: bool) -> None:
@@ -137,7 +139,7 @@ class GatewayHost:
 
     async def _expire(self, now: float) -> None:
         store = self._process.store
-        claim = await store.leases.claim(_LEASE, self._id, now, _LEASE_SECONDS)
+        claim = await store.leases.claim(_LEASE, self._name, now, _LEASE_SECONDS)
         if claim is Claim.TAKEN:  # nobody kept house for a while: perhaps nobody could be reached either
             await store.sessions.forgive_downtime(now)
             await store.ops.forgive_downtime(now)
@@ -217,6 +219,9 @@ class ModelHost:
         sampling = self._services.sampling
         return self._services.training.alive and (sampling is None or sampling.alive)
 
+    async def metrics(self) -> list[Metric]:
+        return await self._process.telemetry.families_of_process(self.gateway)
+
     def report(self) -> ModelReport:
         return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
 
@@ -266,6 +271,9 @@ class ProcessorHost:
         self.gateway.release_waiters()
         await self._service.stop()
         await self._process.close()
+
+    async def metrics(self) -> list[Metric]:
+        return await self._process.telemetry.families_of_process(self.gateway)
 
     async def batch(
         self, tenant_id: str, session_id: str, processor_id: str, number: int

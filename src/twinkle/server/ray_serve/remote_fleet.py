@@ -5,6 +5,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
+
 from twinkle.server.adapter_status import QueueStatus
 from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.layout import Layout
@@ -40,6 +42,11 @@ class RemoteFleet:
             for model, group in self._layout.models.items()
         }
 
+    async def metrics(self) -> dict[str, Sequence[Metric]]:
+        """Without replicas that are away, and without gateways: Serve gives those no names."""
+        answers = await asyncio.gather(*(self._metrics_of(name) for name in self._replicas))
+        return {name: families for name, families in zip(self._replicas, answers, strict=True) if families is not None}
+
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """A replica that is away finds the session ended when it comes back."""
         names = [name for group in self._layout.models.values() for name in group.names]
@@ -53,6 +60,12 @@ class RemoteFleet:
         for name, result in zip(names, results, strict=True):
             if isinstance(result, BaseException):
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
+
+    async def _metrics_of(self, name: str) -> Sequence[Metric] | None:
+        try:
+            return await asyncio.wait_for(self._replicas[name].metrics(), _REPORT_SECONDS)
+        except (ReplicaGoneError, TimeoutError):
+            return None
 
     async def _tenant_report(self, name: str, tenant_id: str) -> TenantReport | None:
         try:

@@ -1,9 +1,10 @@
 """Replicas in other processes, by Serve handle, and how a call ends when one is gone."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
@@ -46,6 +47,10 @@ class RemoteReplica:
         finally:
             if parts is not None:
                 parts.cancel()
+
+    async def metrics(self) -> Sequence[Metric]:
+        families: Sequence[Metric] = await self._asked("metrics")
+        return families
 
     async def report(self) -> ModelReport:
         report: ModelReport = await self._asked("report")

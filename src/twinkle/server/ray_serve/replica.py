@@ -1,8 +1,10 @@
 """What processes of the Ray runtime ask of each other. Nothing here knows how they reach one another."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.fleet import ModelReport, TenantReport
@@ -30,6 +32,10 @@ class Replica(Protocol):
         ...
 
     def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]: ...
+
+    async def metrics(self) -> Sequence[Metric]:
+        """What this process has recorded."""
+        ...
 
     async def report(self) -> ModelReport:
         """Of a model."""

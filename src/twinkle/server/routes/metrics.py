@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from twinkle.errors import NotFoundError, UnauthorizedError
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.routes.http import bearer_of, gateway_of, is_loopback
+from twinkle.server.telemetry.metrics import render
 from twinkle.server.telemetry.start import Telemetry
 
 router = APIRouter()
@@ -24,9 +25,8 @@ def telemetry_of(request: Request) -> Telemetry:
 async def metrics(request: Request) -> Response:
     telemetry = telemetry_of(request)
     _check_reader(request, telemetry)
-    readings = await telemetry.read(gateway_of(request))
-    accept = request.headers.get("accept", "")
-    body, content_type = await asyncio.to_thread(telemetry.metrics.render, readings, accept)
+    families = await telemetry.families(gateway_of(request))
+    body, content_type = await asyncio.to_thread(render, families, request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": content_type})
 
 

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from twinkle.server.telemetry.instruments import INSTRUMENTS, Instrument
 
-__all__ = ["Metrics", "Reading"]
+__all__ = ["Metrics", "Reading", "of_all_replicas", "render"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,24 @@ class Metrics:
         """All that was recorded, and these."""
         return [*self._registry.collect(), *_families_of(readings)]
 
-    def render(self, readings: Iterable[Reading], accept: str) -> tuple[bytes, str]:
-        """(text, its content type) for a scraper that accepts the latter."""
-        encode, content_type = choose_encoder(accept)
-        text: bytes = encode(_Collected(self.families(readings)))
-        return text, content_type
+
+def render(families: Sequence[Metric], accept: str) -> tuple[bytes, str]:
+    """(text, its content type) for a scraper that accepts the latter."""
+    encode, content_type = choose_encoder(accept)
+    text: bytes = encode(_Collected(families))
+    return text, content_type
+
+
+def of_all_replicas(replicas: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """The families of several processes as one: each sample says in a label ``replica`` whose it is."""
+    joined: dict[str, Metric] = {}
+    for replica, families in replicas.items():
+        for family in families:
+            together = joined.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            together.samples += [
+                sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+            ]
+    return list(joined.values())
 
 
 class _Collected(CollectorRegistry):

@@ -6,12 +6,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prometheus_client.metrics_core import Metric
+
 from twinkle.errors import ConfigError, MissingDependencyError
 from twinkle.server.config import TelemetryConfig
 from twinkle.server.gateway import Gateway
-from twinkle.server.telemetry.metrics import Metrics, Reading
+from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
 from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
-from twinkle.server.telemetry.state_readings import read_all
+from twinkle.server.telemetry.state_readings import read_process, read_state
 from twinkle.server.telemetry.tenant_series import TenantSeries, UsageTotals
 from twinkle.server.telemetry.tracing import NO_TRACING, Tracing
 
@@ -26,13 +28,14 @@ _SHORTEST_TOKEN = 16
 
 
 class Telemetry:
-    """``usage``: who counts what tenants use; None: nobody does."""
+    """``usage``: who counts what tenants use; None: nobody does. ``replica``: this process, where there are several."""
 
     def __init__(self, config: TelemetryConfig | None = None) -> None:
         """Raises for what can be known to be wrong before the slow part of a start."""
         self.config = config or TelemetryConfig()
         self.metrics = Metrics()
         self.usage: UsageTotals | None = None
+        self.replica: str | None = None
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
         self._tenants = TenantSeries(most) if most else None
@@ -53,7 +56,21 @@ class Telemetry:
         return hmac.compare_digest(self._token.encode(), given.encode())
 
     async def read(self, gateway: Gateway) -> list[Reading]:
-        return await read_all(gateway, self._tenants, self.usage)
+        return [*await self._read_process(gateway), *await read_state(gateway)]
+
+    async def families(self, gateway: Gateway) -> list[Metric]:
+        """Of the server: this process, the state, and all other processes that can be asked."""
+        own = self.metrics.families(await self.read(gateway))
+        if self.replica is None:
+            return own
+        return of_all_replicas({self.replica: own, **await gateway.fleet.metrics()})
+
+    async def families_of_process(self, gateway: Gateway) -> list[Metric]:
+        """Of this process, for another one that tells of all."""
+        return self.metrics.families(await self._read_process(gateway))
+
+    async def _read_process(self, gateway: Gateway) -> list[Reading]:
+        return await read_process(gateway, self._tenants, self.usage)
 
     def export_from(self, gateway: Gateway) -> None:
         """Send metrics from now on, if they are to be sent."""

@@ -13,13 +13,13 @@ from twinkle.server.telemetry.machine import machine_readings
 from twinkle.server.telemetry.metrics import Reading
 from twinkle.server.telemetry.tenant_series import TenantSeries, UsageTotals
 
-__all__ = ["read_all"]
+__all__ = ["read_process", "read_state"]
 
 _DATABASE_SECONDS = 1.0  # a scrape does not wait for a database that is away
 
 
-async def read_all(gateway: Gateway, tenants: TenantSeries | None, usage: UsageTotals | None) -> list[Reading]:
-    """``tenants`` is None where no series may tell them apart."""
+async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: UsageTotals | None) -> list[Reading]:
+    """What this process knows. ``tenants`` is None where no series may tell them apart."""
     readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
     for name, entry in gateway.services.items():
         readings += _of_model(name, entry)
@@ -30,7 +30,6 @@ async def read_all(gateway: Gateway, tenants: TenantSeries | None, usage: UsageT
         for entry in gateway.services.values():
             waiting.update(entry.training.readings().waiting)
         readings += tenants.waiting(waiting)
-    readings += await _of_state(gateway)
     return readings + await asyncio.to_thread(machine_readings, gateway.files.root)
 
 
@@ -64,7 +63,8 @@ def _of_trainer(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
         yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
 
 
-async def _of_state(gateway: Gateway) -> list[Reading]:
+async def read_state(gateway: Gateway) -> list[Reading]:
+    """What all processes of a server share."""
     try:
         async with asyncio.timeout(_DATABASE_SECONDS):
             sessions = await gateway.store.sessions.active()
