@@ -1,6 +1,7 @@
 """Batches of a dataset on the server. They stay there: what is passed around here is a reference."""
 
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
@@ -118,11 +119,25 @@ class DataLoader(RemoteObject):
         state: dict[str, int] = self.call("get_state")
         return state
 
-    def skip_consumed_samples(self, consumed_train_samples: int) -> None:
-        """Begin the next loop after this many rows."""
+    def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
+        """Begin the next loop after this many rows. None skips nothing, and warns."""
+        if consumed_train_samples is None:
+            _warn_of_no_position()
+            return
         self.call("skip_consumed_samples", consumed_train_samples=consumed_train_samples)
 
-    def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
+    def resume_from_checkpoint(
+        self,
+        consumed_train_samples: int | None,
+        *,
+        cur_step: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> None:
+        """:meth:`skip_consumed_samples`, for what a model's method of this name returns: ``**progress`` may be given as
+        it is. The last two are the model's own business."""
+        if consumed_train_samples is None:
+            _warn_of_no_position()
+            return
         self.call("resume_from_checkpoint", consumed_train_samples=consumed_train_samples)
 
     def __len__(self) -> int:
@@ -139,3 +154,11 @@ class DataLoader(RemoteObject):
         if isinstance(batch, dict) and batch.get("_TWINKLE_TYPE_") == "Batch":
             return RemoteBatch(self, batch["number"], batch["length"])
         return batch
+
+
+def _warn_of_no_position() -> None:
+    warnings.warn(
+        "consumed_train_samples is None: a checkpoint without a position does not support consumed-data skipping; "
+        "the next loop begins where it would have",
+        stacklevel=3,
+    )
