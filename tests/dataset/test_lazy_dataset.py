@@ -130,7 +130,7 @@ def test_options_of_a_table_are_taken(chats, template, kind):
     dataset = kind(DatasetMeta(data=chats))
     dataset.set_template(template)
     dataset.map(lambda columns: dict(columns), num_proc=None, load_from_cache_file=False, batch_size=2, desc="Mapping")
-    dataset.filter(lambda row: row["number"] > 0, load_from_cache_file=False)
+    dataset.filter(lambda row: row["number"] > 1, load_from_cache_file=False)
     dataset.check(load_from_cache_file=False, num_proc=None)
     dataset.encode(load_from_cache_file=False, num_proc=None, batched=True, writer_batch_size=10)
     assert list(dataset[0]["input_ids"]) == list(template.encode(chats[1])["input_ids"])
