@@ -60,6 +60,13 @@ def test_a_method_is_the_function_it_was():
     assert Model("m").forward([1, 2]) == [1, 2]
 
 
+def test_a_method_tells_how_it_is_called():
+    method = Model.forward
+    assert (method._dispatch, method._execute, method._collect) == ("slice_dp", "all", "mean")
+    assert (method._sync, method._lazy_collect) == (False, False)
+    assert (Model.save._execute, Model.save._lazy_collect) == ("first", None)
+
+
 def test_constructors_keep_signature_name_and_text():
     assert list(inspect.signature(Model).parameters) == ["model_id", "device_mesh", "lr"]
     assert list(inspect.signature(Special).parameters) == ["extra"]

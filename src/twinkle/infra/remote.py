@@ -67,7 +67,11 @@ def remote_function(
     spec = RemoteSpec(dispatch, execute, collect, sync, lazy_collect, timeout)
 
     def decorate(function: F) -> F:
-        cast("Any", function).remote_spec = spec
+        described = cast("Any", function)
+        described.remote_spec = spec
+        # the same by the names under which scripts look for it
+        described._dispatch, described._execute, described._collect = dispatch, execute, collect
+        described._sync, described._lazy_collect = sync, lazy_collect
         return function
 
     return decorate
