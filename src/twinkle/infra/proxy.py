@@ -1,6 +1,6 @@
 """What stands on the driver for an object on a worker group.
 
-A proxy has those methods of the object's class that are remote functions, and nothing else; ``isinstance`` takes it for
+A proxy has those methods of the object's class that are remote (or driver) functions, and nothing else; ``isinstance`` takes it for
 an instance of the class. It can be sent to workers: there its calls return results, not promises.
 """
 
@@ -14,7 +14,7 @@ from twinkle.infra.components import name_component, record_component
 from twinkle.infra.device_group import GroupPlan, find_group
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.initialization import Settings, current_settings
-from twinkle.infra.remote import Execute, RemoteSpec, remote_methods
+from twinkle.infra.remote import Execute, RemoteSpec, driver_methods, remote_methods
 
 if TYPE_CHECKING:
     from twinkle.infra.ray_workers import WorkerGroup
@@ -115,7 +115,7 @@ def _proxy_class(cls: type) -> type[RemoteProxy]:
         methods["__iter__"] = _iteration(specs["__iter__"])
     if "__next__" in specs:
         methods["__next__"] = _next_item(specs["__next__"])
-    return type(f"{cls.__name__}Proxy", (RemoteProxy,), methods)
+    return type(f"{cls.__name__}Proxy", (RemoteProxy,), {**driver_methods(cls), **methods})
 
 
 def _method(cls: type, name: str, spec: RemoteSpec) -> Callable[..., Any]:

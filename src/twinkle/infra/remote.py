@@ -20,7 +20,15 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Dispatch, check_dispatch
 from twinkle.infra.initialization import current_settings
 
-__all__ = ["Execute", "RemoteSpec", "remote_class", "remote_function", "remote_methods"]
+__all__ = [
+    "Execute",
+    "RemoteSpec",
+    "driver_function",
+    "driver_methods",
+    "remote_class",
+    "remote_function",
+    "remote_methods",
+]
 
 Execute = Literal["first", "peer", "all"]
 
@@ -85,6 +93,21 @@ def remote_methods(cls: type) -> dict[str, RemoteSpec]:
             if isinstance(value, FunctionType) and "remote_spec" in vars(value):
                 found[name] = vars(value)["remote_spec"]
     return found
+
+
+def driver_function(function: F) -> F:
+    """Let a method run where it is called, with the proxy for an object that is elsewhere."""
+    cast("Any", function).on_driver = True
+    return function
+
+
+def driver_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    return {
+        name: value
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and "on_driver" in vars(value)
+    }
 
 
 def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
