@@ -1,4 +1,4 @@
-"""Compatibility path: scripts import these names from ``twinkle.utils``. They live elsewhere; nothing is defined here."""
+"""Compatibility path: scripts import these names from ``twinkle.utils``. They live elsewhere."""
 
 from twinkle import framework_util, torch_util
 from twinkle.infra import GPU, MPS, NPU, DeviceGroup, DeviceMesh, Platform, is_master

@@ -109,12 +109,12 @@ def test_what_lazy_datasets_cannot_do(chats, template):
     dataset.encode(batched=True)
     with pytest.raises(UnknownNameError, match="processes"):
         dataset.encode(processes=2)
-    with pytest.raises(InvalidInputError, match="features: .* lazy rows have no column types"):
+    with pytest.raises(InvalidInputError, match=r"features: .* lazy rows have no column types"):
         dataset.map(Shifted, features={"x": int})
     with pytest.raises(InvalidInputError, match="batched: got False"):
         dataset.map(Shifted, batched=False)
     for method in (dataset.encode, dataset.check):
-        with pytest.raises(InvalidInputError, match="fn_kwargs: .* the template is the function"):
+        with pytest.raises(InvalidInputError, match=r"fn_kwargs: .* the template is the function"):
             method(fn_kwargs={"a": 1})
     doubling = LazyDataset(FIRST)
     doubling.map(lambda columns: {"x": columns["x"] * 2})

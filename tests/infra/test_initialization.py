@@ -91,12 +91,12 @@ def test_a_notifier_of_the_environment_hears_of_what_nobody_caught(monkeypatch, 
 def test_the_mode_of_the_environment(monkeypatch):
     monkeypatch.setenv("TWINKLE_MODE", "ray")
     assert current_settings().mode == "ray"
-    with pytest.raises(InvalidInputError, match=r"remote_group: got 'model', allowed: a group of initialize\(mode='ray'"):
+    with pytest.raises(InvalidInputError, match=r"remote_group: got 'model', allowed: a group of initialize"):
         Component(remote_group="model")
     twinkle.initialize("local")
     assert current_settings().mode == "local"
     twinkle.shutdown()
-    with pytest.raises((ImportError, InvalidInputError), match="ray|groups"):  # without Ray, or without groups
+    with pytest.raises((ImportError, InvalidInputError), match=r"ray|groups"):  # without Ray, or without groups
         twinkle.initialize()
 
 

@@ -37,7 +37,7 @@ class RowMap:
 
     def _one_row(self, row: Row) -> Mapping[str, Any]:
         assert isinstance(self.function, RowPreprocessor)
-        preprocess: Callable[..., Mapping[str, Any] | None] = self.function.preprocess
+        preprocess: Callable[..., Any] = self.function.preprocess
         made = preprocess(dict(row), **self.fn_kwargs)
         if made is not None and not isinstance(made, Mapping):
             raise InvalidInputError("preprocess_func", f"a {type(made).__name__} from preprocess", "a dict, or None")

@@ -1,7 +1,8 @@
 """What stands on the driver for an object on a worker group.
 
-A proxy has those methods of the object's class that are remote (or driver) functions, and nothing else; ``isinstance`` takes it for
-an instance of the class. It can be sent to workers: there its calls return results, not promises.
+A proxy has those methods of the object's class that are remote functions (or driver functions, which run here), and
+nothing else; ``isinstance`` takes it for an instance of the class. It can be sent to workers: there its calls return
+results, not promises.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,10 +73,10 @@ def start_component(
     takes_mesh: bool,
 ) -> RemoteProxy:
     """Construct ``cls`` on workers of a group and return a proxy to them."""
-    from twinkle.infra.ray_workers import start_workers
-
     settings = current_settings()
     plan = find_group(settings.plans, remote_group)
+    from twinkle.infra.ray_workers import start_workers
+
     bound = signature(cls).bind(*args, **kwargs)  # a wrong argument shows before any process starts
     mesh = _mesh_for(plan, bound.arguments.get("device_mesh"), settings, execute, takes_mesh)
     if takes_mesh:

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from twinkle.construction import check_options, construct, construct_instance
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.logger import get_logger
 from twinkle.loss import Loss, check_call_arguments, loss_by_name
 from twinkle.loss.interface import Inputs, LossOutput, Outputs
-from twinkle.logger import get_logger
 from twinkle.metric import Metric
 from twinkle.metric.interface import MODEL_ARGUMENTS
 from twinkle.module.scheduler import scheduler_by_name
@@ -51,7 +51,7 @@ def loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str
 
 
 def guarded_loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """:func:`loss_value`; but with TWINKLE_FAIL_FAST=0 a loss that raises, whatever it raises, is 0 and teaches nothing.
+    """:func:`loss_value`; with TWINKLE_FAIL_FAST=0 a loss that raises, whatever it raises, is 0 and teaches nothing.
 
     The other processes of a run would wait for one that left in the middle of a step.
     """

@@ -74,9 +74,7 @@ class LocalSampler:
         They are what a model's ``get_state_dict`` and ``get_peft_config_dict`` return. A promise of the weights goes to
         the workers of a sampler unseen.
         """
-        self._versions.receive(
-            adapter_name, lambda version: self.engine.receive_version(version, peft_config, weights)
-        )
+        self._versions.receive(adapter_name, lambda version: self.engine.receive_version(version, peft_config, weights))
 
     @remote_function(dispatch=own_prompts, collect="flatten", lazy_collect=False)
     def sample(

@@ -51,8 +51,8 @@ class _Closable(Protocol):
 
 
 class OpenEnv(Env):
-    """``env_name``: the package of an environment, which has one class named ``…Env`` and one named ``…Action``; or give
-    the classes themselves. ``env_kwargs`` make the environment: ``base_url`` of a service, most often.
+    """``env_name``: the package of an environment, which has one class named ``…Env`` and one named ``…Action``; or
+    give the classes themselves. ``env_kwargs`` make the environment: ``base_url`` of a service, most often.
 
     action_mapper: from a tool's name and arguments to an action, or to its fields; without one the arguments are the
     fields.

@@ -21,11 +21,11 @@ class ToolManager:
         if isinstance(tools, Mapping):
             for name, tool in tools.items():
                 self._add(name, tool)
-        elif isinstance(tools, Sequence) and not isinstance(tools, str):
+        elif isinstance(tools, Sequence):
             for tool in tools:
                 self.register(tool)
         elif tools is not None:
-            raise TypeError(f"tools: got a {type(tools).__name__}, allowed: a list of tools or a mapping of names to them")
+            raise TypeError(f"tools: got a {type(tools).__name__}, allowed: a list of tools, or a mapping")
 
     def register(self, tool: Tool) -> None:
         """A tool of the same name is replaced."""

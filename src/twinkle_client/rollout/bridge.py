@@ -58,8 +58,9 @@ def _suffix(template: BridgeTemplate, before: list[Any], after: list[Any], tools
 def _after_turn(template: BridgeTemplate, rendered: str, last_token: int) -> str:
     """What the chat template writes after the token with which the model ended its turn: a line break, mostly. The
     model was not asked for it, so it is not among the tokens yet."""
-    _, found, rest = rendered.rpartition(str(template.tokenizer.decode([last_token])))
-    return rest if found and not rest.strip() else ""
+    end = str(template.tokenizer.decode([last_token]))
+    rest = rendered.rpartition(end)[2] if end and end in rendered else ""
+    return "" if rest.strip() else rest
 
 
 def _render(template: BridgeTemplate, messages: list[Any], tools: object, *, add_generation_prompt: bool) -> str:
