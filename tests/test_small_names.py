@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import twinkle
-from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle import framework_util
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.framework_util import seed_everything
 from twinkle.infra import DeviceMesh
 

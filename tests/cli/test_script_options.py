@@ -61,11 +61,11 @@ def test_the_grammar_of_a_command_line():
 
 
 def test_texts_become_values_of_the_fields_type():
-    args = CLI.from_args(
-        ["--max-steps", "5", "--lr=1", "--use-lora", "--no-lazy-collect", "--dataset_id", "123", "--revision=none"]
-        + ["--lora-target-modules", "q_proj,v_proj", "--stop", "3,4", "--reward_fns=one", "--num-gpus", "2"]
-        + ["--max_new_tokens", "7", "--mine", "1.5", "--word", "hello"]
+    words = (
+        "--max-steps 5 --lr=1 --use-lora --no-lazy-collect --dataset_id 123 --revision=none --num-gpus 2 --mine 1.5 "
+        "--lora-target-modules q_proj,v_proj --stop 3,4 --reward_fns=one --max_new_tokens 7 --word hello"
     )
+    args = CLI.from_args(words.split())
     assert (args.training.max_steps, args.optimizer.learning_rate) == (5, 1.0)
     assert isinstance(args.optimizer.learning_rate, float)
     assert (args.lora.use_lora, args.infra.lazy_collect) == (True, False)
@@ -168,7 +168,15 @@ def test_the_registry_wants_one_owner_of_a_name():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("Yes", True), ("off", False), ("~", None), ("3", 3), ("1e-3", 0.001), ("a,2,no", ["a", 2, False]), ("x y", "x y")],
+    [
+        ("Yes", True),
+        ("off", False),
+        ("~", None),
+        ("3", 3),
+        ("1e-3", 0.001),
+        ("a,2,no", ["a", 2, False]),
+        ("x y", "x y"),
+    ],
 )
 def test_reading_a_text(text, value):
     assert ValueCaster.auto_cast(text) == value

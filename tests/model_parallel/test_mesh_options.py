@@ -9,8 +9,7 @@ from lora_programs import llama
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model import MultiLoraTransformersModel, Trainer, TransformersModel, adopt_model
-from twinkle.model import parallel
+from twinkle.model import MultiLoraTransformersModel, Trainer, TransformersModel, adopt_model, parallel
 from twinkle.model.parallel import ALONE
 
 MODEL = "random://llama-tiny"
