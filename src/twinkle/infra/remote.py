@@ -75,14 +75,17 @@ def remote_function(
     spec = RemoteSpec(dispatch, execute, collect, sync, lazy_collect, timeout)
 
     def decorate(function: F) -> F:
-        described = cast("Any", function)
-        described.remote_spec = spec
-        # the same by the names under which scripts look for it
-        described._dispatch, described._execute, described._collect = dispatch, execute, collect
-        described._sync, described._lazy_collect = sync, lazy_collect
+        _describe(function, spec)
         return function
 
     return decorate
+
+
+def _describe(function: Any, spec: RemoteSpec) -> None:
+    """Note on a function how it is called; also by the names under which scripts look for it."""
+    function.remote_spec = spec
+    function._dispatch, function._execute, function._collect = spec.dispatch, spec.execute, spec.collect
+    function._sync, function._lazy_collect = spec.sync, spec.lazy_collect
 
 
 def remote_methods(cls: type) -> dict[str, RemoteSpec]:
@@ -121,6 +124,9 @@ def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
         takes_mesh = _MESH in signature(cls).parameters
         _replace_new(cls, execute, takes_mesh)
         _replace_init(cls, takes_mesh)
+        for name, spec in remote_methods(cls).items():
+            if isinstance(vars(cls).get(name), FunctionType):  # overrides are called like what they override
+                _describe(vars(cls)[name], spec)
         return cls
 
     return decorate
