@@ -25,19 +25,18 @@ class RowMap:
     Columns that it does not return stay, unless they are among ``removed``.
     """
 
-    function: Callable[..., Any]
+    function: Any  # callable with columns, or a RowPreprocessor: classes of users', which are often both
     removed: frozenset[str] = frozenset()
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, row: Row) -> Row:
         """Of a row that is dropped nothing is left: an empty dict."""
-        new = self._one_row(row) if isinstance(self.function, RowPreprocessor) else self._columns(row)
+        by_row = isinstance(self.function, RowPreprocessor)
+        new = self._one_row(self.function.preprocess, row) if by_row else self._columns(row)
         kept = {name: value for name, value in row.items() if name not in self.removed}
         return {**kept, **new} if new else {}
 
-    def _one_row(self, row: Row) -> Mapping[str, Any]:
-        assert isinstance(self.function, RowPreprocessor)
-        preprocess: Callable[..., Any] = self.function.preprocess
+    def _one_row(self, preprocess: Callable[..., Any], row: Row) -> Mapping[str, Any]:
         made = preprocess(dict(row), **self.fn_kwargs)
         if made is not None and not isinstance(made, Mapping):
             raise InvalidInputError("preprocess_func", f"a {type(made).__name__} from preprocess", "a dict, or None")
