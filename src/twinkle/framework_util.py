@@ -5,7 +5,7 @@ for devices says that there are none where it is not installed.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -182,14 +182,16 @@ def contains_nan(*values: Any, **named: Any) -> bool:
     """Whether a tensor among them, or in lists and mappings among them, holds NaN."""
     import torch
 
-    return any(
-        bool(value.isnan().any())
-        if isinstance(value, torch.Tensor)
-        else contains_nan(*value.values())
-        if isinstance(value, Mapping)
-        else isinstance(value, Sequence) and not isinstance(value, str | bytes) and contains_nan(*value)
-        for value in (*values, *named.values())
-    )
+    for value in (*values, *named.values()):
+        if isinstance(value, torch.Tensor):
+            found = bool(value.isnan().any())
+        elif isinstance(value, Mapping):
+            found = contains_nan(*value.values())
+        else:
+            found = isinstance(value, list | tuple) and contains_nan(*value)
+        if found:
+            return True
+    return False
 
 
 def gather_object(obj: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:

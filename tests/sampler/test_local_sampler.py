@@ -290,6 +290,8 @@ def test_parameters_as_a_mapping(sampler):
     inputs = [trajectory("a"), trajectory("b")]
     (_, second) = (own_prompts(2, i, (inputs, {"seed": 7}), {}, device_mesh=mesh)[1] for i in range(2))
     assert second["sampling_params"] == SamplingParams(seed=8)
+    with pytest.raises(TypeError, match="4 arguments by position, 5 were given"):
+        own_prompts(2, 0, (inputs, None, "", None, "one too many"), {}, device_mesh=mesh)
 
 
 @pytest.mark.parametrize("adapter_name", ["", None])

@@ -45,6 +45,8 @@ def own_prompts(
     n_workers: int, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_mesh: DeviceMesh
 ) -> Arguments:
     """The i-th worker's inputs. A seed is moved on to its first one, so that samples are those of a single process."""
+    if len(args) > len(_BY_POSITION):
+        raise TypeError(f"sample() takes {len(_BY_POSITION)} arguments by position, {len(args)} were given")
     given = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
     inputs, params = as_feature_list(given["inputs"]), given.get("sampling_params")
     place = device_mesh.get_slice(len(inputs), i)
