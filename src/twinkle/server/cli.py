@@ -167,7 +167,9 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 
         for name, state in applications(config).items():
             print(f"{name:18} {state.lower()}")
-    status = fetch_status(args.url or (here.url if here is not None else "http://127.0.0.1:8000"))
+    if here is not None and here.url is None and args.url is None:
+        raise TwinkleServerError(f"process {here.pid} on {config.data_dir} is starting or stopping")
+    status = fetch_status(args.url or (here and here.url) or "http://127.0.0.1:8000")
     models = status.pop("models")
     assert isinstance(models, dict)
     for key, value in status.items():

@@ -18,6 +18,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.fleet import ModelReport, TenantReport
+from twinkle.server.ray_serve.addressing import ends_with_its_client
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
@@ -60,7 +61,7 @@ class ModelReplica:
         self._host = await ModelHost.open(config, served, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        return await relay.answer(self._host.app, request)
+        return await _answered(self._host.app, request)
 
     async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
         async with aclosing(relay.stream(self._host.app, request)) as parts:
@@ -77,7 +78,7 @@ class ModelReplica:
         return self._host.of_tenant(tenant_id)
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        await self._host.release_session(session, state)
+        await relay.to_the_end(self._host.release_session(session, state))
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""
@@ -107,7 +108,7 @@ class ProcessorReplica:
         self._host = await ProcessorHost.open(config, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        return await relay.answer(self._host.app, request)
+        return await _answered(self._host.app, request)
 
     async def metrics(self) -> list[Metric]:
         return await self._host.metrics()
@@ -130,6 +131,11 @@ class FirstProcessorReplica(ProcessorReplica):
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._host.entrance
+
+
+async def _answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
+    work = relay.answer(app, request)
+    return await (work if ends_with_its_client(request) else relay.to_the_end(work))
 
 
 def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) -> Application:
