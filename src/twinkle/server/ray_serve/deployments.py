@@ -18,10 +18,10 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.fleet import ModelReport, TenantReport
-from twinkle.server.ray_serve.addressing import ends_with_its_client
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
+from twinkle.server.ray_serve.router import answered
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
 from twinkle.server.telemetry.json_logs import configure_logging
 from twinkle.server.types import SessionRecord
@@ -61,7 +61,7 @@ class ModelReplica:
         self._host = await ModelHost.open(config, served, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        return await _answered(self._host.app, request)
+        return await answered(self._host.app, request)
 
     async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
         async with aclosing(relay.stream(self._host.app, request)) as parts:
@@ -108,7 +108,7 @@ class ProcessorReplica:
         self._host = await ProcessorHost.open(config, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        return await _answered(self._host.app, request)
+        return await answered(self._host.app, request)
 
     async def metrics(self) -> list[Metric]:
         return await self._host.metrics()
@@ -131,11 +131,6 @@ class FirstProcessorReplica(ProcessorReplica):
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._host.entrance
-
-
-async def _answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
-    work = relay.answer(app, request)
-    return await (work if ends_with_its_client(request) else relay.to_the_end(work))
 
 
 def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) -> Application:

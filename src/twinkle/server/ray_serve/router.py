@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from twinkle.errors import TwinkleError
+from twinkle.server import relay
 from twinkle.server.ray_serve.addressing import (
     Destination,
     destination_of,
@@ -23,7 +24,7 @@ from twinkle.server.ray_serve.addressing import (
 )
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
-from twinkle.server.relay import HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send, to_the_end
+from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
 from twinkle.server.routes.http import SMALL_BODY, gateway_of, key_of
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError
@@ -32,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 # A client waits for a model that is being replaced as long as for one that computes, and then asks again.
 _WAIT_SECONDS = 30.0
+
+
+async def answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
+    """By a replica, for another process. What has begun is finished, though the one that asked has gone."""
+    work = relay.answer(app, request)
+    return await (work if ends_with_its_client(request) else relay.to_the_end(work))
 
 
 class Router:
@@ -80,7 +87,7 @@ class Router:
             return
         if replica is None:
             own = self._app(scope, _again(body, receive), send)
-            await (own if ends_with_its_client(request) else to_the_end(own))
+            await (own if ends_with_its_client(request) else relay.to_the_end(own))
         else:
             work = self._stream(request, replica, send) if streams else self._whole(request, replica, send)
             await _unless_gone(work, receive)
