@@ -80,20 +80,19 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
         np.testing.assert_allclose(found, ours, atol=1e-5)
 
 
-class Scripted:
-    """A rank that does as it is told."""
-
-    def call(self, answer: object, seconds: float) -> object:
-        time.sleep(seconds)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 @pytest.fixture
 def asked(server, monkeypatch):
     """What becomes of a call whose ranks answer like this, (answer, seconds) each."""
     ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
+
+    class Scripted:
+        """A rank that does as it is told."""
+
+        def call(self, answer: object, seconds: float) -> object:
+            time.sleep(seconds)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     def end(why: str) -> NoReturn:
         raise SystemExit(why)

@@ -116,6 +116,7 @@ def test_what_ends_with_its_client():
         request("/api/v1/retrieve_future", {}),
         request("/api/v1/retrieve_futures", {}),
         request("/v1/completions", {}),
+        request("/api/v1/twinkle/checkpoints/r/weights/a/archive", method="GET"),
         native("sample", {}, "sampler"),
         native("sample_stream", {}, "sampler"),
     ]

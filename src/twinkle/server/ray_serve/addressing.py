@@ -125,11 +125,11 @@ def _address_of(request: HttpRequest, most_bytes: int) -> Address | None:
 
 
 def ends_with_its_client(request: HttpRequest) -> bool:
-    """Whether nobody is served by going on when its client has left: it waits, or samples for this client alone.
+    """Whether nobody is served by going on when its client has left: it reads, waits, or samples for this client alone.
 
     Everything else is finished once it has begun. Otherwise an op could be journalled, and never run.
     """
-    if request.path in _POLLS or _OPENAI.fullmatch(request.path) is not None:
+    if request.method in ("GET", "HEAD") or request.path in _POLLS or _OPENAI.fullmatch(request.path) is not None:
         return True
     native = _MODEL_ROUTE.fullmatch(request.path)
     return native is not None and native[1] == "sampler" and native[3] in _SAMPLES
