@@ -15,7 +15,7 @@ def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[st
         others = f" (also {', '.join(served.aliases)})" if served.aliases else ""
         lines += [f"serving {served.name}{others}", *(f"  {each}" for each in memory[number : number + 1])]
     if not config.served_models:
-        lines.append("serving no model: there is nothing to train or to sample, only sessions and checkpoints")
+        lines.append("serving no model: nothing can be trained or sampled here")
     lines += [
         f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
         f"dashboard: {url}/dashboard",
