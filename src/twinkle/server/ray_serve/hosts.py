@@ -33,6 +33,7 @@ from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.layout import Layout, layout_of
+from twinkle.server.ray_serve.own_devices import on_own_gpu
 from twinkle.server.ray_serve.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.ray_serve.remote_replica import RemoteReplica
 from twinkle.server.ray_serve.replica import Refusal
@@ -189,7 +190,7 @@ class ModelHost:
     async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
         sys.setswitchinterval(_SWITCH_SECONDS)
         load = load_group if served.model.processes > 1 else load_served_model
-        model = await asyncio.to_thread(load, served)
+        model = await asyncio.to_thread(load, on_own_gpu(served))
         lock = await asyncio.to_thread(_only_one, config.data_dir, name)
         process = await Process.open(config)
         group = process.layout.models[served.name]
