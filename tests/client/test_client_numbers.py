@@ -12,7 +12,6 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))  # servers for tests
 from running import Server, mock_config
 
 from twinkle_client import (
-    GoneError,
     InvalidRequestError,
     LimitError,
     LoraConfig,
@@ -104,11 +103,12 @@ def test_what_is_refused_at_its_place(impatient):
     goes_on(impatient)
 
 
-def test_a_batch_that_is_gone_and_an_adapter_that_is_not_there(impatient):
-    reference = {"_TWINKLE_TYPE_": "Batch", "processor_id": "pid:" + "0" * 32, "number": 0}
-    with pytest.raises((NotFoundError, GoneError, InvalidRequestError)):
-        ask(impatient, "forward_only", inputs=reference)
+def test_an_adapter_that_is_not_there(impatient):
+    sequence = impatient.client.sequence("mock", "default")
+    with pytest.raises(NotFoundError, match="nobody") as caught:
+        sequence.send("/model/mock/twinkle/step", b'{"adapter_name":"nobody"}', impatient.client.post)
+    assert caught.value.seq_id is None
     impatient.zero_grad()
-    with pytest.raises(ServerError):
+    with pytest.raises(ServerError, match="disk is full"):
         impatient.zero_grad()
     goes_on(impatient)

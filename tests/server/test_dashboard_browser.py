@@ -132,9 +132,8 @@ def test_nobody_is_asked_while_nobody_looks(page: Page, server: Server) -> None:
     page.until(lambda: page.script(asked) != before)
 
 
-def test_a_model_that_is_away_leaves_dashes(page: Page, tmp_path: Path) -> None:
+def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
     """On Ray: its queue is listed, and of its numbers none, or nothing at all is known of it."""
-    server = Server(tmp_path, sample=0.1).start()
     away = """
         const asked = window.fetch, numbers = arguments[0];
         window.fetch = async (url, ...more) => {
@@ -143,20 +142,16 @@ def test_a_model_that_is_away_leaves_dashes(page: Page, tmp_path: Path) -> None:
           return new Response(JSON.stringify({ ...(await response.json()), models: numbers }));
         };
     """
-    try:
-        tenant = Tenant(server.url, "tml-away")
-        model = tenant.model()
-        for numbers in ({}, {"mock": {}}):
-            page.open(server.url)
-            page.driver.execute_script(away, numbers)
-            page.enter_key(tenant.key)
-            page.view("Adapters")
-            page.until(lambda: model in page.text("#adapters"))
-            tiles = page.until(lambda: page.text("#queue .tiles"))
-            assert tiles.count("–") == 4
-            assert not page.find("#problem").is_displayed()
-    finally:
-        server.close()
+    tenant = Tenant(server.url, "tml-away")
+    model = tenant.model()
+    for numbers in ({}, {"mock": {}}):
+        page.open(server.url)
+        page.driver.execute_script(away, numbers)
+        page.enter_key(tenant.key)
+        page.view("Adapters")
+        page.until(lambda: model in page.text("#adapters"))
+        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 4
+        assert not page.find("#problem").is_displayed()
 
 
 def test_adapters_and_the_queue(page: Page, server: Server) -> None:
