@@ -10,6 +10,7 @@ from twinkle_client.dataset import Dataset
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.iteration import next_of
 from twinkle_client.remote import RemoteObject, component
+from twinkle_client.server_decides import left_to_server
 
 __all__ = ["DataLoader", "RemoteBatch"]
 
@@ -69,8 +70,9 @@ class RemoteBatch(Sequence[Row]):
 class DataLoader(RemoteObject):
     """Iterates over a dataset in batches; every ``for`` loop over it is an epoch.
 
-    Options as the library's own class has them; ``shuffle`` without a seed uses the client's. The last four (before
-    ``client``) are accepted and not used: which processes and memory load rows is the server's business.
+    Options as the library's own class has them; ``shuffle`` without a seed uses the client's. The last ones (before
+    ``client``) are accepted and not used: which processes and memory load rows is the server's business, and the log
+    says so. A ``collate_fn`` is code, and code is never shipped: see :meth:`set_processor`.
     """
 
     processor_type: ClassVar[str] = "dataloader"
@@ -85,12 +87,30 @@ class DataLoader(RemoteObject):
         shuffle: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
-        num_workers: int = 0,
+        collate_fn: None = None,
+        device_mesh: object = None,
+        num_workers: int | None = None,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory: bool = False,
+        persistent_workers: bool | None = None,
+        pin_memory: bool | None = None,
+        timeout: float | None = None,
+        multiprocessing_context: str | None = None,
+        remote_group: str | None = None,
         client: TwinkleClient | None = None,
     ) -> None:
+        left_to_server(
+            "DataLoader",
+            device_mesh=device_mesh,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            multiprocessing_context=multiprocessing_context,
+            remote_group=remote_group,
+        )
+        if collate_fn is not None:
+            raise invalid("collate_fn", collate_fn, "None: code is never shipped to the server; see set_processor")
         if not isinstance(dataset, Dataset):
             raise invalid("dataset", dataset, "a dataset of twinkle_client.dataset")
         client = dataset.client if client is None else client
