@@ -50,11 +50,11 @@ def test_what_the_server_decides_is_said_once(client, caplog):
     with caplog.at_level("INFO", "twinkle_client"):
         for _ in range(2):
             MultiLoraTransformersModel("ms://m", client=client, device_mesh=object(), strategy="fsdp", max_r=8)
-        vLLMSampler("ms://m", client=client, engine_args={"max_model_len": 64}, device_mesh=object())
+        vLLMSampler("ms://m", {"max_model_len": 64}, object(), client=client, remote_group="s")
     said = [record.getMessage() for record in caplog.records if "server decides" in record.getMessage()]
     assert len(said) == 2
     assert "device_mesh, max_r, strategy" in said[0]
-    assert "device_mesh, engine_args" in said[1]
+    assert "device_mesh, engine_args, remote_group" in said[1]
 
 
 def test_nothing_is_said_of_what_was_not_given(client, caplog):

@@ -34,9 +34,9 @@ class Sampler:
     """The sampler of a model: ``model_id`` is its id, or a model handle, whose client is used.
 
     ``template`` encodes the trajectories and decodes tokens: the name of one of the library's, or one of
-    :mod:`twinkle_client.template`. The options after ``client`` are those of the library's samplers, accepted so that
-    local scripts run as they are: the server has its engine already, and the log says so. ``adapter_name`` is None
-    until :meth:`add_adapter_to_sampler`.
+    :mod:`twinkle_client.template`. The options after ``client`` are those of the library's LocalSampler, accepted so
+    that local scripts run as they are: the server has its engine already, and the log says so. ``adapter_name`` is
+    None until :meth:`add_adapter_to_sampler`.
     """
 
     def __init__(
@@ -45,19 +45,12 @@ class Sampler:
         template: object = None,
         *,
         client: TwinkleClient | None = None,
-        engine_args: Mapping[str, Any] | None = None,
-        device_mesh: object = None,
         kv_budget_bytes: int | None = None,
         max_sequences: int | None = None,
         remote_group: str | None = None,
     ) -> None:
         left_to_server(
-            "Sampler",
-            engine_args=engine_args,
-            device_mesh=device_mesh,
-            kv_budget_bytes=kv_budget_bytes,
-            max_sequences=max_sequences,
-            remote_group=remote_group,
+            "Sampler", kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences, remote_group=remote_group
         )
         if isinstance(model_id, MultiLoraTransformersModel):
             client = model_id.client if client is None else client
@@ -139,9 +132,38 @@ class Sampler:
         parsed(ApplyPatchResponse, answer or {}, self.server_url)
 
 
-# What scripts call it: the server's sampler may be vLLM or another one, and is never in this process.
-vLLMSampler = Sampler  # noqa: N816
-LocalSampler = Sampler
+class vLLMSampler(Sampler):  # noqa: N801 - the name that scripts use
+    """The same with the arguments of the library's class of this name, of which the server decides about most.
+
+    Its own sampler may be vLLM or another one, and is never in this process.
+    """
+
+    def __init__(
+        self,
+        model_id: str | MultiLoraTransformersModel,
+        engine_args: Mapping[str, Any] | None = None,
+        device_mesh: object = None,
+        *,
+        template: object = None,
+        client: TwinkleClient | None = None,
+        dtype: str | None = None,
+        memory_budget_bytes: int | None = None,
+        memory_dir: object = None,
+        remote_group: str | None = None,
+    ) -> None:
+        left_to_server(
+            "vLLMSampler",
+            engine_args=engine_args,
+            device_mesh=device_mesh,
+            dtype=dtype,
+            memory_budget_bytes=memory_budget_bytes,
+            memory_dir=memory_dir,
+            remote_group=remote_group,
+        )
+        super().__init__(model_id, template, client=client)
+
+
+LocalSampler = Sampler  # what local scripts call it
 
 
 def hand_over(model: MultiLoraTransformersModel, sampler: Sampler, adapter_name: str) -> None:
