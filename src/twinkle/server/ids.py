@@ -74,7 +74,16 @@ def split_request_id(request_id: str) -> tuple[str, int] | None:
 
 
 def directory_name(identifier: str) -> str:
-    """A run's or sampling session's id as one path segment."""
+    """A run's or sampling session's id as one path segment, and no other's.
+
+    No id has a plus sign. Neither has the name of a directory of earlier versions, which wrote a dash for a colon: then
+    one of Tinker's runs and one of ours could share a directory. What lies in those is found by its record.
+    """
+    return identifier.replace(":", "+") if ":" in identifier else f"{identifier}+"
+
+
+def file_name(identifier: str) -> str:
+    """The same for people, who may get one file with the name of another."""
     return identifier.replace(":", "-")
 
 

@@ -265,8 +265,8 @@ class ModelService:
         self._runner.measurements.dropped(run.run_id)
         self._runner.snapshots.forget(run.run_id)
         await self._runner.snapshots.finish_writing()
-        await self._store.snapshots.delete(run.run_id)
-        await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
+        last = await self._store.snapshots.delete(run.run_id)
+        await asyncio.to_thread(self._files.remove_snapshots, run.run_id, None if last is None else last.directory)
         logger.info("%s left the device: %s", run.run_id, why)
         return adapter.versions
 
