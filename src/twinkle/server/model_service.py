@@ -368,7 +368,7 @@ class ModelService:
         }
 
     def _trained_tokens(self) -> int:
-        return sum(self._scheduler.numbers().tokens.values())
+        return self._scheduler.numbers().all_tokens
 
 
 async def _understood(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
