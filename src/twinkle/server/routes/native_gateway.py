@@ -152,7 +152,7 @@ async def capacity_info(request: Request) -> Response:
     """Of the tenant who asks."""
     tenant_id = await native_tenant_of(request)
     gateway = gateway_of(request)
-    most = gateway.config.limits.max_adapters_per_tenant
+    most = gateway.tenants.limits(tenant_id).adapters
     used = sum(report.adapters.get(tenant_id, 0) for report in (await gateway.fleet.reports()).values())
     return wire_response(
         types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),
