@@ -1,12 +1,27 @@
 """Constants of a server that tests change: they cannot wait six minutes for a gap to be given up."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from twinkle.server import embedded, signed_urls, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
-from twinkle.server.scheduler import Scheduler
+from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.state import database, keys
+
+
+def _break_in_batch(number: float) -> None:
+    """A bug in the trainer's loop, where nothing catches it."""
+    next_batch, batches = Scheduler.next_batch, itertools.count(1)
+
+    def broken(self: Scheduler) -> Batch | None:
+        batch = next_batch(self)
+        if batch is not None and next(batches) == number:
+            raise ZeroDivisionError("a bug")
+        return batch
+
+    Scheduler.next_batch = broken  # type: ignore[method-assign]
+
 
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
@@ -17,6 +32,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),
     "signed_url": lambda seconds: setattr(signed_urls, "_VALID_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
+    "bug": _break_in_batch,
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 

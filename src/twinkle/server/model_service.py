@@ -30,6 +30,7 @@ from twinkle.server.native.errors import SequenceConflictError
 from twinkle.server.native.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.op_admission import Entry, OpAdmission
 from twinkle.server.op_runner import OpRunner
+from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
@@ -329,7 +330,12 @@ class ModelService:
 
     @property
     def alive(self) -> bool:
-        return self._runner.alive
+        """Whether what is accepted will be run."""
+        return self.pump.alive
+
+    @property
+    def pump(self) -> Pump:
+        return self._runner.pump
 
     @property
     def recovering(self) -> bool:
