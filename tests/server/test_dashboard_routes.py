@@ -15,7 +15,7 @@ from running import MODEL, Server, Tenant, datum, key_for, mock_config
 from state_samples import run
 
 from twinkle.server import cli
-from twinkle.server.ids import directory_name, file_name
+from twinkle.server.ids import directory_name
 from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.routes import dashboard
 from twinkle.server.tar_stream import TarStream
@@ -152,7 +152,7 @@ def test_a_checkpoint_as_a_tar_file(server: Server, tenant: Tenant) -> None:
     path = tenant.json(tenant.save(model, 2, "my.ck-1"))["path"]
     answer = archive(tenant, path)
     assert answer.status_code == 200
-    title = f"{file_name(model)}-weights-my.ck-1"
+    title = f"{directory_name(model)}-weights-my.ck-1"
     assert answer.headers["content-disposition"] == f'attachment; filename="{title}.tar"'
     assert int(answer.headers["content-length"]) == len(answer.content)
     directory = next(server.data_dir.glob(f"checkpoints/{directory_name(model)}/weights/my.ck-1/*"))

@@ -27,7 +27,7 @@ from twinkle.server.compute import Compute
 from twinkle.server.execution import failure_of, unexpected
 from twinkle.server.external_weights import prepare_export
 from twinkle.server.files import DataDir, copy_whole, size_of
-from twinkle.server.ids import CheckpointPath, file_name, is_native_run, sampling_session_id
+from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
 from twinkle.server.native.codec import succeeded
 from twinkle.server.native.host import NativeHost
 from twinkle.server.state import StorageFullError, Store
@@ -359,7 +359,7 @@ class Checkpoints:
     async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         assert record is not None, "it was just written"
-        target = save_dir / file_name(path.run_id) / path.kind / path.name
+        target = save_dir / directory_name(path.run_id) / path.kind / path.name
         await asyncio.to_thread(copy_whole, self._files.root / record.directory, target)
 
     async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:

@@ -60,7 +60,7 @@ class DataDir:
         _remove_empty(self.root / checkpoints / run)
 
     def remove_snapshots(self, run_id: str, recorded: str | None) -> None:
-        """All of a run, of which the last is ``recorded``: one of an earlier version lies elsewhere."""
+        """All of a run, of which the last is ``recorded``: one of an earlier version may lie elsewhere."""
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
         if recorded is not None:
             self._remove_snapshot(self.root / recorded)

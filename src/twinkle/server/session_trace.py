@@ -3,7 +3,7 @@
 Times and kinds of ops as far as they are still on record; never what was in them.
 """
 
-from twinkle.server.ids import file_name
+from twinkle.server.ids import directory_name
 from twinkle.server.state import Store
 from twinkle.server.state.ops import OpTimes
 from twinkle.server.types import RunRecord, SessionRecord
@@ -34,7 +34,7 @@ async def session_trace(store: Store, session: SessionRecord) -> dict[str, objec
 
 
 def trace_file_name(session: SessionRecord) -> str:
-    return f"{file_name(session.session_id)}.json"
+    return f"{directory_name(session.session_id)}.json"
 
 
 def _named(place: int, run: RunRecord) -> dict[str, object]:

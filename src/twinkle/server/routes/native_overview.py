@@ -99,7 +99,7 @@ async def archive(request: Request, run_id: str, kind: str, name: str) -> Respon
     gateway = gateway_of(request)
     path = CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
     record = await gateway.checkpoint(path, tenant_id)
-    title = f"{ids.file_name(run_id)}-{kind}-{name}"
+    title = f"{ids.directory_name(run_id)}-{kind}-{name}"
     tar = await asyncio.to_thread(TarStream, gateway.files.root / record.directory, title, record.created_at)
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{title}.tar"'}
     return StreamingResponse(tar.pieces(), headers=headers, media_type="application/x-tar")
