@@ -24,7 +24,7 @@ def test_only_empty_directories_are_removed(tmp_path: Path) -> None:
     files = DataDir(tmp_path)
     make(tmp_path, "checkpoints/r-1/weights/kept/3/adapter", "checkpoints/r-1/weights/gone/4/adapter")
     files.remove("checkpoints/r-1/weights/gone/4")
-    files.remove_empty("r:1")
+    files.remove_empty("checkpoints/r-1/weights/gone/4")
     assert below(tmp_path / "checkpoints") == [
         "r-1",
         "r-1/weights",
@@ -33,16 +33,19 @@ def test_only_empty_directories_are_removed(tmp_path: Path) -> None:
         "r-1/weights/kept/3/adapter",
     ]
     files.remove("checkpoints/r-1/weights/kept/3")
-    files.remove_empty("r:1")
+    files.remove_empty("checkpoints/r-1/weights/gone/4")
     assert below(tmp_path) == ["checkpoints"]
-    files.remove_empty("r:1")  # there is none, which is what was wanted
+    files.remove_empty("checkpoints/r-1/weights/gone/4")  # there is none, which is what was wanted
 
 
 def test_a_start_clears_away_what_was_being_written_and_what_is_empty(tmp_path: Path) -> None:
     make(tmp_path, "checkpoints/r/weights/cut/.5.tmp/adapter", "samplers/.s.tmp/adapter", "samplers/s/adapter")
+    make(tmp_path, "snapshots/r+/.5.tmp/meta.json", "snapshots/r/.5.partial/meta.json", "snapshots/r/4/meta.json")
     (tmp_path / "checkpoints" / "q" / "weights" / "old").mkdir(parents=True)
     DataDir(tmp_path).remove_unfinished()
-    assert below(tmp_path) == ["checkpoints", "samplers", "samplers/s", "samplers/s/adapter"]
+    assert below(tmp_path / "snapshots") == ["r", "r+", "r/4", "r/4/meta.json"]
+    assert below(tmp_path / "checkpoints") == []
+    assert below(tmp_path / "samplers") == ["s", "s/adapter"]
 
 
 def test_nothing_is_left_of_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> None:

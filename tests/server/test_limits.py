@@ -228,10 +228,11 @@ def waited_for(connections: list[socket.socket], count: int) -> dict[socket.sock
 
 
 def test_a_tenant_may_have_limits_of_its_own(own_server: Callable[..., Server], tmp_path) -> None:
+    own = {"max_sessions_per_tenant": 2, "max_adapters_per_tenant": 7}
     sections = {
         "auth": {"mode": "keys"},
-        "limits": {"max_sessions_per_tenant": 1},
-        "tenants": {"paying customer": {"weight": 4, "priority": "high", "limits": {"max_sessions_per_tenant": 2}}},
+        "limits": {"max_sessions_per_tenant": 1, "max_adapters_per_tenant": 3},
+        "tenants": {"paying customer": {"weight": 4, "priority": "high", "limits": own}},
     }
     server = own_server(mock_config(**sections), housekeeping=0.2)
     command = [sys.executable, "-m", "twinkle.server", "keys", "create", "-c", str(server.directory / "config.yaml")]
@@ -245,3 +246,5 @@ def test_a_tenant_may_have_limits_of_its_own(own_server: Callable[..., Server], 
             active += tenant.post("create_session", {}).status_code == 200
             time.sleep(0.05)
         assert json.loads(tenant.post("create_session", {}).text)["detail"].startswith("active sessions")
+        capacity = tenant.http.get("twinkle/capacity_info", headers={"Twinkle-Authorization": f"Bearer {tenant.key}"})
+        assert capacity.json()["max_loras"] == {"paying customer": 7, "guest": 3}[name]

@@ -204,7 +204,7 @@ def test_a_hub_that_does_not_answer_keeps_no_thread_of_others(monkeypatch):
     async def scenario() -> str:
         hub = uploads.Uploads()
         for number in range(40):
-            hub.start(f"tenant {number // 4}", None, Path(), "org/name", "token")
+            hub.start(f"tenant {number // 4}", None, Path(), "twinkle://r/weights/c", "org/name", "token")
         try:
             return await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 10)
         finally:

@@ -1,11 +1,12 @@
 """Constants of a server that tests change: they cannot wait six minutes for a gap to be given up."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from twinkle.server import embedded, signed_urls, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
-from twinkle.server.scheduler import Scheduler
+from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.state import StorageFullError, database, keys
 from twinkle.server.state.ops import Accepted, Ops
 from twinkle.server.types import Op
@@ -24,6 +25,19 @@ def fill_disk_at(number: float) -> None:
     Ops.accept = accept_unless_full
 
 
+def _break_in_batch(number: float) -> None:
+    """A bug in the trainer's loop, where nothing catches it."""
+    next_batch, batches = Scheduler.next_batch, itertools.count(1)
+
+    def broken(self: Scheduler) -> Batch | None:
+        batch = next_batch(self)
+        if batch is not None and next(batches) == number:
+            raise ZeroDivisionError("a bug")
+        return batch
+
+    Scheduler.next_batch = broken  # type: ignore[method-assign]
+
+
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
     "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
@@ -34,6 +48,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "signed_url": lambda seconds: setattr(signed_urls, "_VALID_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "full_at": fill_disk_at,
+    "bug": _break_in_batch,
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 

@@ -22,6 +22,8 @@ class Bookkeeping:
     async def keep(self, now: float) -> None:
         await self.read_key_names()
         await self.flush_usage()
+        self._tenants.training_rate.forget_full()
+        self._tenants.sampling_rate.forget_full()
         if now - self._storage_at >= _STORAGE_SECONDS:
             self._storage_at = now
             await self._store.usage.note_storage(utc_day(now), await self._store.usage.storage())

@@ -35,7 +35,7 @@ class CheckpointActions:
             await asyncio.to_thread(self._files.remove, record.directory)
         run = await self._store.runs.get(record.run_id)
         if run is not None and run.state != "live":  # nobody saves to it any more
-            await asyncio.to_thread(self._files.remove_empty, run.run_id)
+            await asyncio.to_thread(self._files.remove_empty, record.directory)
 
     async def set_ttl(self, path: CheckpointPath, tenant_id: str, ttl_seconds: int | None) -> None:
         """Counted from now; None: it stays."""

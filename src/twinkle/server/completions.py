@@ -33,6 +33,7 @@ class _Stream:
     used_at: float
     entries: deque[Completion] = field(default_factory=deque)  # that its client was not told of for certain
     waiters: Waiters = field(default_factory=Waiters)
+    passing: bool = False  # it goes with those who wait at it, unless something is told there
 
 
 class Completions:
@@ -49,14 +50,22 @@ class Completions:
         parts = split_request_id(request_id)
         assert parts is not None, "we made the id"
         stream = self._stream(parts[0], parts[1] // SEQ_IDS_PER_CLIENT, now)
+        stream.passing = False
         stream.entries.append(Completion(next(self._places), request_id, size, now))
         stream.waiters.wake()
 
     def has_stream(self, sampling_session_id: str, client: int) -> bool:
         return (sampling_session_id, client) in self._streams
 
-    def open_stream(self, sampling_session_id: str, client: int, now: float) -> None:
-        self._stream(sampling_session_id, client, now)
+    def open_stream(self, sampling_session_id: str, client: int, now: float, *, passing: bool = False) -> None:
+        """``passing``: of a client of which nothing is known: any number can be asked for."""
+        self._stream(sampling_session_id, client, now).passing = passing
+
+    def close_passing(self, sampling_session_id: str, client: int) -> None:
+        """Forget a stream at which nobody waits any more and nothing was ever told."""
+        stream = self._streams.get((sampling_session_id, client))
+        if stream is not None and stream.passing and not stream.waiters:
+            del self._streams[sampling_session_id, client]
 
     async def after(
         self, sampling_session_id: str, client: int, place: int, timeout: float, now: float

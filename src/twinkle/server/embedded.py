@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -23,7 +23,7 @@ from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
 from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
-from twinkle.server.gateway import Gateway
+from twinkle.server.gateway import Gateway, Services
 from twinkle.server.loading import load_served_model
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.process_record import recorded
@@ -56,7 +56,9 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
     store = await Store.open(config.data_dir, config.database_url)
     try:
         models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
-        app = make_app(lambda app: _running(app, config, store, models, telemetry), telemetry)
+        app = make_app(
+            lambda app: _running(app, config, store, models, telemetry, lambda why: server.fail(why)), telemetry
+        )
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -71,6 +73,8 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
         with recorded(config.data_dir) as record:
             record(url)
             await server.serve(sockets=[listener])
+        if server.failure is not None:
+            raise TwinkleServerError(server.failure)
     finally:
         await telemetry.close()  # it reads the state
         await store.close()
@@ -83,6 +87,7 @@ class _Server(uvicorn.Server):
         super().__init__(settings)
         self.app = app
         self.announcement = announcement
+        self.failure: str | None = None  # why it ends though nobody asked it to
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -104,6 +109,14 @@ class _Server(uvicorn.Server):
             self.force_exit = True  # asked twice: do not wait for open connections
             return
         logger.info("%s: finishing what runs", number.name)
+        self._end_soon()
+
+    def fail(self, why: str) -> None:
+        """End, and tell whoever started it that it was no success."""
+        self.failure = why
+        self._end_soon()
+
+    def _end_soon(self) -> None:
         self.should_exit = True
         if self.started:  # before that nobody waits
             gateway: Gateway = self.app.state.gateway
@@ -112,8 +125,14 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def _running(
-    app: FastAPI, config: ServerConfig, store: Store, models: Sequence[ServedModel], telemetry: Telemetry
+    app: FastAPI,
+    config: ServerConfig,
+    store: Store,
+    models: Sequence[ServedModel],
+    telemetry: Telemetry,
+    fail: Callable[[str], None],
 ) -> AsyncIterator[None]:
+    """``fail`` ends the server."""
     await store.sessions.forgive_downtime(time.time())
     await store.ops.forgive_downtime(time.time())
     files = DataDir(config.data_dir)
@@ -140,7 +159,9 @@ async def _running(
     if processors is not None:
         await processors.start()
     housekeeping = asyncio.create_task(_keep_house(gateway))
+    watching = asyncio.create_task(_watch(services.values(), fail))
     yield
+    watching.cancel()
     housekeeping.cancel()
     await gateway.flush_heartbeats()
     if processors is not None:
@@ -152,6 +173,19 @@ async def _running(
     await gateway.books.flush_usage()
     for compute in computes.values():
         compute.close()
+
+
+async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
+    """The server ends with the first loop that does: half of one would accept what it never runs."""
+    loops = [loop for entry in services for loop in (entry.training, entry.sampling) if loop is not None]
+    broken = [asyncio.create_task(loop.pump.broken()) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(broken, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in broken:
+            task.cancel()
+    what = " and ".join(task.result() for task in done)
+    fail(f"{what} stopped by an error that the log shows; start the server again: nothing acknowledged is lost")
 
 
 async def _keep_house(gateway: Gateway) -> None:

@@ -13,6 +13,7 @@ from twinkle.server.standing import Priority, Standing
 __all__ = ["MAX_SKIPS", "FairQueue"]
 
 MAX_SKIPS = 8
+_ABSENT = 1024  # tenants of whom nothing waits and who are remembered
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ class FairQueue(Generic[T]):
     def __init__(self, standing: Callable[[str], Standing] = _alike) -> None:
         self._standing = standing
         self._tenants: dict[str, _Waiting[T]] = {}  # none is empty
-        self._used: dict[str, float] = {}  # cost for weight, of all who ever waited: coming back must not clear it
+        self._used: dict[str, float] = {}  # cost for weight, also of those who waited: coming back must not clear it
+        self._absent: OrderedDict[str, None] = OrderedDict()  # of these, those who do not wait now; longest ago first
         self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
         self._skips: dict[Priority, int] = dict.fromkeys(Priority, 0)
         self._turns = 0
@@ -52,6 +54,7 @@ class FairQueue(Generic[T]):
         if waiting is None:  # idle time earns nothing
             floor = self._floors[self._standing(tenant_id).priority]
             self._used[tenant_id] = max(self._used.get(tenant_id, 0.0), floor)
+            self._absent.pop(tenant_id, None)
             waiting = self._tenants[tenant_id] = _Waiting(since=self._next_turn())
         waiting.items[key] = item, cost
         self._length += 1
@@ -103,6 +106,15 @@ class FairQueue(Generic[T]):
         self._length -= 1
         if not self._tenants[tenant_id].items:
             del self._tenants[tenant_id]
+            self._leave(tenant_id)
+
+    def _leave(self, tenant_id: str) -> None:
+        """What it used is forgotten where that changes nothing, or after many others."""
+        self._absent[tenant_id] = None
+        if self._used[tenant_id] <= self._floors[self._standing(tenant_id).priority]:
+            del self._absent[tenant_id], self._used[tenant_id]
+        while len(self._absent) > _ABSENT:
+            del self._used[self._absent.popitem(last=False)[0]]
 
     def _next_turn(self) -> int:
         self._turns += 1

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +54,29 @@ class DataDir:
         """Delete a directory by its recorded place."""
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
-    def remove_empty(self, run_id: str) -> None:
-        """The directories in which checkpoints of a run were, if no checkpoint is left. Nobody may be saving to it."""
-        _remove_empty(self.root / "checkpoints" / directory_name(run_id))
+    def remove_empty(self, recorded: str) -> None:
+        """The directories of a run in which a checkpoint was, if none is left there. Nobody may be saving to it."""
+        checkpoints, run = Path(recorded).parts[:2]
+        _remove_empty(self.root / checkpoints / run)
 
-    def remove_snapshots(self, run_id: str) -> None:
+    def remove_snapshots(self, run_id: str, recorded: str | None) -> None:
+        """All of a run, of which the last is ``recorded``: one of an earlier version may lie elsewhere."""
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
+        if recorded is not None:
+            self._remove_snapshot(self.root / recorded)
+
+    def remove_older_snapshots(self, newest: Path, replaced: str | None) -> None:
+        """All of a run but the newest. ``replaced``: the one on record before, as above."""
+        for other in newest.parent.iterdir():
+            if other != newest:
+                shutil.rmtree(other, ignore_errors=True)
+        if replaced is not None and self.root / replaced != newest:
+            self._remove_snapshot(self.root / replaced)
+
+    def _remove_snapshot(self, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # others are there, or it is gone
+            directory.parent.rmdir()
 
     def remove_unfinished(self, idle_seconds: float = 0.0) -> None:
         """What a crash left of directories that were being written.
@@ -67,8 +85,8 @@ class DataDir:
         nobody may.
         """
         before = time.time() - idle_seconds
-        for place in ("checkpoints/*/*/*", "samplers"):
-            for leftover in self.root.glob(f"{place}/.*.tmp"):
+        for place in ("checkpoints/*/*/*/.*.tmp", "samplers/.*.tmp", "snapshots/*/.*.tmp", "snapshots/*/.*.partial"):
+            for leftover in self.root.glob(place):
                 with suppress(FileNotFoundError):  # it has just got its name
                     if leftover.stat().st_mtime <= before:
                         shutil.rmtree(leftover, ignore_errors=True)
@@ -82,18 +100,19 @@ class DataDir:
 
 
 def write_snapshot(directory: Path, snapshot: AdapterSnapshot, native: bytes | None) -> None:
-    """Whole or not at all: a directory under its final name is complete. ``native``: what the library's verbs know."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir(parents=True, mode=0o700)
+    """Whole or not at all. ``native``: what the library's verbs know."""
+    write_whole(directory, partial(_fill_snapshot, snapshot, native))
+
+
+def _fill_snapshot(snapshot: AdapterSnapshot, native: bytes | None, directory: Path) -> None:
     for name in _ARRAYS:
         array = vars(snapshot)[name]
         if array is not None:
-            np.save(partial / f"{name}.npy", array, allow_pickle=False)
+            np.save(directory / f"{name}.npy", array, allow_pickle=False)
     if native is not None:
-        (partial / _NATIVE).write_bytes(native)
+        (directory / _NATIVE).write_bytes(native)
     meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
-    (partial / "meta.json").write_text(json.dumps(meta))
-    os.replace(partial, directory)
+    (directory / "meta.json").write_text(json.dumps(meta))
 
 
 def read_snapshot(directory: Path) -> AdapterSnapshot:
@@ -129,35 +148,38 @@ def _remove_empty(directory: Path) -> None:
             os.rmdir(inner)
 
 
-def remove_other_snapshots(directory: Path) -> None:
-    """Drop all snapshots of a run but this one."""
-    for other in directory.parent.iterdir():
-        if other != directory:
-            shutil.rmtree(other, ignore_errors=True)
-
-
 def copy_whole(source: Path, target: Path) -> None:
     """In the place of what is there, whole or not at all."""
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        shutil.copytree(source, staging)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    write_whole(target, partial(_copy_files, source))
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """shutil.copytree would go on after an error, and raise one that does not say what was wrong."""
+    for entry in sorted(os.scandir(source), key=lambda each: each.name):
+        if entry.is_dir():
+            (target / entry.name).mkdir()
+            _copy_files(Path(entry.path), target / entry.name)
+        else:
+            shutil.copy2(entry.path, target / entry.name)
+    shutil.copystat(source, target)
 
 
 def write_whole(directory: Path, fill: Callable[[Path], None]) -> None:
-    """What ``fill`` writes appears under its final name when all of it is on disk, or not at all."""
+    """What ``fill`` writes appears under its final name when all of it is on disk, or not at all.
+
+    When this returns it is there to stay, with the way to it: whatever it replaces may be deleted.
+    """
+    new_parents = [parent for parent in directory.parents if not parent.exists()]
     staging = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     staging.mkdir(parents=True, mode=0o700)
     try:
         fill(staging)
-        for path in (*staging.iterdir(), staging):
+        for path in (*staging.rglob("*"), staging):
             _flush(path)
         shutil.rmtree(directory, ignore_errors=True)  # of an op that runs again after a crash
         os.replace(staging, directory)
-        _flush(directory.parent)
+        for parent in (directory.parent, *(new.parent for new in new_parents)):
+            _flush(parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -63,6 +63,20 @@ class Fleet(Protocol):
         ...
 
 
+def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
+    """Which of its loops does not run, for people; None if all do. What is accepted for it would wait for ever.
+
+    ``ending``: a server that ends lets its loops end, unless an error did.
+    """
+    loops = {"training": services.training.pump}
+    if services.sampling is not None:
+        loops["sampling"] = services.sampling.pump
+    for name, pump in loops.items():
+        if pump.failed or not (pump.alive or ending):
+            return f"{name} has stopped"
+    return None
+
+
 def report_of(services: "Services", longest_step: float) -> ModelReport:
     """Of what runs in this process, without asking the compute thread: it may be busy for a while.
 
@@ -70,10 +84,9 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
     """
     model, training, sampling = services.model, services.training, services.sampling
     healthy, detail = True, "trains" if sampling is None else "trains and samples"
-    if not training.alive:
-        healthy, detail = False, "training has stopped"
-    elif sampling is not None and not sampling.alive:
-        healthy, detail = False, "sampling has stopped"
+    stopped = stopped_in(services)
+    if stopped is not None:
+        healthy, detail = False, stopped
     elif training.step_seconds > longest_step:
         healthy, detail = False, f"a step has been running for {training.step_seconds:.0f} s"
     return ModelReport(

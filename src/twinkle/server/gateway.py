@@ -91,6 +91,7 @@ class Gateway:
         self.tenants = tenants or Tenants()
         self.books = Bookkeeping(store, self.tenants)
         self.reading = TenantTurns()  # large bodies, in threads
+        self.copying = TenantTurns(at_once=1)  # checkpoints
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads()

@@ -20,6 +20,8 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _NATIVE_SESSION = r"session_[0-9a-f]{32}"
 _NATIVE_RUN = re.compile(rf"{_NATIVE_SESSION}-{ADAPTER_NAME.pattern}")
 _RUN = re.compile(rf"[A-Za-z0-9_-]{{1,64}}:train:[0-9]{{1,19}}|{_NATIVE_RUN.pattern}")
+_OF_NATIVE_SESSION = re.compile(rf"{_NATIVE_SESSION}:.*")
+_LIKE_TINKERS = re.compile(r"[^:]*-(train|sample)-[0-9]+")
 
 
 def new_session_id() -> str:
@@ -74,7 +76,16 @@ def split_request_id(request_id: str) -> tuple[str, int] | None:
 
 
 def directory_name(identifier: str) -> str:
-    """A run's or sampling session's id as one path segment."""
+    """A run's or sampling session's id as one path segment, and no other's.
+
+    A colon becomes a dash, unless another id could be meant then: Tinker's run 0 of a native session, and its native
+    adapter called ``train-0``. Such ids get plus signs, which no id has. Earlier versions gave one directory to both of
+    them; what lies there is found by its record.
+    """
+    if _OF_NATIVE_SESSION.fullmatch(identifier):
+        return identifier.replace(":", "+")
+    if _LIKE_TINKERS.fullmatch(identifier):
+        return f"{identifier}+"
     return identifier.replace(":", "-")
 
 

@@ -32,6 +32,7 @@ from twinkle.server.native.features import Row, are_encoded, as_rows, checked_ro
 from twinkle.server.op_admission import Entry, OpAdmission
 from twinkle.server.op_runner import OpRunner
 from twinkle.server.parking import Parking
+from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
@@ -305,7 +306,12 @@ class ModelService:
 
     @property
     def alive(self) -> bool:
-        return self._runner.alive
+        """Whether what is accepted will be run."""
+        return self.pump.alive
+
+    @property
+    def pump(self) -> Pump:
+        return self._runner.pump
 
     @property
     def recovering(self) -> bool:
@@ -344,7 +350,7 @@ class ModelService:
         }
 
     def _trained_tokens(self) -> int:
-        return sum(self._scheduler.numbers().tokens.values())
+        return self._scheduler.numbers().all_tokens
 
 
 async def _understood(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:

@@ -67,6 +67,8 @@ class OpAdmission:
         finally:
             self._entering[tenant_id] -= 1
             self._entering_bytes[tenant_id] -= len(op.body)
+            if not self._entering[tenant_id]:
+                del self._entering[tenant_id], self._entering_bytes[tenant_id]
             if not entry.taken:
                 self._tenants.training_rate.give_back(tenant_id, op.tokens, limits.training_tokens_per_minute)
 

@@ -20,6 +20,7 @@ from twinkle.server.files import DataDir, read_native_state, read_snapshot
 from twinkle.server.futures import Futures
 from twinkle.server.live_adapter import LiveAdapter, Place, Task
 from twinkle.server.native.host import NativeHost
+from twinkle.server.pump import Pump
 from twinkle.server.run_measurements import RunMeasurements
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
@@ -76,10 +77,10 @@ class OpRunner:
         self._execution = Execution(model, self.native, self.measurements, recorder)
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pump: asyncio.Task[None] | None = None
+        self.pump = Pump(f"training on {model.name}")
 
     def start(self) -> None:
-        self._pump = asyncio.create_task(self._run())
+        self.pump.start(self._run())
 
     async def stop(self) -> None:
         """Finish what is on the device, put every changed adapter on disk, and end."""
@@ -87,19 +88,14 @@ class OpRunner:
         self._wake.set()
         for adapter in self.adapters.values():
             adapter.op_ended.set()  # whoever waits for the next one waits in vain
-        if self._pump is not None:
-            await self._pump
+        await self.pump.ended()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for adapter_id in self.snapshots.changed():
+        # After a bug nobody knows what state adapters are in: the next server begins at the last snapshots.
+        for adapter_id in () if self.pump.failed else self.snapshots.changed():
             await self.snapshots.finish_writing()
             await self._snapshot(adapter_id)
         await self.snapshots.finish_writing()
         await self.measurements.stop()
-
-    @property
-    def alive(self) -> bool:
-        """Whether what is accepted will be run."""
-        return self._pump is not None and not self._pump.done()
 
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""

@@ -73,8 +73,8 @@ class Parking:
         self._runner.measurements.dropped(run_id)
         self._runner.snapshots.forget(run_id)
         await self._runner.snapshots.finish_writing()
-        await self._store.snapshots.delete(run_id)
-        await asyncio.to_thread(self._files.remove_snapshots, run_id)
+        last = await self._store.snapshots.delete(run_id)
+        await asyncio.to_thread(self._files.remove_snapshots, run_id, None if last is None else last.directory)
         logger.info("%s left the device: %s", run_id, why)
 
     async def _keep(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:

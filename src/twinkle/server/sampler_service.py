@@ -24,6 +24,7 @@ from twinkle.server.fair_queue import FairQueue
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.ids import split_request_id
+from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.sample_admission import SampleAdmission
 from twinkle.server.sample_jobs import Event, Happening, Orders, SampleJob, most_tokens
@@ -78,7 +79,7 @@ class SamplerService:
         self._wake = asyncio.Event()
         self._turn_due = False
         self._busy = False
-        self._pump: asyncio.Task[None] | None = None
+        self.pump = Pump("sampling")
         self._released = False
         self._stopping = False
         self.tokens_sampled = 0
@@ -89,13 +90,12 @@ class SamplerService:
         self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
     async def start(self) -> None:
-        self._pump = asyncio.create_task(self._run())
+        self.pump.start(self._run())
 
     async def stop(self) -> None:
         self._stopping = True
         self._wake.set()
-        if self._pump is not None:
-            await self._pump
+        await self.pump.ended()
         for job in list(self._jobs.values()):
             self._end(job, ShuttingDownError())
 
@@ -214,7 +214,7 @@ class SamplerService:
     @property
     def alive(self) -> bool:
         """Whether what is accepted will be run."""
-        return self._pump is not None and not self._pump.done()
+        return self.pump.alive
 
     def readings(self) -> SamplingReadings:
         polls = 0 if self.completions is None else self.completions.polls

@@ -44,7 +44,11 @@ class SamplingClients:
     ) -> Sequence[Completion]:
         """What is done after ``place`` of the client's stream."""
         await self._report_lost(sampling, client)
-        return await streams.after(*client, place, timeout, time.time())
+        try:
+            return await streams.after(*client, place, timeout, time.time())
+        finally:
+            if client not in self._writing:  # or it is about to have a number on record, and will be told of that
+                streams.close_passing(*client)
 
     def forget(self, sampling_session_id: str) -> None:
         """The sampling session is no more."""
@@ -64,7 +68,7 @@ class SamplingClients:
             return
         numbers = await self._records.numbers_in_use(*client)
         if not sampling.completions.has_stream(*client):
-            sampling.completions.open_stream(*client, time.time())
+            sampling.completions.open_stream(*client, time.time(), passing=not numbers)
             for start in range(0, len(numbers), _BLOCK):
                 sampling.report_lost(client[0], numbers[start : start + _BLOCK])
                 await asyncio.sleep(0)  # others get their turn

@@ -68,6 +68,7 @@ class BatchKind(StrEnum):
 
 
 _LATELY = 64  # batches
+_ABSENT = 1024  # tenants that have no adapters and are remembered
 _BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
 _FIRST = (-len(Priority), 0.0)  # before any tenant's place
@@ -83,13 +84,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class SchedulerNumbers:
-    """Counts since the start, and by tenant what waits now and the tokens that were started."""
+    """Counts since the start, and by tenant that is known now what waits and the tokens that were started."""
 
     batches: int
     pass_batches: int
     ops: int
     pass_ops: int
     refused: int
+    all_tokens: int
     waiting: Mapping[str, int]
     tokens: Mapping[str, int]
 
@@ -102,6 +104,7 @@ class SchedulerNumbers:
 class _Tenant:
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
+        self.adapters = 0
         self.waiting = 0
         self.tokens = 0
         self.standing = Standing()
@@ -176,7 +179,9 @@ class Scheduler:
         self._merge = merge
         self._gap_timeout = gap_timeout
         self._max_skips = max_skips
-        self._tenants: dict[str, _Tenant] = {}  # kept for good: leaving and coming back must not clear what was used
+        self._tenants: dict[str, _Tenant] = {}
+        # Those without adapters, who left longest ago first: leaving and coming back must not clear what was used.
+        self._absent: OrderedDict[str, _Tenant] = OrderedDict()
         self._adapters: dict[str, _Adapter] = {}
         self._running: dict[Ticket, _Adapter] = {}
         # An idle adapter that has ops waiting is in exactly one of these three.
@@ -188,7 +193,7 @@ class Scheduler:
         # By priority, the smallest share of a ready tenant when a pass batch was last made.
         self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
         self._barriers_in_a_row = 0  # batches since the last one of passes
-        self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = 0
+        self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = self._tokens = 0
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -197,12 +202,17 @@ class Scheduler:
         if adapter_id in self._adapters or any(ticket.adapter_id == adapter_id for ticket in self._running):
             raise ValueError(f"adapter {adapter_id!r} exists already, or its ops still run")
         tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
+        tenant.adapters += 1
+        self._absent.pop(tenant_id, None)
         ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout)
         self._adapters[adapter_id] = _Adapter(ops, tenant)
 
     def set_standing(self, tenant_id: str, standing: Standing) -> None:
         """From now on. Without it a tenant is like all others."""
-        self._tenants.setdefault(tenant_id, _Tenant(tenant_id)).standing = standing
+        tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
+        tenant.standing = standing
+        if not tenant.adapters:
+            self._absent[tenant_id] = tenant
 
     def remove_adapter(self, adapter_id: str) -> list[Ticket]:
         """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
@@ -210,7 +220,19 @@ class Scheduler:
         self._unplace(adapter)
         tickets = adapter.ops.leave()
         adapter.tenant.waiting -= len(tickets)
+        adapter.tenant.adapters -= 1
+        if not adapter.tenant.adapters:
+            self._leave(adapter.tenant)
         return tickets
+
+    def _leave(self, tenant: _Tenant) -> None:
+        """A tenant without adapters. What it used is forgotten where that changes nothing, or after many others."""
+        self._absent[tenant.tenant_id] = tenant
+        self._absent.move_to_end(tenant.tenant_id)
+        if tenant.share <= self._floors[tenant.standing.priority]:  # where it would start again in any case
+            del self._absent[tenant.tenant_id], self._tenants[tenant.tenant_id]
+        while len(self._absent) > _ABSENT:
+            del self._tenants[self._absent.popitem(last=False)[0]]
 
     def position(self, adapter_id: str) -> Position | None:
         """Where a snapshot taken now would stand; None while an op of the adapter runs."""
@@ -270,6 +292,7 @@ class Scheduler:
             ops=self._ops,
             pass_ops=self._pass_ops,
             refused=self._refused,
+            all_tokens=self._tokens,
             waiting={tenant.tenant_id: tenant.waiting for tenant in self._tenants.values()},
             tokens={tenant.tenant_id: tenant.tokens for tenant in self._tenants.values()},
         )
@@ -366,6 +389,7 @@ class Scheduler:
         tenant = adapter.tenant
         tenant.waiting -= 1
         tenant.tokens += ticket.tokens
+        self._tokens += ticket.tokens
         tenant.share += ticket.tokens / tenant.standing.weight
         self._running[ticket] = adapter
         self._ops += 1

@@ -7,7 +7,7 @@ import time
 from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
-from twinkle.server.files import DataDir, remove_other_snapshots, write_snapshot
+from twinkle.server.files import DataDir, write_snapshot
 from twinkle.server.native.host import NativeHost
 from twinkle.server.state import Store
 from twinkle.server.types import SnapshotRecord
@@ -79,8 +79,9 @@ class Snapshots:
         async def write() -> None:
             try:
                 await asyncio.to_thread(write_snapshot, directory, snapshot, native)
-                await self._store.snapshots.set(record)
-                await asyncio.to_thread(remove_other_snapshots, directory)
+                replaced = await self._store.snapshots.set(record)
+                before = None if replaced is None else replaced.directory
+                await asyncio.to_thread(self._files.remove_older_snapshots, directory, before)
             except Exception:  # part of the trainer loop; the journal still has everything: try again later
                 logger.exception("snapshot of %s failed", adapter_id)
                 self._due_at.setdefault(adapter_id, time.monotonic() + _INTERVAL_SECONDS)

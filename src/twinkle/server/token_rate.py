@@ -21,6 +21,11 @@ _MINUTE = 60.0
 class _Bucket:
     level: float
     at: float  # when the level was this
+    limit: int  # what it holds, and what fills it in a minute
+
+    def refill(self, now: float) -> None:
+        self.level = min(self.level + (now - self.at) * self.limit / _MINUTE, float(self.limit))
+        self.at = now
 
 
 class TokenRate:
@@ -53,9 +58,16 @@ class TokenRate:
         if limit is not None and self._bucket(tenant_id, limit).level < 1:
             self.charge(tenant_id, 1, limit)
 
+    def forget_full(self) -> None:
+        """Tenants whose bucket is as a new one would be. To be called now and then."""
+        now = self._clock()
+        for bucket in self._buckets.values():
+            bucket.refill(now)
+        self._buckets = {name: bucket for name, bucket in self._buckets.items() if bucket.level < bucket.limit}
+
     def _bucket(self, tenant_id: str, limit: int) -> _Bucket:
         now = self._clock()
-        bucket = self._buckets.setdefault(tenant_id, _Bucket(float(limit), now))
-        bucket.level = min(bucket.level + (now - bucket.at) * limit / _MINUTE, float(limit))
-        bucket.at = now
+        bucket = self._buckets.setdefault(tenant_id, _Bucket(float(limit), now, limit))
+        bucket.limit = limit
+        bucket.refill(now)
         return bucket

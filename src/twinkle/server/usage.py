@@ -6,11 +6,15 @@ loses what came since the last time, which is seconds.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 
-__all__ = ["Usage", "UsageCounts", "utc_day"]
+__all__ = ["FORGOTTEN", "Usage", "UsageCounts", "utc_day"]
+
+FORGOTTEN = ""  # no tenant's id: all of whom nothing was heard for long, together
+_REMEMBERED = 10_000  # tenants: where any key is one, there is no end of them
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Usage:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._totals: dict[str, UsageCounts] = {}
+        self._totals: OrderedDict[str, UsageCounts] = OrderedDict()  # longest not heard of first
+        self._forgotten = _NOTHING
         self._unwritten: dict[tuple[str, str], UsageCounts] = {}  # by tenant and day
 
     def add(
@@ -54,11 +59,14 @@ class Usage:
     ) -> None:
         counts = UsageCounts(trained_tokens, sampled_tokens, prompt_tokens, optim_steps, requests)
         self._totals[tenant_id] = self._totals.get(tenant_id, _NOTHING) + counts
+        self._totals.move_to_end(tenant_id)
+        while len(self._totals) > _REMEMBERED:
+            self._forgotten += self._totals.popitem(last=False)[1]
         self._add_unwritten((tenant_id, utc_day(self._clock())), counts)
 
     def totals(self) -> Mapping[str, UsageCounts]:
-        """By tenant, since the process started."""
-        return dict(self._totals)
+        """By tenant, since the process started; of the many whom it does not remember one by one, the sum."""
+        return {**self._totals, FORGOTTEN: self._forgotten} if self._forgotten != _NOTHING else dict(self._totals)
 
     def take_unwritten(self) -> Mapping[tuple[str, str], UsageCounts]:
         """By tenant and day, what came since the last call. Whoever cannot write it down puts it back."""

@@ -10,7 +10,7 @@ import hashlib
 import time
 from dataclasses import dataclass
 
-from twinkle.errors import InvalidInputError, UnknownCheckpointError
+from twinkle.errors import InvalidInputError, StorageQuotaError, UnknownCheckpointError
 from twinkle.server import ids
 from twinkle.server.checkpoint_access import loadable_checkpoint, version_of
 from twinkle.server.files import copy_whole
@@ -117,9 +117,8 @@ async def _copy(
     request_id = f"{holder.run_id}:copy-{version:x}"
     existing = await gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
     if existing is None:
-        # Of its own for what it holds: samplers may be pinned to an earlier copy of this name.
-        directory = gateway.files.relative(gateway.files.checkpoint(path, version))
-        await _copy_files(gateway, source, directory)
+        most = gateway.tenants.limits(tenant_id).checkpoint_bytes
+        await _check_space(gateway, tenant_id, source.checkpoint.size_bytes, most)
         now = time.time()
         is_own = source.checkpoint.tenant_id == tenant_id
         copied = CheckpointRecord(
@@ -128,16 +127,34 @@ async def _copy(
             name=path.name,
             tenant_id=tenant_id,
             request_id=request_id,
-            directory=directory,
+            # Of its own for what it holds: samplers may be pinned to an earlier copy of this name.
+            directory=gateway.files.relative(gateway.files.checkpoint(path, version)),
             created_at=now,
             size_bytes=source.checkpoint.size_bytes,
             expires_at=None if wanted.ttl_seconds is None else now + wanted.ttl_seconds,
             user_metadata=source.checkpoint.user_metadata if is_own else {},
         )
-        existing = await _added(gateway, copied)
+        existing = await _written(gateway, source, copied, most)
     if existing.request_id != request_id:
         raise InvalidInputError("source_path", wanted.source_path, f"a name that {holder.run_id} has no checkpoint of")
     return path
+
+
+async def _check_space(gateway: Gateway, tenant_id: str, wanted: int, most: int | None) -> None:
+    """Before anything is written; others may be at it too, so it is checked once more when it goes on record."""
+    used = 0 if most is None else await gateway.store.usage.storage_of(tenant_id)
+    if most is not None and used + wanted > most:
+        raise StorageQuotaError(used, wanted, most)
+
+
+async def _written(gateway: Gateway, source: _Source, copied: CheckpointRecord, most: int | None) -> CheckpointRecord:
+    """The record, with its files; or that of a copy whose maker was faster. ``most`` bytes the tenant may have."""
+    async with gateway.copying.turn(copied.tenant_id):
+        existing = await gateway.store.checkpoints.get(copied.run_id, copied.kind, copied.name)
+        if existing is not None:
+            return existing
+        await _copy_files(gateway, source, copied.directory)
+        return await _added(gateway, copied, most)
 
 
 async def _copy_files(gateway: Gateway, source: _Source, directory: str) -> None:
@@ -152,13 +169,15 @@ async def _copy_files(gateway: Gateway, source: _Source, directory: str) -> None
         raise
 
 
-async def _added(gateway: Gateway, record: CheckpointRecord) -> CheckpointRecord:
+async def _added(gateway: Gateway, record: CheckpointRecord, most: int | None) -> CheckpointRecord:
     """The record, or that of a copy whose maker was faster."""
     try:
-        await gateway.store.checkpoints.add(record, event="checkpoint_copy")
-    except CheckpointExistsError:
-        await asyncio.to_thread(gateway.files.remove, record.directory)
+        await gateway.store.checkpoints.add(record, most_bytes=most, event="checkpoint_copy")
+    except (CheckpointExistsError, StorageFullError, StorageQuotaError) as error:
         existing = await gateway.store.checkpoints.get(record.run_id, record.kind, record.name)
-        assert existing is not None, "its name is taken"
+        if existing is None or existing.directory != record.directory:
+            await asyncio.to_thread(gateway.files.remove, record.directory)
+        if existing is None or not isinstance(error, CheckpointExistsError):
+            raise
         return existing
     return record

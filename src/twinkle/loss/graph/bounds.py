@@ -1,6 +1,8 @@
-"""How many numbers an operation is about to make: asked before it runs.
+"""How many numbers an operation is about to make, and how much work that is: asked before it runs.
 
-A bound may be generous, never short: an operation that would make more than is allowed must not begin.
+A bound may be generous, never short: an operation that would make more than is allowed must not begin. What an
+argument says about the cost must be a plain number, which is looked at here: torch also takes a tensor in its place,
+whose value nobody has seen. The way back counts too: the gradient of one element is as large as what it was taken from.
 """
 
 import math
@@ -21,7 +23,10 @@ Arguments = Sequence[Value]
 Keywords = Mapping[str, Value]
 
 _MAX_PIECES = 256
+_MAX_PASSES = 8  # of an operation that goes over its whole input again and again
 _SORTING = 16  # sorting makes no more numbers, but takes so many times as long
+_SCANNING = 4  # likewise, most of it on the way back
+_DIVIDING = 64  # remainders are found bit by bit: with numbers that are far apart it takes microseconds
 _EINSUM_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ,->")
 
 
@@ -31,7 +36,7 @@ class CannotComputeError(UserError):
 
 @dataclass(frozen=True)
 class Bound:
-    """At most so many numbers come out, and so many are computed on the way."""
+    """At most so many numbers come out or are held at once on the way, and so many are computed, there and back."""
 
     made: int
     work: int
@@ -54,6 +59,16 @@ def _all_shapes(arguments: Arguments, keywords: Keywords) -> list[torch.Size]:
     return shapes_of([*arguments, *keywords.values()])
 
 
+def _named(names: str, arguments: Arguments, keywords: Keywords) -> dict[str, Value]:
+    """Arguments by their names, however they were given."""
+    return {**dict(zip(names.split(), arguments, strict=False)), **keywords}
+
+
+def _numbers_in(shapes: Sequence[Sequence[int]]) -> int:
+    """In Python's integers, which do not wrap around."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
 def _broadcast_size(shapes: Sequence[Sequence[int]]) -> int:
     rank = max((len(shape) for shape in shapes), default=0)
     return math.prod(max(_size_at(shape, -place) for shape in shapes) for place in range(1, rank + 1))
@@ -65,18 +80,83 @@ def _size_at(shape: Sequence[int], place: int) -> int:
 
 def _broadcast(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
     shapes = _all_shapes(arguments, keywords)
-    size = shapes[0].numel() if len(shapes) == 1 else _broadcast_size(shapes)
+    size = math.prod(shapes[0]) if len(shapes) == 1 else _broadcast_size(shapes)
+    return Bound(size, size)
+
+
+def _divided(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    size = _broadcast(operation, arguments, keywords).made
+    return Bound(size, _DIVIDING * size)
+
+
+def _quotient(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """With a rounding mode it is found by way of the remainder."""
+    rounded = keywords.get("rounding_mode") is not None
+    return (_divided if rounded else _broadcast)(operation, arguments, keywords)
+
+
+def _where(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """With a condition alone it returns the places where it holds: one number for each dimension."""
+    bound = _broadcast(operation, arguments, keywords)
+    if len(arguments) + len(keywords) > 1:
+        return bound
+    size = bound.made * max((len(shape) for shape in _all_shapes(arguments, keywords)), default=1)
     return Bound(size, size)
 
 
 def _same(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    size = sum(shape.numel() for shape in _all_shapes(arguments, keywords))
+    size = _numbers_in(_all_shapes(arguments, keywords))
     return Bound(size, size)
+
+
+def _diff(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    return _in_passes(_named("input n", arguments, keywords).get("n", 1), "n", operation, arguments, keywords)
+
+
+def _roll(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    shifts = _named("input shifts", arguments, keywords).get("shifts")
+    passes = len(shifts) if isinstance(shifts, tuple | list) else 1
+    return _in_passes(passes, "the number of shifts", operation, arguments, keywords)
+
+
+def _in_passes(passes: Value, name: str, operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    if not _is_integer(passes) or not 0 <= passes <= _MAX_PASSES:
+        raise CannotComputeError(f"{name} is {_shown(passes)}, allowed: an integer from 0 to {_MAX_PASSES}")
+    size = _same(operation, arguments, keywords).made
+    return Bound(size, max(passes, 1) * size)
+
+
+def _norm(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """Of all elements, whatever their shape. The nuclear norm takes singular values: it is not offered."""
+    _check_order("p", _named("input p", arguments, keywords).get("p"))
+    return _same(operation, arguments, keywords)
+
+
+def _linalg_norm(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """Those of a matrix that take singular values are not offered."""
+    given = _named("A ord dim", arguments, keywords)
+    order, dim = given.get("ord"), given.get("dim")
+    _check_order("ord", order)
+    one = len(dim) == 1 if isinstance(dim, tuple | list) else _is_integer(dim)
+    of_vectors = one or (dim is None and all(len(shape) == 1 for shape in shapes_of(given.get("A"))))
+    if not of_vectors and order not in (None, "fro", 1, -1, math.inf, -math.inf):
+        raise CannotComputeError(f"ord is {order!r} of a matrix, allowed: 'fro', 1, -1, inf and -inf")
+    return _same(operation, arguments, keywords)
+
+
+def _check_order(name: str, order: Value) -> None:
+    if order is not None and not _is_number(order) and not (isinstance(order, str) and order == "fro"):
+        raise CannotComputeError(f"{name} is {_shown(order)}, allowed: a number or 'fro'")
 
 
 def _sorted(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
     size = _same(operation, arguments, keywords).made
     return Bound(size, _SORTING * size)
+
+
+def _scanned(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    size = _same(operation, arguments, keywords).made
+    return Bound(size, _SCANNING * size)
 
 
 def _quantile(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
@@ -87,22 +167,42 @@ def _quantile(operation: Operation, arguments: Arguments, keywords: Keywords) ->
 
 def _sizes(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
     """Of a tensor that is made anew: its shape as one tuple, or as one number after another."""
-    given = [value for value in arguments if not isinstance(value, Tensor)]
-    shape = keywords["size"] if "size" in keywords else given[0] if given and not _is_integer(given[0]) else given
+    first: Value = arguments[0] if arguments else ()
+    shape: Value = keywords["size"] if "size" in keywords else arguments if _is_integer(first) else first
     sizes = shape if isinstance(shape, tuple | list) else [shape]
     if not all(_is_integer(size) and size >= 0 for size in sizes):
-        raise CannotComputeError(f"its shape is {shape!r}, allowed: integers of 0 and up")
+        raise CannotComputeError(f"its shape is {[_shown(size) for size in sizes]}, allowed: integers of 0 and up")
     size = math.prod(sizes)
     return Bound(size, size)
+
+
+def _new_sizes(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """The same of a method: the tensor before it says only what the new one is like."""
+    return _sizes(operation, arguments[1:], keywords)
 
 
 def _is_integer(value: Value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: Value) -> bool:
+    return _is_integer(value) or isinstance(value, float)
+
+
+def _shown(value: Value) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def _view(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """A shape; not the same bytes as numbers of another kind, of which not all bytes are."""
+    if any(isinstance(value, torch.dtype) for value in arguments):
+        raise CannotComputeError("a dtype, allowed: a shape (to change the dtype, use .to)")
+    return _same(operation, arguments, keywords)
+
+
 def _arange(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    names = ("end",) if len(arguments) == 1 else ("start", "end", "step")
-    given: dict[str, Value] = {"start": 0, "step": 1, **dict(zip(names, arguments, strict=False)), **keywords}
+    names = "end" if len(arguments) == 1 and "end" not in keywords else "start end step"
+    given: dict[str, Value] = {"start": 0, "step": 1, **_named(names, arguments, keywords)}
     numbers: list[Value] = [given.get(name) for name in ("start", "end", "step")]
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers) or not numbers[2]:
         raise CannotComputeError(f"start, end and step are {numbers}, allowed: finite numbers and a step that is not 0")
@@ -113,7 +213,7 @@ def _arange(_operation: Operation, arguments: Arguments, keywords: Keywords) -> 
 
 def _join(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
     values = [*arguments, *keywords.values()]
-    size = sum(shape.numel() for shape in shapes_of(values)) + _count(values)
+    size = _numbers_in(shapes_of(values)) + _count(values)
     return Bound(size, size)
 
 
@@ -131,8 +231,11 @@ def _index(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bo
     if any(isinstance(pick, Tensor) and pick.dtype is torch.bool for pick in many):
         if len(many) > 1:
             raise CannotComputeError("a mask among several tensors, allowed: one mask, or tensors of integers")
-        return Bound(values.numel(), values.numel())
-    return _rehearsed(operation, (values, tuple(picks)), keywords) if many else Bound(values.numel(), 1)
+        # A mask becomes an index for each of its dimensions.
+        size = values.numel() * max(1, *(pick.dim() for pick in many if isinstance(pick, Tensor)))
+        return Bound(size, size)
+    size = values.numel()
+    return _rehearsed(operation, (values, tuple(picks)), keywords) if many else Bound(size, size)
 
 
 def _is_one_integer(value: Value) -> bool:
@@ -140,10 +243,10 @@ def _is_one_integer(value: Value) -> bool:
 
 
 def _rehearsed(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """Run with tensors that have a shape and no numbers."""
+    """Run with tensors that have a shape and no numbers. What it takes from is what it gives a gradient to."""
     result = operation(*_without_numbers(tuple(arguments)), **{k: _without_numbers(v) for k, v in keywords.items()})
-    size = sum(shape.numel() for shape in shapes_of(result))
-    return Bound(size, size)
+    size = _numbers_in(shapes_of(result))
+    return Bound(size, size + _numbers_in(_all_shapes(arguments, keywords)))
 
 
 def _without_numbers(value: Value) -> Value:
@@ -185,17 +288,21 @@ def _in_pieces(count: Value, operation: Operation, arguments: Arguments, keyword
 
 
 def _matmul(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """(…, m, k) by (…, k, n)."""
-    shapes = _all_shapes(arguments, keywords)
+    """(…, m, k) by (…, k, n). Where both are stacks, either may be copied for every pair of the two."""
+    given = _named("input", arguments, keywords)
+    shapes = shapes_of([given.pop("input", None), *arguments[1:], *given.values()])
     if len(shapes) != 2 or not all(shapes):
         raise CannotComputeError("it takes two tensors, and none that is a single number")
     left, right = shapes
-    made = _broadcast_size([left[:-2], right[:-2]]) * _size_at(left, -2) * (right[-1] if len(right) > 1 else 1)
-    return Bound(made, made * left[-1])
+    pairs = _broadcast_size([left[:-2], right[:-2]])
+    rows, inner, columns = _size_at(left, -2), left[-1], right[-1] if len(right) > 1 else 1
+    made = pairs * rows * columns
+    held = pairs * inner * max(rows, columns) if min(len(left), len(right)) > 2 else 0
+    return Bound(max(made, held), made * inner)
 
 
 def _einsum(_operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
-    """The product of all sizes: no step on the way can be larger."""
+    """The product of all sizes: no step on the way can be larger, and there is one for each tensor."""
     equation, operands = arguments[0] if arguments else None, shapes_of(arguments[1:])
     if not isinstance(equation, str) or not set(equation) <= _EINSUM_CHARACTERS:
         raise CannotComputeError(f"equation {equation!r}, allowed: letters, commas and -> (no dots)")
@@ -206,8 +313,13 @@ def _einsum(_operation: Operation, arguments: Arguments, keywords: Keywords) -> 
     for term, shape in zip(terms, operands, strict=True):
         for letter, size in zip(term, shape, strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))
-    work = math.prod(sizes.values())
-    return Bound(work, work)
+    made = math.prod(sizes.values())
+    return Bound(made, made * len(terms))
+
+
+def _attribute(operation: Operation, arguments: Arguments, keywords: Keywords) -> Bound:
+    """A number or two, or the tensor itself seen otherwise."""
+    return _same(operation, arguments, keywords) if arguments[1:] in (("T",), ("mT",)) else Bound(1, 1)
 
 
 def _number(_operation: Operation, _arguments: Arguments, _keywords: Keywords) -> Bound:
@@ -217,21 +329,31 @@ def _number(_operation: Operation, _arguments: Arguments, _keywords: Keywords) -
 # By the word that a rule of the catalog has for it.
 BOUNDS: Mapping[str, BoundOf] = {
     "arange": _arange,
-    "attribute": _number,
+    "attribute": _attribute,
     "broadcast": _broadcast,
     "cast": _broadcast,
     "chunk": _chunk,
+    "diff": _diff,
+    "divided": _divided,
     "einsum": _einsum,
     "index": _index,
     "join": _join,
+    "linalg_norm": _linalg_norm,
     "matmul": _matmul,
+    "new_sizes": _new_sizes,
+    "norm": _norm,
     "number": _number,
     "operator": _broadcast,
     "quantile": _quantile,
+    "quotient": _quotient,
     "rehearsed": _rehearsed,
+    "roll": _roll,
     "same": _same,
+    "scanned": _scanned,
     "sizes": _sizes,
     "sorted": _sorted,
     "split": _split,
     "unbind": _unbind,
+    "view": _view,
+    "where": _where,
 }

@@ -16,7 +16,7 @@ __all__ = ["ATTRIBUTES", "CATALOG", "DTYPES", "INERT", "Rule", "rule_of"]
 
 @dataclass(frozen=True)
 class Rule:
-    """``bound``: how the size of the result is known beforehand; a key of the table in operations.
+    """``bound``: how the size of the result is known beforehand; a key of the table in bounds.
 
     ``arguments``: how many may be given by position.
     """
@@ -53,37 +53,42 @@ _UNARY = (
     "atan relu sign sgn floor ceil trunc frac isfinite isnan isinf logical_not bitwise_not erf"
 )
 _BINARY = (
-    "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum "
-    "fmax fmin eq ne lt le gt ge greater greater_equal less less_equal not_equal logical_and logical_or logical_xor "
-    "bitwise_and bitwise_or bitwise_xor logaddexp logaddexp2 xlogy atan2 hypot"
+    "add sub subtract mul multiply true_divide pow float_power maximum minimum fmax fmin eq ne lt le gt ge greater "
+    "greater_equal less less_equal not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+    "logaddexp logaddexp2 xlogy atan2 hypot"
 )
 _REDUCTIONS = (
-    "sum mean std var prod amax amin argmax argmin logsumexp all any cumsum cumprod logcumsumexp nansum nanmean "
-    "count_nonzero softmax log_softmax"
+    "sum mean std var prod amax amin argmax argmin logsumexp all any nansum nanmean count_nonzero softmax log_softmax"
 )
 _VIEWS = (
-    "reshape flatten squeeze unsqueeze transpose swapaxes swapdims t permute narrow select flip roll tril triu diff "
-    "diagonal detach clone"
+    "reshape flatten squeeze unsqueeze transpose swapaxes swapdims t permute narrow select flip tril triu diagonal "
+    "detach clone"
 )
 
 # In the classes below: names · arguments by position · keywords. Each name is a function of torch and a method.
 _BOTH: tuple[tuple[str, str, int, str], ...] = (
     ("broadcast", _UNARY, 1, "input"),
-    ("broadcast", _BINARY, 2, "input other exponent alpha rounding_mode"),
+    ("broadcast", _BINARY, 2, "input other exponent alpha"),
+    ("quotient", "div divide", 2, "input other rounding_mode"),
+    ("divided", "floor_divide remainder fmod", 2, "input other"),
     ("broadcast", "round nan_to_num logit", 4, "input decimals nan posinf neginf eps"),
+    ("where", "where", 3, "input condition other"),
     (
         "broadcast",
-        "where clamp clip clamp_min clamp_max lerp masked_fill",
+        "clamp clip clamp_min clamp_max lerp masked_fill",
         3,
-        "input condition min max other mask value end",
+        "input min max other mask value end",
     ),
     ("broadcast", "addcmul addcdiv", 3, "input tensor1 tensor2 value"),
     ("broadcast", "max min", 3, "input dim keepdim other"),
     ("same", _REDUCTIONS, 4, "input dim keepdim unbiased correction dtype exponent"),
+    ("scanned", "cumsum cumprod logcumsumexp", 3, "input dim dtype"),
     ("sorted", "sort argsort topk", 4, "input dim descending stable k largest sorted"),
     ("sorted", "median", 3, "input dim keepdim"),
-    ("same", _VIEWS, 9, "input dim dim0 dim1 dims shape start length start_dim end_dim shifts diagonal n offset index"),
-    ("same", "norm", 4, "p dim keepdim dtype input"),
+    ("same", _VIEWS, 9, "input dim dim0 dim1 dims shape start length start_dim end_dim diagonal offset index"),
+    ("diff", "diff", 5, "input n dim"),
+    ("roll", "roll", 9, "input shifts dims"),
+    ("norm", "norm", 4, "p dim keepdim dtype input"),
     ("quantile", "quantile", 4, "input q dim keepdim interpolation"),
     ("rehearsed", "gather index_select take take_along_dim", 3, "input dim index indices"),
     ("rehearsed", "broadcast_to tile outer", 9, "input size dims vec2"),
@@ -101,7 +106,8 @@ _FUNCTIONS: tuple[tuple[str, str, int, str], ...] = (
     ("join", "torch.cat torch.concat torch.concatenate torch.stack torch.hstack torch.vstack", 2, "tensors dim"),
     ("join", "torch.tensor torch.as_tensor", 1, f"data {_PLACE}"),
     ("einsum", "torch.functional.einsum torch.einsum", 4, ""),
-    ("same", "torch.functional.norm torch._C._linalg.linalg_norm torch.linalg.norm", 4, "p ord dim keepdim dtype A"),
+    ("norm", "torch.functional.norm", 4, "p dim keepdim dtype input"),
+    ("linalg_norm", "torch._C._linalg.linalg_norm torch.linalg.norm", 4, "ord dim keepdim dtype A"),
     ("same", "torch._C._linalg.linalg_vector_norm torch.linalg.vector_norm", 4, "x ord dim keepdim dtype"),
     ("broadcast", "torch._C._special.special_expm1 torch._C._special.special_log1p", 1, "input"),
     ("broadcast", "torch._C._special.special_expit torch._C._special.special_entr", 1, "input"),
@@ -123,20 +129,21 @@ _FUNCTIONS: tuple[tuple[str, str, int, str], ...] = (
     ("broadcast", "torch.nn.functional.binary_cross_entropy", 2, "input target reduction"),
     ("broadcast", "torch.nn.functional.binary_cross_entropy_with_logits", 2, "input target reduction"),
     ("rehearsed", "torch.nn.functional.pad", 4, "input pad mode value"),
-    ("same", "torch.nn.functional.normalize", 4, "input p dim eps"),
+    ("norm", "torch.nn.functional.normalize", 4, "input p dim eps"),
     ("broadcast", "torch.cosine_similarity", 4, "x1 x2 dim eps"),
     ("split", "torch.functional.split", 3, "tensor split_size_or_sections dim"),
     ("attribute", "getattr", 2, ""),
 )
 _METHODS: tuple[tuple[str, str, int, str], ...] = (
     ("broadcast", "expand_as view_as reshape_as type_as", 2, "other"),
-    ("same", "view contiguous", 9, ""),
+    ("view", "view", 9, ""),
+    ("same", "contiguous", 1, ""),
     ("cast", "float double half bfloat16 int long bool cpu", 1, ""),
     ("cast", "to type", 4, f"other {_PLACE}"),
     ("split", "split", 3, "split_size dim"),
     ("rehearsed", "expand repeat", 9, "size repeats"),
-    ("sizes", "new_zeros new_ones", 9, f"size {_PLACE}"),
-    ("sizes", "new_full", 3, f"size fill_value {_PLACE}"),
+    ("new_sizes", "new_zeros new_ones", 9, f"size {_PLACE}"),
+    ("new_sizes", "new_full", 3, f"size fill_value {_PLACE}"),
     ("join", "new_tensor", 2, f"data {_PLACE}"),
     ("number", "size dim ndimension numel nelement", 2, "dim"),
 )
@@ -154,6 +161,7 @@ def _catalog() -> dict[str, Rule]:
     for bound, names, arguments, keywords in _METHODS:
         rules |= {f".{name}": Rule(bound, arguments, frozenset(keywords.split())) for name in names.split()}
     rules |= {f"operator.{name}": Rule("operator", 2, frozenset()) for name in _OPERATORS.split()}
+    rules |= {f"operator.{name}": Rule("divided", 2, frozenset()) for name in ("floordiv", "mod")}
     rules |= {"operator.getitem": Rule("index", 2, frozenset()), "operator.matmul": Rule("matmul", 2, frozenset())}
     rules |= {f"math.{name}": Rule("number", 2, frozenset()) for name in _MATH.split()}
     return rules

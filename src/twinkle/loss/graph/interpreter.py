@@ -25,6 +25,7 @@ __all__ = ["DatumLoss", "Limits", "Meter", "evaluate"]
 FloatArray = NDArray[np.float32]
 _MAX_INTEGER = 2**63 - 1
 _CALL = 4096  # what a call costs beside the numbers it makes, in numbers
+_MAX_DIMENSIONS = 16
 _MESSAGE = 300  # characters of what torch says
 
 
@@ -117,6 +118,8 @@ def _checked(result: Any, meter: Meter) -> Any:
     if isinstance(result, Tensor):
         if result.numel() > meter.limits.tensor:
             raise CannotComputeError(f"it made {result.numel()} numbers, allowed: {meter.limits.tensor} in one tensor")
+        if result.dim() > _MAX_DIMENSIONS:
+            raise CannotComputeError(f"its result has {result.dim()} dimensions, allowed: {_MAX_DIMENSIONS}")
         return result
     if isinstance(result, int | float):  # and bool
         if abs(result) > _MAX_INTEGER and isinstance(result, int):

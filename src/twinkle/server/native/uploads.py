@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinkle.errors import NotFoundError, QuotaError, TwinkleError
+from twinkle.errors import NotFoundError, QuotaError, TwinkleError, UnknownCheckpointError
 from twinkle_client.types import UploadStatusResponse
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
+_MESSAGE = 1000  # characters
 _AT_ONCE = 4  # of one tenant
 _THREADS = 4  # a hub may keep a thread for minutes: these are not the ones that everything else runs in
 
@@ -22,7 +23,18 @@ _THREADS = 4  # a hub may keep a thread for minutes: these are not the ones that
 class _Upload:
     tenant_id: str
     key: str | None
+    directory: Path
+    address: str
     task: asyncio.Future[str]
+
+    def said(self, error: BaseException) -> str:
+        """What its tenant is told. Where our files lie is not its business, and who knows what others' errors say."""
+        if not isinstance(error, TwinkleError):
+            return f"the upload failed ({type(error).__name__}); try again, or ask whoever runs the server"
+        text = str(error)
+        for place in (self.directory, self.directory.resolve()):
+            text = text.replace(str(place), self.address)
+        return text[:_MESSAGE]
 
 
 class Uploads:
@@ -32,8 +44,10 @@ class Uploads:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
 
-    def start(self, tenant_id: str, key: str | None, directory: Path, repo_id: str, token: str | None) -> str:
-        """Returns its id. ``key``: the same upload asked for again."""
+    def start(
+        self, tenant_id: str, key: str | None, directory: Path, address: str, repo_id: str, token: str | None
+    ) -> str:
+        """Returns its id. ``key``: the same upload asked for again. ``address``: the tenant's of the directory."""
         own = {name: upload for name, upload in self._uploads.items() if upload.tenant_id == tenant_id}
         for name, upload in own.items():
             if key is not None and upload.key == key:
@@ -43,8 +57,8 @@ class Uploads:
             raise QuotaError("uploads at once", running, _AT_ONCE)
         request_id = f"upload_{secrets.token_hex(8)}"
         loop = asyncio.get_running_loop()
-        task = loop.run_in_executor(self._threads, _push, repo_id, directory, token)
-        self._uploads[request_id] = _Upload(tenant_id, key, task)
+        task = loop.run_in_executor(self._threads, _push, repo_id, directory, address, token)
+        self._uploads[request_id] = _Upload(tenant_id, key, directory, address, task)
         while len(self._uploads) > _REMEMBERED and next(iter(self._uploads.values())).task.done():
             self._uploads.popitem(last=False)
         return request_id
@@ -60,10 +74,12 @@ class Uploads:
             return UploadStatusResponse(request_id=request_id, status="completed")
         if not isinstance(error, TwinkleError):
             logger.error("upload %s failed", request_id, exc_info=error)
-        return UploadStatusResponse(request_id=request_id, status="failed", error=str(error)[:1000])
+        return UploadStatusResponse(request_id=request_id, status="failed", error=upload.said(error))
 
 
-def _push(repo_id: str, directory: Path, token: str | None) -> str:
+def _push(repo_id: str, directory: Path, address: str, token: str | None) -> str:
     from twinkle.hub import HubOperation
 
+    if not directory.is_dir():
+        raise UnknownCheckpointError(address)  # deleted while this waited
     return HubOperation.push_to_hub(repo_id, str(directory), token=token, private=True)

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle.server.fleet import ModelReport
+from twinkle.server.fleet import ModelReport, stopped_in
 from twinkle.server.gateway import Gateway
 from twinkle.server.routes.http import PREFIX, gateway_of, json_response
 
@@ -10,8 +10,11 @@ router = APIRouter(prefix=PREFIX)
 
 
 @router.get("/healthz")
-async def live() -> Response:
-    """Whether the process answers: one that does not is to be restarted."""
+async def live(request: Request) -> Response:
+    """Whether the process answers and its loops run: one that does not, or whose do not, is to be restarted."""
+    failure = failure_of(gateway_of(request))
+    if failure is not None:
+        return json_response({"status": "failed", "detail": failure}, 503)
     return json_response({"status": "ok"})
 
 
@@ -34,6 +37,12 @@ async def deep(request: Request) -> Response:
     models = await models_health(gateway_of(request))
     healthy = all(model["healthy"] for model in models.values())
     return json_response({"healthy": healthy, "models": models}, 200 if healthy else 503)
+
+
+def failure_of(gateway: Gateway) -> str | None:
+    """What in this process does not run though it should, and will not until it is restarted."""
+    stopped = {name: stopped_in(entry, ending=gateway.stopping) for name, entry in gateway.services.items()}
+    return "; ".join(f"{name}: {what}" for name, what in stopped.items() if what is not None) or None
 
 
 async def models_health(gateway: Gateway) -> dict[str, dict[str, object]]:

@@ -19,7 +19,7 @@ from twinkle.server.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.native.requests import services_of
 from twinkle.server.native_sampling.session_template import TEMPLATES_KEY
-from twinkle.server.routes.health import health_of, models_health
+from twinkle.server.routes.health import failure_of, health_of, models_health
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed
 from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, native_tenant_of
 from twinkle.server.routes.rest import Limit, Offset
@@ -112,8 +112,9 @@ async def serve_health() -> Response:
 
 
 @router.get(f"{_TWINKLE}/healthz")
-async def health() -> Response:
-    return wire_response(types.HealthResponse(status="ok"))
+async def health(request: Request) -> Response:
+    failure = failure_of(gateway_of(request))
+    return wire_response(types.HealthResponse(status=failure or "ok"), 200 if failure is None else 503)
 
 
 @router.get(f"{_TWINKLE}/healthz/deep")
@@ -159,7 +160,7 @@ async def capacity_info(request: Request) -> Response:
     """Of the tenant who asks."""
     tenant_id = await native_tenant_of(request)
     gateway = gateway_of(request)
-    most = gateway.config.limits.max_adapters_per_tenant
+    most = gateway.tenants.limits(tenant_id).adapters
     used = sum(report.adapters.get(tenant_id, 0) for report in (await gateway.fleet.reports()).values())
     return wire_response(
         types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),

@@ -61,10 +61,11 @@ async def upload_to_hub(request: Request, model: str) -> Response:
         address = str(address.get("twinkle_path"))
     if wanted.hub_token is None:
         raise InvalidInputError("hub_token", None, "a token of the hub: the key of this server is not sent there")
-    record = await gateway.checkpoint(CheckpointPath.parse(address, "checkpoint_dir"), tenant_id)
+    path = CheckpointPath.parse(address, "checkpoint_dir")
+    record = await gateway.checkpoint(path, tenant_id)
     directory: Path = gateway.files.root / record.directory
     key = request.headers.get(IDEMPOTENCY_HEADER)
-    request_id = gateway.uploads.start(tenant_id, key, directory, wanted.hub_model_id, wanted.hub_token)
+    request_id = gateway.uploads.start(tenant_id, key, directory, path.native, wanted.hub_model_id, wanted.hub_token)
     return json_response(types.UploadToHubResponse(request_id=request_id).model_dump())
 
 

@@ -38,5 +38,12 @@ class Snapshots:
         row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": adapter_id}))
         return None if row is None else SnapshotRecord(**row)
 
-    async def delete(self, adapter_id: str) -> None:
-        await self._database.write(lambda cursor: cursor.execute(_DELETE, {"id": adapter_id}))
+    async def delete(self, adapter_id: str) -> SnapshotRecord | None:
+        """The one that there was."""
+
+        def work(cursor: Cursor) -> SnapshotRecord | None:
+            row = cursor.row(_GET, {"id": adapter_id})
+            cursor.execute(_DELETE, {"id": adapter_id})
+            return None if row is None else SnapshotRecord(**row)
+
+        return await self._database.write(work)

@@ -5,6 +5,7 @@ them: with a series that comes and goes no rate could be computed. What a tenant
 with the others, so that no total ever falls.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ from typing import Protocol
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.instruments import Instrument
 from twinkle.server.telemetry.metrics import Reading
+from twinkle.server.usage import FORGOTTEN
 
 __all__ = ["TenantSeries", "UsageTotals"]
 
@@ -44,27 +46,32 @@ class UsageTotals(Protocol):
 _Values = dict[Instrument, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Own:
-    """A tenant with series of its own; ``before``: what it had used when it got them."""
+    """A tenant with series of its own; ``before``: what it had used when it got them, ``last``: when last asked."""
 
     before: _Values
+    last: _Values
 
 
 class TenantSeries:
     def __init__(self, most: int) -> None:
         self._most = most
         self._own: dict[str, _Own] = {}
+        self._moved: Counter[Instrument] = Counter()  # was in series that ended, and is now in the sum of all forgotten
 
     def usage(self, totals: Mapping[str, TenantCounts]) -> list[Reading]:
         values = {tenant: _values(counts) for tenant, counts in totals.items()}
-        active = [tenant for tenant, used in values.items() if any(used.values())]
+        self._end_series_of([tenant for tenant in self._own if tenant not in values])
+        active = [tenant for tenant, used in values.items() if tenant != FORGOTTEN and any(used.values())]
         busiest = sorted(active, key=lambda tenant: (-sum(values[tenant].values()), tenant))
         for tenant in self._admit(busiest):
-            self._own[tenant] = _Own(values[tenant])
-        readings = []
+            self._own[tenant] = _Own(values[tenant], values[tenant])
+        readings = [Reading(instrument, -moved, (OTHER,)) for instrument, moved in self._moved.items()]
         for tenant, used in values.items():
             own = self._own.get(tenant)
+            if own is not None:
+                own.last = used
             for instrument, value in used.items():
                 before = value if own is None else own.before.get(instrument, 0)
                 readings.append(Reading(instrument, before, (OTHER,)))
@@ -78,6 +85,13 @@ class TenantSeries:
             Reading(instruments.TENANT_QUEUE, count, (tenant if tenant in self._own else OTHER,))
             for tenant, count in waiting.items()
         ]
+
+    def _end_series_of(self, forgotten: Iterable[str]) -> None:
+        """What their series said is in the sum now, and must not be counted twice."""
+        for tenant in forgotten:
+            own = self._own.pop(tenant)
+            for instrument, value in own.last.items():
+                self._moved[instrument] += value - own.before[instrument]
 
     def _admit(self, busiest: Iterable[str]) -> list[str]:
         room = self._most - len(self._own)
