@@ -8,6 +8,7 @@ from fastapi import FastAPI
 import twinkle
 from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
+    archives,
     audit,
     auth,
     billing,
@@ -59,6 +60,7 @@ def make_app(
         session_search,
         checkpoint_actions,
         downloads,
+        archives,
         auth,
         audit,
         native_model,
