@@ -32,6 +32,7 @@ from twinkle.server.routes import (
     sessions,
     system,
     training,
+    unloading,
 )
 from twinkle.server.routes.http import install_error_handlers
 from twinkle.server.routes.uploads import UploadCounter
@@ -61,6 +62,7 @@ def make_app(
         checkpoint_actions,
         downloads,
         archives,
+        unloading,
         auth,
         audit,
         native_model,

@@ -32,6 +32,7 @@ _OF_MODEL_ID = frozenset(
         "save_weights",
         "save_weights_external",
         "save_weights_for_sampler",
+        "unload_model",
     )
 )
 _OPENAI = re.compile(r"(?:/api)?/v1/(chat/completions|completions|models/.+)")

@@ -48,6 +48,7 @@ _LIST = (
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
 _SET_STATE = update(RUNS).where(_OF_ID).values(state=bindparam("state"), note=bindparam("note"))
+_NOTE_LIVE = update(RUNS).where(_OF_ID, RUNS.c.state == "live").values(note=bindparam("note"))
 _TOUCH = (
     update(RUNS).where(_OF_ID, RUNS.c.last_request_at < bindparam("time")).values(last_request_at=bindparam("time"))
 )
@@ -100,6 +101,10 @@ class Runs:
     async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
         parameters = {"id": run_id, "state": state, "note": note}
         await self._database.write(lambda cursor: cursor.execute(_SET_STATE, parameters))
+
+    async def note_live(self, run_id: str, note: str) -> None:
+        """Of a run that is live; one that has just left keeps the note that it left with."""
+        await self._database.write(lambda cursor: cursor.execute(_NOTE_LIVE, {"id": run_id, "note": note}))
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
         """Note the time of the newest request by run id."""
