@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from twinkle.errors import TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
-from twinkle.server.native.codec import succeeded
+from twinkle.server.native.codec import answered
 from twinkle.server.native.host import NativeHost
 from twinkle.server.native.measuring import measure_pass, measure_verb
 from twinkle.server.run_measurements import RunMeasurements, counted
@@ -79,7 +79,9 @@ class Execution:
 
                 def encode(result: TrainResult) -> Outcome:
                     outputs = prepared.absorb(result)
-                    outcome = succeeded({"result": native.pass_result(op.adapter_id, outputs)})
+                    outcome = answered(
+                        None if asked.verb == "backward" else native.pass_result(op.adapter_id, outputs)
+                    )
                     if trains:
                         measure_pass(self._measurements, prepared.item, outputs)
                     return outcome
@@ -150,7 +152,7 @@ class Execution:
                 native = self._native.adapters
                 result = native.run(op.adapter_id, asked)
                 measure_verb(self._measurements, op, asked.verb, native.optimizer_group[op.adapter_id])
-                return succeeded({"result": result})
+                return answered(result)
             case OptimStep(params):
                 try:
                     metrics = self._trainer.optim_step(op.adapter_id, params)
