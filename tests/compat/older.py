@@ -7,9 +7,11 @@ JSON.
 
 import json
 import sys
+import time
 
 import tinker
 from tinker import types
+from tinker.lib.api_future_impl import _APIFuture
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 PAIRS = [([5, 9, 13, 21], [0.0, 1.0, 1.0]), ([5, 9, 40], [0.0, 1.0])]
@@ -42,7 +44,7 @@ metrics = []
 for _ in range(STEPS):
     config = {"dpo_beta": 0.5, "dpo_sft_weight": 0.1}
     passed = training.forward_backward(data, "importance_sampling", config)
-    stepped = training.optim_step(types.AdamParams(learning_rate=1e-2))
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
     metrics.append(passed.result().metrics)
     stepped.result()
 last = [output["logprobs"].tolist() for output in reference(training).loss_fn_outputs]
@@ -50,15 +52,14 @@ path = training.save_state("older").result().path
 archive = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(path).result()
 
 
-async def unload(model_id: str) -> tuple[str, object]:
+async def unload(model_id: str) -> types.UntypedAPIFuture:
     with service.holder.aclient(ClientConnectionPoolType.TRAIN) as client:
-        future = await client.models.unload(request=types.UnloadModelRequest(model_id=model_id))
-        return future.request_id, await client.futures.retrieve(
-            request=types.FutureRetrieveRequest(request_id=future.request_id)
-        )
+        return await client.models.unload(request=types.UnloadModelRequest(model_id=model_id))
 
 
-request_id, unloaded = service.holder.run_coroutine_threadsafe(unload(training.model_id)).result()
+# These SDKs can ask for it and have no method that does: this is how their other methods wait.
+asked = service.holder.run_coroutine_threadsafe(unload(training.model_id)).result()
+unloaded = _APIFuture(types.UnloadModelResponse, service.holder, asked, time.time(), "UnloadModel").result()
 try:
     training.forward([datum(*pair) for pair in PAIRS], "cross_entropy").result()
     said = ""
@@ -67,14 +68,14 @@ except tinker.RequestFailedError as error:
 print(
     json.dumps(
         {
-            "elementwise": [output["elementwise_loss"].tolist() for output in first.loss_fn_outputs],
+            "outputs": [{name: each.tolist() for name, each in one.items()} for one in first.loss_fn_outputs],
             "reference": [ref_logps, last],
             "metrics": metrics,
             "path": path,
             "archive": archive.url,
             "expires": archive.expires.isoformat(),
             "model_id": training.model_id,
-            "unloaded": unloaded if isinstance(unloaded, dict) else unloaded.model_dump(),
+            "unloaded": unloaded.model_dump(),
             "said": said,
         }
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The request has no place in its model's sequence: its number is beyond any, and there is one a model.
 UNLOAD_NUMBER = 10**18 - 1
-UNLOADING = "its client asked to unload it"  # the note of a live run
+UNLOADING = "it is being unloaded, as its client asked"  # the note of a live run
 
 
 class Unloading:
@@ -47,17 +47,21 @@ class Unloading:
             task.add_done_callback(lambda _: self._tasks.pop(run.run_id, None))
 
     async def outcome(self, run: RunRecord, timeout: float) -> Outcome | None:
-        """None while it has not left; NotFoundError if nobody asked it to."""
-        if self._is_live(run):
+        """None while it has not left and been kept; NotFoundError if nobody asked it to."""
+        request_id = f"{run.run_id}:{UNLOAD_NUMBER}"
+        if run.run_id not in self._tasks and self._is_live(run):
             record = await self._gateway.store.runs.get(run.run_id)
             if record is None or record.note != UNLOADING:
-                raise NotFoundError("request", f"{run.run_id}:{UNLOAD_NUMBER}")
+                raise NotFoundError("request", request_id)
             self.begin(run)  # after a restart
-            task = self._tasks[run.run_id]
+        task = self._tasks.get(run.run_id)
+        if task is not None:
             await self._end_of(task, timeout)
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if not task.done():
+                return None
+            if not task.cancelled() and (error := task.exception()) is not None:
                 assert isinstance(error, Exception)
-                return unexpected(error, f"{run.run_id}:{UNLOAD_NUMBER}")
+                return unexpected(error, request_id)
         return None if self._is_live(run) else responses.unloaded(run.run_id)
 
     def release_waiters(self) -> None:
