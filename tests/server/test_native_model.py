@@ -194,11 +194,11 @@ def test_verbs_without_a_result_answer_null(native):
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    path = content("save", name="ck", save_optimizer=True)["twinkle_path"]
     assert content("set_loss", loss_cls="CrossEntropyLoss") is None
     assert content("set_optimizer", optimizer_cls="AdamW", lr=0.05) is None
     assert content("set_lr_scheduler", scheduler_cls="LinearLR") is None
     assert content("set_processor", processor_cls="InputProcessor") is None
+    path = content("save", name="ck", save_optimizer=True)["twinkle_path"]
     assert content("add_metric", metric_cls="LossMetric") is None
     assert content("forward", inputs=rows(1))["result"]["logps"]
     assert content("calculate_loss")["result"] > 0

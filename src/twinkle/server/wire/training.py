@@ -25,7 +25,8 @@ WEIGHTS = "weights"
 CUSTOM = "custom"  # a loss that the tenant created: its inputs have names of the tenant's choice
 LOSS_ID = "loss_id"
 # What the losses read besides targets and weights; all of it float32.
-EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", REF_LOGPS, "sequence_ratio_mask")
+EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", "sequence_ratio_mask")
+_KNOWN = (TARGETS, WEIGHTS, *EXTRAS, REF_LOGPS)
 
 MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config tells it otherwise
 MAX_TOKENS = 2**22
@@ -138,8 +139,8 @@ def _arrays(datum: pb.Datum, where: str, left: Allowance) -> dict[str, AnyArray]
 
 
 def check_input_name(name: str, where: str) -> None:
-    if name not in (TARGETS, WEIGHTS, *EXTRAS):
-        raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], (TARGETS, WEIGHTS, *EXTRAS))
+    if name not in _KNOWN:
+        raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], _KNOWN)
 
 
 def datum_of(tokens: IntArray, arrays: dict[str, AnyArray], where: str, left: Allowance) -> Datum:
