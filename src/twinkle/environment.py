@@ -9,6 +9,12 @@ TWINKLE_SEED               the seed of whatever was given none
 LOG_LEVEL                  a name or number of Python's logging (default INFO)
 TWINKLE_SESSION_ID         the run that a process belongs to (default: its parent's process id, the launcher's)
 TWINKLE_CPU_PG_CPUS_PER_PROC  Ray CPUs that a worker of a CPU group reserves, a number > 0 (default 1)
+TWINKLE_SERVER_CONFIG      as ``twinkle-server``'s option -c, where that is not given
+TWINKLE_RAY_NAMESPACE      as its option --namespace
+TWINKLE_PRINT_FORMAT       as the option --format of ``twinkle-server print-config``: yaml (default) or json
+TWINKLE_DEFAULT_SAVE_DIR   the server's ``data_dir`` where the configuration has none
+TWINKLE_PER_USER_PROCESSOR_LIMIT  ``limits.max_processors_per_tenant`` where the configuration has none
+TWINKLE_LONG_POLL_TIMEOUT  ``clients.long_poll_seconds`` where the configuration has none
 LOCAL_RANK                 this process's number on its machine, as torchrun sets it
 RANK, WORLD_SIZE           its number among all processes and how many there are; LOCAL_WORLD_SIZE, NNODES and NODE_RANK
                            likewise; −1 is some launchers' way to say "not distributed"
@@ -26,9 +32,11 @@ from twinkle.errors import InvalidInputError
 __all__ = [
     "Environment",
     "Launch",
+    "ServerVariables",
     "hides_devices",
     "read_environment",
     "read_launch",
+    "read_server_variables",
     "set_variable_defaults",
     "set_variables",
     "twinkle_variables",
@@ -66,6 +74,18 @@ class Launch:
     node_rank: int
 
 
+@dataclass(frozen=True)
+class ServerVariables:
+    """What ``twinkle-server`` was told from outside; None: nothing. Options of the command line come first."""
+
+    config: Path | None
+    ray_namespace: str | None
+    print_format: str  # yaml or json
+    save_dir: str | None
+    processor_limit: int | None
+    long_poll_seconds: float | None
+
+
 def read_environment() -> Environment:
     """Read the variables now: they are cheap to read, and tests and launchers may set them after import."""
     cache_dir = os.environ.get("TWINKLE_CACHE_DIR") or "~/.cache/twinkle"
@@ -95,6 +115,24 @@ def read_launch() -> Launch:
     )
 
 
+def read_server_variables() -> ServerVariables:
+    config, print_format = _text("TWINKLE_SERVER_CONFIG"), _text("TWINKLE_PRINT_FORMAT") or "yaml"
+    if print_format not in ("yaml", "json"):
+        raise InvalidInputError("TWINKLE_PRINT_FORMAT", print_format, "yaml or json, as for --format")
+    limit = _integer("TWINKLE_PER_USER_PROCESSOR_LIMIT")
+    if limit is not None and limit < 1:
+        raise InvalidInputError("TWINKLE_PER_USER_PROCESSOR_LIMIT", limit, "an integer ≥ 1")
+    seconds = "TWINKLE_LONG_POLL_TIMEOUT"
+    return ServerVariables(
+        config=None if config is None else Path(config),
+        ray_namespace=_text("TWINKLE_RAY_NAMESPACE"),
+        print_format=print_format,
+        save_dir=_text("TWINKLE_DEFAULT_SAVE_DIR"),
+        processor_limit=limit,
+        long_poll_seconds=None if _text(seconds) is None else _positive(seconds, 1.0),
+    )
+
+
 def hides_devices(visible_variable: str) -> bool:
     """Whether CUDA_VISIBLE_DEVICES, or its like, is set and names none."""
     return os.environ.get(visible_variable, "unset").strip() in ("", "-1")
@@ -121,6 +159,11 @@ def _switch(name: str) -> bool:
     if value not in _SWITCH:
         raise InvalidInputError(name, value, "1, true, yes, on or 0, false, no, off")
     return _SWITCH[value]
+
+
+def _text(name: str) -> str | None:
+    """None: not set, or to nothing."""
+    return os.environ.get(name, "").strip() or None
 
 
 def _integer(name: str) -> int | None:

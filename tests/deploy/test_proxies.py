@@ -16,8 +16,7 @@ from deployment_files import DEPLOY, PORT
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 from running import Server, Tenant, free_port, mock_config
 
-from twinkle.server.config import LimitsConfig
-from twinkle.server.routes import futures
+from twinkle.server.config import ClientsConfig, LimitsConfig
 
 NGINX = (DEPLOY / "nginx" / "twinkle.conf").read_text()
 CADDY = (DEPLOY / "caddy" / "Caddyfile").read_text()
@@ -43,7 +42,7 @@ def test_bodies_that_the_server_takes_pass() -> None:
 
 
 def test_nothing_is_cut_off_held_back_or_repeated() -> None:
-    assert int(value("proxy_read_timeout").removesuffix("s")) > 10 * futures._LONG_POLL_SECONDS
+    assert int(value("proxy_read_timeout").removesuffix("s")) > 10 * ClientsConfig.LONGEST_POLL
     assert value("proxy_buffering") == value("proxy_request_buffering") == value("proxy_next_upstream") == "off"
     assert "flush_interval -1" in CADDY
     assert re.search(r"proxy_set_header X-Forwarded-For +\$remote_addr;", NGINX), "clients must not look local"

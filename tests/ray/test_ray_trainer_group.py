@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -17,13 +19,16 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
 os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
 
+import ray
 import tinker
 from ray_processes import descendants
 from running import Server
 from serving import key_of, logprobs_of, sequences, tinker_data, trainer_data
 from tinker import types
 
+from twinkle.errors import UserError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
+from twinkle.server.ray_serve import trainer_group
 
 pytestmark = pytest.mark.ray
 
@@ -73,3 +78,44 @@ def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
     after = again.forward(tinker_data(sequences(9)), "cross_entropy").result()
     for ours, found in zip(logprobs_of(before), logprobs_of(after), strict=True):
         np.testing.assert_allclose(found, ours, atol=1e-5)
+
+
+@pytest.fixture
+def asked(server, monkeypatch):
+    """What becomes of a call whose ranks answer like this, (answer, seconds) each."""
+    ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
+
+    class Scripted:
+        """A rank that does as it is told."""
+
+        def call(self, answer: object, seconds: float) -> object:
+            time.sleep(seconds)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def end(why: str) -> NoReturn:
+        raise SystemExit(why)
+
+    monkeypatch.setattr(trainer_group, "_end", end)
+    monkeypatch.setattr(trainer_group, "_GRACE_SECONDS", 1.0)
+
+    def ask(*script: tuple[object, float]) -> object:
+        ranks = [ray.remote(Scripted).options(num_cpus=0).remote() for _ in script]
+        return trainer_group._answers([rank.call.remote(*each) for rank, each in zip(ranks, script, strict=True)])
+
+    yield ask
+    ray.shutdown()
+
+
+def test_an_error_of_all_is_raised_and_one_of_some_ends_the_group(asked):
+    failed = trainer_group._Failed(UserError("rank"))
+    assert asked(("a", 0.0), ("b", 0.2)) == ["a", "b"]
+    with pytest.raises(UserError, match="rank"):
+        asked((failed, 0.0), (failed, 0.1))
+    with pytest.raises(SystemExit, match="another did not"):
+        asked((failed, 0.0), ("b", 0.1))
+    with pytest.raises(SystemExit, match="the others hang"):
+        asked(("a", 60.0), (failed, 0.0))
+    with pytest.raises(SystemExit, match="died"):
+        asked(("a", 60.0), (RuntimeError("outside of the trainer"), 0.0))

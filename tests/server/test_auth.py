@@ -30,7 +30,7 @@ def keys(keyed_server: Server, capsys: pytest.CaptureFixture[str]) -> Keys:
 
     def run(*arguments: str) -> str:
         capsys.readouterr()
-        cli.main(["keys", *arguments, "-c", str(keyed_server.directory / "config.yaml")])
+        assert cli.main(["keys", *arguments, "-c", str(keyed_server.directory / "config.yaml")]) == 0
         return capsys.readouterr().out.strip()
 
     return run

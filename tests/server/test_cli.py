@@ -73,7 +73,7 @@ def test_keys_are_shown_once_listed_without_and_revoked(tmp_path: Path) -> None:
         (("launch", "--port", "eighty"), 2, "--port"),
         (("launch", "--host", "0.0.0.0"), 1, "allow_open_on_network"),
         (("launch", "-c", "/nowhere.yaml"), 1, "/nowhere.yaml"),
-        (("check-config", "/nowhere.yaml"), 1, "/nowhere.yaml"),
+        (("check-config", "/nowhere.yaml"), 2, "error: configuration file not found: /nowhere.yaml"),
         (("status", "--url", "http://127.0.0.1:9"), 1, "no server answers"),
     ],
 )
@@ -85,11 +85,12 @@ def test_wrong_use_is_told_in_one_line(arguments: tuple[str, ...], code: int, te
 
 
 def test_check_config_and_print_config(config: Path) -> None:
-    assert "good" in run("check-config", str(config)).stdout
+    assert run("check-config", str(config)).stdout == "ok\n"
     printed = run("print-config", "-c", str(config)).stdout
     assert "max_queued_ops_per_tenant" in printed
     bad = config.with_name("bad.yaml")
     bad.write_text("limits: {max_rnak: 3}")
     told = run("check-config", str(bad))
-    assert told.returncode == 1
+    assert told.returncode == 2
+    assert told.stderr.startswith("error: invalid configuration\n")
     assert "max_rank" in told.stderr

@@ -268,7 +268,7 @@ def test_a_database_of_postgresql_and_its_password(load, monkeypatch):
 
 def test_processors_of_the_ray_runtime(load):
     text = "applications: [{name: p, import_path: processor, args: {ncpu_proc_per_node: 4, max_workers: 3}}]"
-    assert not any("effect" in note for note in load(text)[1])
+    assert not any("effect" in note for note in load(text)[1]), "on Ray it is the number of replicas"
     config, notes = load(f"{{runtime: embedded, {text}}}")
     assert config.processor is not None
     assert config.processor.max_workers == 3

@@ -102,7 +102,7 @@ def test_an_older_file(load):
         "applications[0].args.route_prefix: dropped, it repeats what holds anyway",
         "applications[1].route_prefix: became /api/v1/model/Qwen/Qwen2.5-7B-Instruct "
         "(it was /models/Qwen/Qwen2.5-7B-Instruct)",
-        f"{args}.queue_config.execution_timeout: dropped, 0 meant none",
+        f"{args}.queue_config.execution_timeout: dropped, nothing is stopped while it computes",
         f"{args}.queue_config.enabled: dropped, limits are always checked",
         f"{args}.use_megatron: became backend: transformers",
         f"{sampler}.route_prefix: became /api/v1/sampler/Qwen/Qwen2.5-7B-Instruct "
@@ -128,26 +128,78 @@ def test_an_empty_args_heading(load):
     assert config.applications[0].deployments == ()
 
 
-@pytest.mark.parametrize(
-    "key", ["rps_limit", "tps_limit", "window_seconds", "token_cleanup_multiplier", "token_cleanup_interval"]
+def test_rates_became_tokens_a_minute(load):
+    text = model("backend: mock, queue_config: {tps_limit: 1000, window_seconds: 2}")
+    sampling = (
+        "{name: s, import_path: sampler, args: {model_id: a/b, sampler_type: mock, queue_config: {tps_limit: 5}}}"
+    )
+    config, notes = load(f"{text[:-1]}, {sampling}]")
+    assert config.limits.max_training_tokens_per_minute == 30_000
+    assert config.limits.max_sampling_tokens_per_minute == 300
+    at = "applications[0].args.queue_config"
+    assert f"{at}.tps_limit: became limits.max_training_tokens_per_minute: 30000" in notes
+    assert f"{at}.window_seconds: dropped, tps_limit became tokens a minute" in notes
+    both, _ = load("task_queue: {tps_limit: 16000}")
+    assert both.limits == LimitsConfig(max_training_tokens_per_minute=960_000, max_sampling_tokens_per_minute=960_000)
+    assert load("task_queue: {tps_limit: 0}")[0] == ServerConfig(), "0 was to mean no limit"
+
+
+DEFAULT_QUEUE = (
+    "{rps_limit: 100, tps_limit: 16000, window_seconds: 1.0, queue_timeout: 300, execution_timeout: 120, "
+    "enabled: true, token_cleanup_multiplier: 10, token_cleanup_interval: 60, max_input_tokens: 16000}"
 )
-def test_rate_limits_come_later(problems, key):
-    text = model(f"backend: mock, queue_config: {{{key}: 3}}") + f"\ntask_queue: {{{key}: 1}}"
-    found = problems(text)
-    assert list(found) == [f"task_queue.{key}", f"applications[0].args.queue_config.{key}"]
-    assert all("rate limits come later" in allowed for allowed in found.values())
+
+
+def test_a_queue_with_all_its_defaults(load):
+    """As a configuration was printed whole."""
+    config, notes = load(model(f"backend: mock, queue_config: {DEFAULT_QUEUE}"))
+    assert config.limits == LimitsConfig(max_training_tokens_per_minute=960_000, max_tokens_per_request=16_000)
+    assert len([note for note in notes if "queue_config" in note]) == 9, "each key is spoken of"
+
+
+def test_queues_of_others_do_not_limit_training(load):
+    sampler = "{name: s, import_path: sampler, args: {model_id: a/b, sampler_type: mock, queue_config: Q}}"
+    processor = "{name: p, import_path: processor, args: {queue_config: Q}}"
+    text = f"{model('backend: mock')[:-1]}, {sampler}, {processor}]".replace("Q", DEFAULT_QUEUE)
+    config, notes = load(text)
+    assert config.limits == LimitsConfig(max_sampling_tokens_per_minute=960_000)
+    assert "applications[2].args.queue_config.tps_limit: dropped, this application has no queue" in notes
+
+
+def test_keys_that_are_null_are_not_there(load):
+    config, _ = load("persistence: {mode: memory, redis_url: null, file_path: null}")
+    assert config == ServerConfig()
+
+
+def test_an_adapter_has_no_longest_life(load):
+    config, notes = load(model("backend: mock, adapter_config: {adapter_timeout: 1800, adapter_max_lifetime: 36000}"))
+    assert config.limits == LimitsConfig()
+    at = "applications[0].args.adapter_config.adapter_max_lifetime"
+    assert f"{at}: dropped, an adapter lives as long as its session" in notes
+
+
+def test_further_deployments_are_dropped(load):
+    text = "applications: [{name: s, import_path: server, deployments: [{num_replicas: 2}, {num_replicas: 3}]}]"
+    config, notes = load(text)
+    assert [one.num_replicas for one in config.applications[0].deployments] == [2]
+    assert notes[-1].startswith("applications[0].deployments[1:]: dropped")
 
 
 @pytest.mark.parametrize(
     ("args", "key", "allowed"),
     [
         ("queue_config: {queue_timeout: 3}", "queue_config.queue_timeout", "however long it waits"),
-        ("queue_config: {execution_timeout: 3}", "queue_config.execution_timeout", "0 ("),
+        ("queue_config: {execution_timeout: 3}", "queue_config.execution_timeout", "0, or 120 or more ("),
+        ("queue_config: {queue_timeout: long}", "queue_config.queue_timeout", "300 or more ("),
+        ("queue_config: {tps_limit: -1}", "queue_config.tps_limit", "a number ≥ 0"),
+        ("queue_config: {tps_limit: .inf}", "queue_config.tps_limit", "a number ≥ 0"),
+        ("queue_config: {tps_limit: .nan}", "queue_config.tps_limit", "a number ≥ 0"),
+        ("queue_config: {tps_limit: true}", "queue_config.tps_limit", "a number ≥ 0"),
+        ("queue_config: {tps_limit: 5, window_seconds: 0}", "queue_config.window_seconds", "a number > 0"),
         ("queue_config: {enabled: false}", "queue_config.enabled", "true ("),
         ("queue_config: {enabled: 1}", "queue_config.enabled", "true ("),
         ("queue_config: {max_input_token: 3}", "queue_config.max_input_token", "did you mean max_input_tokens?"),
         ("queue_config: 3", "queue_config", "a section with the keys max_input_tokens"),
-        ("adapter_config: {adapter_max_lifetime: 3}", "adapter_config.adapter_max_lifetime", "as long as its session"),
         ("adapter_config: {adapter_time: 3}", "adapter_config.adapter_time", "did you mean adapter_timeout?"),
         ("use_megatron: no way", "use_megatron", "true or false, or backend"),
         ("use_megatron: false, backend: mock", "use_megatron", "backend alone, which is mock"),
@@ -168,8 +220,8 @@ def test_refused_arguments_of_a_model(problems, args, key, allowed):
         ("telemetry: {}\ntelemetry_config: {}", "telemetry_config", "telemetry alone"),
         ("telemetry_config: {enabled: 1}", "telemetry_config.enabled", "true or false"),
         ("persistence_config: {urll: 3}", "persistence_config.urll", "did you mean url?"),
-        ("persistence: {mode: redis}", "persistence.mode", "persistence.url: sqlite:///PATH"),
-        ("persistence: {redis_url: 'redis://h'}", "persistence.redis_url", "persistence.url: sqlite:///PATH"),
+        ("persistence: {mode: redis}", "persistence.mode", "sqlite:///PATH or postgresql://"),
+        ("persistence: {redis_url: 'redis://h'}", "persistence.redis_url", "sqlite:///PATH or postgresql://"),
         (
             "applications: [{name: s, import_path: server, args: {http_options: {port: 1}}}]",
             "applications[0].args.http_options",

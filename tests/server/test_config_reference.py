@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.server.config import default_config, describe, older_form
+from twinkle.server.config import default_config, describe, older_form, older_queue
 from twinkle.server.config.reference import _section_tables, tables
 from twinkle.server.config.server_config import ServerConfig
 
@@ -26,7 +26,7 @@ def test_every_key_is_described():
 
 def test_every_older_key_is_on_the_page():
     listed = {key.rpartition(".")[2] for keys in older_form.OLDER_KEYS for key in keys.split(", ")}
-    handlers = (older_form._QUEUE, older_form._SERVER, older_form._ADAPTER, older_form._PERSISTENCE)
+    handlers = (older_queue.QUEUE, older_form._SERVER, older_form._ADAPTER, older_form._PERSISTENCE)
     assert {key for keys in handlers for key in keys} <= listed
 
 

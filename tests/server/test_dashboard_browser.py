@@ -79,7 +79,7 @@ def test_a_wrong_key_and_a_right_one(page: Page, tmp_path: Path, capsys: pytest.
         assert not page.find("#views").is_displayed()
         assert all("401" in complaint for complaint in page.complaints())
         capsys.readouterr()
-        cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")])
+        assert cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")]) == 0
         page.enter_key(capsys.readouterr().out.strip())
         assert page.text("#runs") == "No runs yet."
         assert not page.find("#problem").is_displayed()

@@ -15,6 +15,7 @@ from twinkle_client import types
 
 # Whoever watches the server has no key.
 PUBLIC = {
+    "/-/healthz",
     "/-/routes",
     "/api/v1/twinkle/healthz",
     "/api/v1/twinkle/healthz/deep",
@@ -98,6 +99,8 @@ def test_malformed(caller: Caller, path: str, body: object, said: str) -> None:
 def test_what_is_served(caller: Caller, server: Server) -> None:
     models = types.GetServerCapabilitiesResponse.model_validate(caller.get("get_server_capabilities").json())
     assert [model.model_name for model in models.supported_models] == [MODEL]
+    alive = httpx.get(f"{server.url}/-/healthz", trust_env=False)
+    assert (alive.status_code, alive.text) == (200, "success"), "as of Ray Serve's proxy"
     prefixes = httpx.get(f"{server.url}/-/routes", trust_env=False).json()
     assert prefixes[f"{PREFIX}/processor"] == "processor"
     assert prefixes[f"{PREFIX}/sampler/{MODEL}"] == "sampler"

@@ -15,8 +15,9 @@ from twinkle.server.ray_serve.addressing import (
     OfProcessors,
     OfRun,
     OfSampler,
-    address_of,
-    wants_stream,
+    destination_of,
+    ends_with_its_client,
+    most_bytes_of,
 )
 from twinkle.server.relay import HttpRequest
 from twinkle.server.replicas import Replicas
@@ -80,7 +81,7 @@ def native(verb: str, body: object, kind: str = "model") -> HttpRequest:
     ],
 )
 def test_addresses(asked, address):
-    assert address_of(asked, 2**20) == address
+    assert destination_of(asked, 2**20).address == address
 
 
 @pytest.mark.parametrize(
@@ -102,13 +103,42 @@ def test_addresses(asked, address):
     ],
 )
 def test_what_concerns_nobody_in_particular(asked):
-    assert address_of(asked, 2**20) is None
+    assert destination_of(asked, 2**20).address is None
 
 
 def test_streams():
-    assert wants_stream(request("/v1/completions", {"model": "m", "stream": True}))
-    assert not wants_stream(request("/v1/completions", {"model": "m"}))
-    assert wants_stream(native("sample_stream", {}, "sampler"))
+    assert destination_of(request("/v1/completions", {"model": "m", "stream": True}), 2**20).streams
+    assert not destination_of(request("/v1/completions", {"model": "m"}), 2**20).streams
+    assert destination_of(native("sample_stream", {}, "sampler"), 2**20).streams
+
+
+def test_what_ends_with_its_client():
+    waiting = [
+        request("/api/v1/retrieve_future", {}),
+        request("/api/v1/retrieve_futures", {}),
+        request("/v1/completions", {}),
+        request("/api/v1/twinkle/checkpoints/r/weights/a/archive", method="GET"),
+        native("sample", {}, "sampler"),
+        native("sample_stream", {}, "sampler"),
+    ]
+    assert all(ends_with_its_client(each) for each in waiting)
+    lasting = [
+        request("/api/v1/forward_backward", {}),
+        request("/api/v1/create_model", {}),
+        request("/api/v1/sessions/s/finish", {}),
+        native("forward_backward", {}),
+        native("set_template", {}, "sampler"),
+    ]
+    assert not any(ends_with_its_client(each) for each in lasting)
+
+
+def test_how_long_bodies_may_be():
+    most = 2**26
+    assert most_bytes_of("/api/v1/forward_backward", most) == most
+    assert most_bytes_of("/api/v1/processor/twinkle/call", most) == most
+    assert most_bytes_of("/api/v1/model/org/name/twinkle/forward_backward", most) == 2**24
+    assert most_bytes_of("/v1/chat/completions", most) == 2**22
+    assert most_bytes_of("/nowhere", 5) == 5
 
 
 def test_a_field_is_found_without_decoding():

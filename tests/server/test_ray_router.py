@@ -23,8 +23,8 @@ from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.layout import layout_of
 from twinkle.server.ray_serve.remote_fleet import RemoteFleet
 from twinkle.server.ray_serve.replica import ReplicaGoneError
-from twinkle.server.ray_serve.router import Router
-from twinkle.server.state import Store
+from twinkle.server.ray_serve.router import Router, answered
+from twinkle.server.state import DatabaseUnavailableError, Store
 from twinkle.server.telemetry.start import Telemetry
 from twinkle.server.tenants import Tenants
 
@@ -70,7 +70,7 @@ class Member:
 
     async def answer(self, request: relay.HttpRequest) -> relay.HttpReply:
         self._check()
-        return await relay.answer(self.app, request)
+        return await answered(self.app, request)
 
     async def stream(self, request: relay.HttpRequest) -> AsyncIterator[relay.HttpHead | bytes]:
         self._check()
@@ -277,3 +277,71 @@ def test_an_application_at_a_route_of_its_own(run):
             assert sent[0]["status"] == 200
 
     run(check)
+
+
+def test_a_client_that_leaves_while_its_op_is_written_down(run, monkeypatch):
+    async def check(cluster: Cluster) -> None:
+        model = await cluster.model(await cluster.session(), 0)
+        record = await cluster.store.runs.get(model)
+        assert record is not None
+        ops = cluster.members[record.replica].store.ops
+        accept, reached = ops.accept, asyncio.Event()
+
+        async def slowly(*arguments: Any) -> Any:
+            accepted = await accept(*arguments)
+            reached.set()
+            await asyncio.sleep(0.05)  # on its way back from the database
+            return accepted
+
+        monkeypatch.setattr(ops, "accept", slowly)
+        impatient = asyncio.create_task(cluster.post("forward_backward", training_body(model, 1)))
+        await reached.wait()
+        impatient.cancel()
+        monkeypatch.undo()
+        await asyncio.sleep(0.1)
+        again = (await cluster.post("forward_backward", training_body(model, 1))).json()
+        assert (await cluster.result(again["request_id"])).status_code == 200
+        step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+        assert (await cluster.result((await cluster.post("optim_step", step)).json()["request_id"])).is_success
+
+    run(check)
+
+
+def test_long_bodies_of_strangers_are_not_read(run):
+    async def check(cluster: Cluster) -> None:
+        async def endless() -> AsyncIterator[bytes]:
+            yield b"[" * 2**15
+            raise AssertionError("it was read")
+
+        del cluster.http.headers["X-API-Key"]
+        for path in ("create_session", "chat/completions", "forward_backward"):
+            assert (await cluster.http.post(path, content=endless())).status_code == 401
+
+    run(check)
+
+
+def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
+    async def check(cluster: Cluster) -> None:
+        session = await cluster.session()
+        models = [await cluster.model(session, number) for number in range(2)]
+        for member in cluster.members.values():
+            monkeypatch.setattr(member.store.checkpoints, "get", unavailable)  # asked for before the adapter is kept
+        await cluster.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+        assert [run.state for run in await cluster.store.runs.of_session(session)] == ["live", "live"]
+        monkeypatch.undo()
+        for member in cluster.members.values():
+            monkeypatch.setattr(member.store.runs, "set_state", unavailable)  # after it was
+            with pytest.raises(DatabaseUnavailableError):
+                await member.gateway.tidy(0)
+        monkeypatch.undo()
+        for member in cluster.members.values():
+            await member.gateway.tidy(0)
+        assert [run.state for run in await cluster.store.runs.of_session(session)] == ["parked", "parked"]
+        for model in models:
+            assert await cluster.store.checkpoints.get(model, "weights", "parked") is not None
+
+    run(check)
+
+
+async def unavailable(*_: object) -> None:
+    raise DatabaseUnavailableError

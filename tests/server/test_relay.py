@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twinkle.server.relay import HttpHead, HttpRequest, answer, stream
+from twinkle.server.relay import HttpHead, HttpRequest, answer, stream, to_the_end
 
 REQUEST = HttpRequest("POST", "/a b", b"q=1", ((b"x-name", b"value"),), b"body", ("10.0.0.1", 5))
 
@@ -57,3 +57,24 @@ def test_a_reader_who_leaves_ends_the_work_however_much_is_ready() -> None:
         return first
 
     assert isinstance(asyncio.run(asyncio.wait_for(leave(), 10)), HttpHead)
+
+
+def test_what_was_begun_is_finished_without_whoever_asked() -> None:
+    async def leave() -> list[str]:
+        done: list[str] = []
+
+        async def work() -> None:
+            done.append("begun")
+            await asyncio.sleep(0.02)
+            done.append("finished")
+
+        asking = asyncio.create_task(to_the_end(work()))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert done == ["begun"]
+        await asyncio.sleep(0.05)
+        return done
+
+    assert asyncio.run(leave()) == ["begun", "finished"]

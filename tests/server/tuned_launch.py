@@ -29,4 +29,4 @@ if __name__ == "__main__":
         here = Path(__file__).parent
         os.environ["TWINKLE_TEST_TUNING"] = " ".join(sys.argv[1:split])
         os.environ["PYTHONPATH"] = f"{here / 'on_workers'}:{here}:{os.environ.get('PYTHONPATH', '')}"
-    cli.main(sys.argv[split + 1 :])
+    sys.exit(cli.main(sys.argv[split + 1 :]))

@@ -1,6 +1,8 @@
 """``python -m twinkle.server`` is ``twinkle-server``."""
 
+import sys
+
 from twinkle.server.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

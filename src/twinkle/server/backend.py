@@ -77,6 +77,9 @@ class TrainingBackend(Protocol):
     def peft_config(self, adapter_id: str) -> dict[str, object]: ...
 
 
+GPU_CHEAP_TOKENS = 2048  # a GPU is hardly longer at them than at one
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A loaded model and the engines on it. ``name`` is its id in the config; ``tokenizer_dir`` is on this machine."""
@@ -92,3 +95,4 @@ class ServedModel:
     tokenizer_id: str | None  # what clients on other machines can load
     memory: str  # how memory is divided, for people
     text: TextCodec | None  # None: there is no tokenizer, and tokens are all that tenants can send
+    cheap_tokens: int = 0  # so many more in a batch cost others no time; on a CPU every one does

@@ -1,4 +1,4 @@
-"""``twinkle-server``: launch, status, stop, keys, check-config, print-config, and what is in ``commands``."""
+"""``twinkle-server``: launch, status, stop, keys, and what is in ``commands``."""
 
 import argparse
 import asyncio
@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server import process_record
-from twinkle.server.commands import backup, evict, usage
+from twinkle.server.commands import backup, clear, config_files, evict, usage
 from twinkle.server.commands.opening import config_of, open_store, server_options
-from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config, describe, load_config
 from twinkle.server.launch import fetch_status, run_server, start_in_background
 
 # What `status` shows of training and of sampling in one line; rates are of about the last minute.
@@ -21,19 +19,29 @@ _SIDE_BY_SIDE = {
     "tokens/s": ("training_tokens_per_second", "sampling_tokens_per_second"),
     "busy seconds": ("training_seconds", "sampling_seconds"),
 }
+_WRONG_USE = 2
+_INTERRUPTED = 130
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for what went wrong, 2 for wrong use, 130 for Ctrl-C."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    args = _parser().parse_args(given)
+    parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return _WRONG_USE
     try:
+        args = parser.parse_args(given)
         args.run(args, given)
+    except SystemExit as end:  # of argparse, and of commands that have told what is wrong
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (TwinkleError, OSError) as error:
         print(f"twinkle-server: {error}", file=sys.stderr)
-        sys.exit(1)
+        return 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        return _INTERRUPTED
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "launch", allow_abbrev=False, help="serve; without a config file the demo model on 127.0.0.1:8000"
     )
     launch.set_defaults(run=_launch)
-    _config_options(launch)
+    config_files.config_options(launch)
     launch.add_argument("--log-level", choices=_LOG_LEVELS, default=None, help="default: the configuration's, info")
     launch.add_argument(
         "--log-format", choices=("text", "json"), default=None, help="default: the configuration's, text"
@@ -56,14 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "-t", "--server-type", choices=("tinker", "twinkle"), help="accepted: one server speaks both protocols"
     )
 
-    check = commands.add_parser("check-config", help="say what is wrong with a config file, and what older keys became")
-    check.set_defaults(run=_check_config)
-    check.add_argument("file", type=Path)
-
-    show = commands.add_parser("print-config", help="print the configuration in effect as commented YAML")
-    show.set_defaults(run=_print_config)
-    _config_options(show)
-
+    config_files.add_parsers(commands)
     status = commands.add_parser("status", help="how a running server is doing")
     status.set_defaults(run=_status)
     status.add_argument("--url", default=None, help="default: that of the server here, else http://127.0.0.1:8000")
@@ -89,62 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     usage.add_parser(commands)
     evict.add_parser(commands)
     backup.add_parsers(commands)
+    clear.add_parser(commands)
     return parser
 
 
-def _config_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="YAML configuration")
-    parser.add_argument("--model", default=None, metavar="ID", help=f"model to serve, default {DEFAULT_MODEL}")
-    parser.add_argument("--host", default=None, help="default 127.0.0.1")
-    parser.add_argument("--port", type=int, default=None, help="default 8000; 0 takes any free one")
-    parser.add_argument("--data-dir", type=Path, default=None, help="default ~/.local/share/twinkle")
-    parser.add_argument("--namespace", default=None, help="Ray namespace; no effect on the embedded runtime")
-
-
-def _config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
-    """The file's configuration, or the default one, with what the command line says on top."""
-    if args.config is not None:
-        return load_config(
-            args.config,
-            model=args.model,
-            host=args.host,
-            port=args.port,
-            data_dir=args.data_dir,
-            ray_namespace=args.namespace,
-        )
-    config = default_config(
-        args.model or DEFAULT_MODEL,
-        host=args.host or "127.0.0.1",
-        port=8000 if args.port is None else args.port,
-        data_dir=args.data_dir,
-    )
-    notes = ["--namespace: has no effect on the embedded runtime"] if args.namespace else []
-    return config, notes
-
-
 def _launch(args: argparse.Namespace, given: list[str]) -> None:
-    config, notes = _config(args)
-    if not args.no_wait:
+    config, notes = config_files.requested_config(args)
+    if not args.no_wait or not config.applications:
         run_server(config, notes, args.log_level, args.log_format)
         return
     log_file = config.data_dir / "server.log"
     arguments = [argument for argument in given[1:] if argument != "--no-wait"]
     pid, url = start_in_background(arguments, log_file)
     print(f"serving on {url} as process {pid}; log in {log_file}")
-
-
-def _check_config(args: argparse.Namespace, _given: list[str]) -> None:
-    _, notes = load_config(args.file)
-    for note in notes:
-        print(f"note: {note}")
-    print(f"{args.file}: good")
-
-
-def _print_config(args: argparse.Namespace, _given: list[str]) -> None:
-    config, notes = _config(args)
-    for note in notes:
-        print(f"# note: {note}")
-    print(describe(config))
 
 
 def _stop(args: argparse.Namespace, _given: list[str]) -> None:
@@ -167,7 +125,9 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 
         for name, state in applications(config).items():
             print(f"{name:18} {state.lower()}")
-    status = fetch_status(args.url or (here.url if here is not None else "http://127.0.0.1:8000"))
+    if here is not None and here.url is None and args.url is None:
+        raise TwinkleServerError(f"process {here.pid} on {config.data_dir} is starting or stopping")
+    status = fetch_status(args.url or (here and here.url) or "http://127.0.0.1:8000")
     models = status.pop("models")
     assert isinstance(models, dict)
     for key, value in status.items():

@@ -68,7 +68,8 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
         )
         url = _url(config, listener)
         server = _Server(settings, app, announcement(config, notes, [model.memory for model in models], url))
-        with recorded(config.data_dir, url):
+        with recorded(config.data_dir) as record:
+            record(url)
             await server.serve(sockets=[listener])
     finally:
         await telemetry.close()  # it reads the state

@@ -52,7 +52,7 @@ from twinkle.server.types import (
     SamplingSessionRecord,
     SessionRecord,
 )
-from twinkle.server.unloading import UNLOADING, Unloading
+from twinkle.server.unloading import Unloading
 from twinkle.server.wire.sampling import Encode
 
 logger = logging.getLogger(__name__)
@@ -208,14 +208,12 @@ class Gateway:
             entry.sampling.give_up_version(sampling.version_id)
 
     async def end_what_was_ending(self) -> None:
-        """Once, after a start: adapters that were to leave when the last server ended."""
-        for run in await self.store.runs.in_state("live"):
+        """Adapters whose session ended while something came in between: this server's end, or a database away."""
+        for run in await self.store.runs.left_behind():
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
-            if session.state != "active":
-                await self.park(run, f"session {session.session_id} {session.state}")
-            elif run.note == UNLOADING and run.model_name in self.services:
-                self.unloading.begin(run)
+            await self.park(run, f"session {session.session_id} {session.state}")
+        await self.unloading.go_on()
 
     async def park(self, run: RunRecord, why: str) -> None:
         """Those of a base model that is not served now have to wait until it is."""
@@ -409,6 +407,7 @@ class Gateway:
     async def tidy(self, now: float) -> None:
         """What concerns our own services."""
         await self.books.keep(now)
+        await self.end_what_was_ending()
         limits = self.config.limits
         await self.store.runs.touch(
             {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}

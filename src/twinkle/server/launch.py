@@ -13,26 +13,29 @@ from pathlib import Path
 from twinkle.errors import MissingDependencyError, TwinkleServerError
 from twinkle.requirements import exists
 from twinkle.server.announcement import LISTENING
-from twinkle.server.config import ServerConfig, default_config, load_config
+from twinkle.server.config import ServerConfig
 from twinkle.server.config.launchable import refuse_what_is_not_yet
 
 _START_SECONDS = 600.0
-
-
-def launch(config_path: str | Path | None = None) -> None:
-    config, notes = (default_config(), []) if config_path is None else load_config(config_path)
-    run_server(config, notes)
+_NOTHING = (
+    "nothing to serve: the configuration has no applications; --model ID serves a model with its other settings, and "
+    "without a configuration the demo model is served"
+)
 
 
 def run_server(
     config: ServerConfig, notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
 ) -> None:
-    """Until it is told to end. ``log_level``, ``log_format``: in the place of the configuration's.
+    """Until it is told to end; returns at once where nothing is configured.
 
+    ``log_level``, ``log_format``: in the place of the configuration's.
     Both runtimes are imported here: they are not for --help.
     """
     from twinkle.server.telemetry.json_logs import configure_logging
 
+    if not config.applications:
+        print(_NOTHING, file=sys.stderr, flush=True)
+        return
     refuse_what_is_not_yet(config)
     level, form = log_level or config.logging.level, log_format or config.logging.format
     configure_logging(level, form)

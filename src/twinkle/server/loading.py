@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twinkle.errors import ConfigError
-from twinkle.server.backend import ServedModel
+from twinkle.server.backend import GPU_CHEAP_TOKENS, ServedModel
 from twinkle.server.config.applications import SamplerArgs
 from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
 from twinkle.server.text_codec import HubTextCodec
@@ -62,6 +62,7 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
         tokenizer_id=public_tokenizer_id(args.model_id),
         memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
         text=None if tokenizer is None else HubTextCodec(tokenizer),
+        cheap_tokens=GPU_CHEAP_TOKENS if trainer.device.type == "cuda" else 0,
     )
 
 

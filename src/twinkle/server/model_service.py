@@ -30,6 +30,7 @@ from twinkle.server.native.errors import SequenceConflictError
 from twinkle.server.native.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.op_admission import Entry, OpAdmission
 from twinkle.server.op_runner import OpRunner
+from twinkle.server.parking import Parking
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
 from twinkle.server.state import Store
@@ -70,7 +71,6 @@ class ModelService:
         self.model = model
         self._is_ours = is_ours
         self._store = store
-        self._files = files
         self._futures = futures or Futures()
         self._tenants = tenants or Tenants()
         self._recorder = recorder or TrainingRecorder(model.name)
@@ -88,6 +88,7 @@ class ModelService:
             recorder=self._recorder,
         )
         self._adapters = self._runner.adapters
+        self._parking = Parking(self._runner, store, files)
         self._scheduler = self._runner.scheduler
         self._loss_graphs = LossGraphs(store)
         self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self._adapters)
@@ -240,35 +241,8 @@ class ModelService:
         return outcome
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
-        """Take an adapter off the device and keep its last state as a checkpoint. ``why``: what happened.
-
-        What was done before a restart is done again first, what runs is finished, what still waits fails. Returns the
-        versions of the adapter as it was that the sampler may hold: nobody will be sent to them again.
-        """
-        adapter = self._adapters.get(run.run_id)
-        while adapter is not None and adapter.repeats and not self._runner.stopping:
-            await adapter.next_end()
-        if adapter is None or self._runner.stopping or self._adapters.pop(run.run_id, None) is None:
-            return ()
-        waiting = [adapter.ops.pop(ticket.seq) for ticket in self._scheduler.remove_adapter(run.run_id)]
-        while adapter.ops:
-            await adapter.next_end()
-        loaded = await self._runner.load(adapter)
-        note = await self._runner.checkpoints.park(run, why, keep_seconds) if loaded else None
-        for op in waiting:
-            message = note or f"{why}, and its adapter could not be kept"
-            self._runner.settle(adapter, op, responses.failed(message, "user"))
-        if note is None:  # its journal and snapshot stay: the next start tries again
-            logger.error("%s could not be kept as a checkpoint: %s", run.run_id, why)
-            return adapter.versions
-        await self._store.runs.set_state(run.run_id, "parked", note)
-        self._runner.measurements.dropped(run.run_id)
-        self._runner.snapshots.forget(run.run_id)
-        await self._runner.snapshots.finish_writing()
-        await self._store.snapshots.delete(run.run_id)
-        await asyncio.to_thread(self._files.remove_snapshots, run.run_id)
-        logger.info("%s left the device: %s", run.run_id, why)
-        return adapter.versions
+        """Take an adapter off the device and keep its last state; see :meth:`~twinkle.server.parking.Parking.park`."""
+        return await self._parking.park(run, why, keep_seconds)
 
     async def finish_accepted(self, run_id: str) -> None:
         """Returns when all that was accepted for an adapter until now has ended, unless the server ends before."""

@@ -34,9 +34,7 @@ from twinkle.server.wire import responses
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 5.0
-# What a tenant gets of a batch while others have work: on a GPU as much as takes hardly longer than less would.
-_CONTENDED_TOKENS = 2048
-_CONTENDED_PART = 16
+_CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
 
 
 class OpRunner:
@@ -60,7 +58,7 @@ class OpRunner:
         self.scheduler = Scheduler(
             model.tokens_per_batch,
             merge=merge,
-            contended_tokens=min(_CONTENDED_TOKENS, model.tokens_per_batch // _CONTENDED_PART),
+            contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
         )
         self.native = NativeHost(model, templates)
         self.checkpoints = Checkpoints(model, self.native, store, compute, files, tenants, allowed_dirs)

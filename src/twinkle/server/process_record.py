@@ -7,36 +7,60 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
+from twinkle.server.state.errors import DataDirInUseError
 
 _FILE = "server.json"
 _WAIT_SECONDS = 360.0  # a server finishes what runs, and puts every adapter on disk
 _PAUSE = 0.2
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class ServerProcess:
+    """``url`` is None until it serves."""
+
     pid: int
-    url: str
+    url: str | None = None
 
 
 @contextlib.contextmanager
-def recorded(data_dir: Path, url: str) -> Iterator[None]:
-    """This process serves there under this URL, until it leaves or dies."""
+def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
+    """This process serves there, until it leaves or dies: another one is refused. To be told under which URL."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+
+    def write(url: str | None) -> None:
         os.truncate(fd, 0)
-        os.write(fd, json.dumps(asdict(ServerProcess(os.getpid(), url))).encode())
-        yield
+        os.pwrite(fd, json.dumps(asdict(ServerProcess(os.getpid(), url))).encode(), 0)
+
+    try:
+        _lock(fd, data_dir)
+        try:
+            write(None)
+            yield write
+        finally:
+            path.unlink(missing_ok=True)
     finally:
-        path.unlink(missing_ok=True)
         os.close(fd)
+
+
+def _lock(fd: int, data_dir: Path) -> None:
+    """Whoever only looks holds the lock for a moment."""
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise DataDirInUseError(data_dir) from None
+            time.sleep(_PAUSE)
 
 
 def running(data_dir: Path) -> ServerProcess | None:
@@ -62,7 +86,7 @@ def stop(data_dir: Path) -> bool:
     os.kill(server.pid, signal.SIGTERM)
     print(f"process {server.pid} finishes what runs", file=sys.stderr, flush=True)
     deadline = time.monotonic() + _WAIT_SECONDS
-    while running(data_dir) == server:
+    while (now := running(data_dir)) is not None and now.pid == server.pid:
         if time.monotonic() > deadline:
             raise TwinkleServerError(f"process {server.pid} still runs after {_WAIT_SECONDS:.0f} s")
         time.sleep(_PAUSE)

@@ -4,11 +4,12 @@ So a request that reached one process is answered in another: by the same applic
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+ResultT = TypeVar("ResultT")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -55,6 +56,17 @@ class HttpHead:
 class HttpReply:
     head: HttpHead
     body: bytes
+
+
+_unwatched: set[asyncio.Task[Any]] = set()  # an event loop alone would forget what nobody waits for
+
+
+async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """What was begun is finished, also when whoever asked for it has gone and this is cancelled."""
+    task = asyncio.create_task(work)
+    _unwatched.add(task)
+    task.add_done_callback(_unwatched.discard)
+    return await asyncio.shield(task)
 
 
 async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:

@@ -46,6 +46,12 @@ class Unloading:
             task = self._tasks[run.run_id] = asyncio.create_task(self._unload(run))
             task.add_done_callback(lambda _: self._tasks.pop(run.run_id, None))
 
+    async def go_on(self) -> None:
+        """With what something came in between: this server's end, or a database away."""
+        for run in await self._gateway.store.runs.live_noted(UNLOADING):
+            if run.model_name in self._gateway.services:
+                self.begin(run)
+
     async def outcome(self, run: RunRecord, timeout: float) -> Outcome | None:
         """None while it has not left and been kept; NotFoundError if nobody asked it to."""
         request_id = f"{run.run_id}:{UNLOAD_NUMBER}"

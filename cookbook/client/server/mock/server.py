@@ -4,4 +4,4 @@ from pathlib import Path
 
 from twinkle.server import launch_server
 
-launch_server(Path(__file__).with_name("server_config.yaml"))
+launch_server(config_path=Path(__file__).with_name("server_config.yaml"))

@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from twinkle.environment import read_server_variables
 from twinkle.server.config import ServerConfig, default_config, load_config
 from twinkle.server.state import Store
 
-__all__ = ["config_of", "open_store", "server_options"]
+__all__ = ["config_file", "config_of", "open_store", "server_options"]
 
 
 def server_options(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +15,16 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", type=Path, default=None, help="the server's data, if not as configured")
 
 
+def config_file(args: argparse.Namespace) -> Path | None:
+    """What -c names, else the environment; None: the default configuration is meant."""
+    given: Path | None = args.config
+    return given or read_server_variables().config
+
+
 def config_of(args: argparse.Namespace) -> ServerConfig:
-    if args.config is not None:
-        return load_config(args.config, data_dir=args.data_dir)[0]
+    file = config_file(args)
+    if file is not None:
+        return load_config(file, data_dir=args.data_dir)[0]
     return default_config(data_dir=args.data_dir)
 
 

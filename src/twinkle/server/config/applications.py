@@ -138,11 +138,17 @@ class ProcessorArgs(BaseModel):
         default=16, ge=1, description="Sessions that may have processors at the same time; each has a process."
     )
     ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description=f"CPU processes on each machine; {_NO_EFFECT}"
+        default=None, description=f"On Ray: replicas, where deployments[0] says no number; {_NO_EFFECT}"
     )
-    nproc_per_node: int = Field(default=1, ge=1, description=f"Workers on each machine; {_NO_EFFECT}")
-    device_group: DeviceGroup | None = Field(default=None, description=f"Where the workers run; {_NO_EFFECT}")
-    device_mesh: DeviceMesh | None = Field(default=None, description=f"Layout of the workers; {_NO_EFFECT}")
+    nproc_per_node: int = Field(default=1, ge=1, description=f"The same; {_NO_EFFECT}")
+    device_group: DeviceGroup | None = Field(default=None, description=f"Its `ranks` are the same; {_NO_EFFECT}")
+    device_mesh: DeviceMesh | None = Field(default=None, description="No effect: there is nothing to lay out.")
+
+    @property
+    def processes(self) -> int:
+        """Replicas, unless the deployment says how many; each has the processes of its sessions besides."""
+        in_group = self.device_group.processes if self.device_group else 1
+        return max(self.ncpu_proc_per_node or 1, self.nproc_per_node, in_group)
 
 
 # Keys of ProcessorArgs that are for the Ray runtime.

@@ -9,14 +9,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from twinkle.errors import ConfigError, ConfigParseError, ConfigProblem
-from twinkle.server.config.applications import PROCESSOR_PLACEMENT, ProcessorArgs
 from twinkle.server.config.launchable import not_yet
 from twinkle.server.config.older_form import convert
 from twinkle.server.config.problems import find_problems, path_of, problem
-from twinkle.server.config.sections import TelemetryConfig
 from twinkle.server.config.server_config import DEFAULT_MODEL, ServerConfig, default_applications
+from twinkle.server.config.variables import apply_variables
+from twinkle.server.config.without_effect import without_effect
 
-__all__ = ["default_config", "load_config"]
+__all__ = ["default_config", "load_config", "load_default"]
 
 _DEEPEST = 32
 
@@ -54,15 +54,30 @@ def default_config(
     aliases: tuple[str, ...] = (),
 ) -> ServerConfig:
     """What ``twinkle-server launch`` serves without a file: one model with its sampler, on the embedded runtime."""
+    return load_default(model, host=host, port=port, data_dir=data_dir, backend=backend, aliases=aliases)[0]
+
+
+def load_default(
+    model: str = DEFAULT_MODEL,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    data_dir: str | Path | None = None,
+    backend: str = "transformers",
+    aliases: tuple[str, ...] = (),
+    ray_namespace: str | None = None,
+) -> tuple[ServerConfig, list[str]]:
+    """The same, with notes as of :func:`load_config`."""
     data: dict[str, Any] = {
         "runtime": "embedded",
         "applications": default_applications(model, backend=backend, aliases=aliases),
     }
-    _override(data, host=host, port=port, data_dir=data_dir, ray_namespace=None)
-    return _validated(data, "command line", [])[0]
+    _override(data, host=host, port=port, data_dir=data_dir, ray_namespace=ray_namespace)
+    return _validated(data, "command line", [])
 
 
 def _validated(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -> tuple[ServerConfig, list[str]]:
+    about_variables = apply_variables(data)
     converted = convert(data)
     problems = [*problems, *converted.problems]
     known = {one.field for one in problems}  # a key that was taken out for one reason is not also reported as missing
@@ -71,7 +86,8 @@ def _validated(data: dict[str, Any], source: str, problems: list[ConfigProblem])
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    return config, [*converted.notes, *_without_effect(config), *(one.note for one in not_yet(config))]
+    notes = [*converted.notes, *about_variables, *without_effect(config), *(one.note for one in not_yet(config))]
+    return config, notes
 
 
 def _override(
@@ -90,27 +106,6 @@ def _override(
         data["data_dir"] = str(data_dir)
     if ray_namespace is not None:
         data["ray_namespace"] = ray_namespace
-
-
-def _without_effect(config: ServerConfig) -> list[str]:
-    """Notes on keys that are right and do nothing."""
-    notes = _for_ray_only(config) if config.runtime == "embedded" else []
-    if config.telemetry.enabled:
-        return notes
-    given, default = config.telemetry.model_dump(), TelemetryConfig().model_dump()
-    changed = [key for key in TelemetryConfig.EXPORT_KEYS if given[key] != default[key]]
-    return notes + [f"telemetry.{key}: has no effect while telemetry.enabled is false" for key in changed]
-
-
-def _for_ray_only(config: ServerConfig) -> list[str]:
-    keys = {"proxy_location": config.proxy_location, "ray_namespace": config.ray_namespace}
-    unused = [key for key, value in keys.items() if value is not None]
-    unused += [f"applications[{index}].deployments" for index, one in enumerate(config.applications) if one.deployments]
-    for index, one in enumerate(config.applications):
-        if isinstance(one.args, ProcessorArgs):
-            given_here = sorted(PROCESSOR_PLACEMENT & one.args.model_fields_set)
-            unused += [f"applications[{index}].args.{key}" for key in given_here]
-    return [f"{key}: has no effect on the embedded runtime; it is for the Ray runtime" for key in unused]
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 Works on plain mappings before they are validated; values of the wrong type are passed on for the schema to refuse.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
-from twinkle.errors import ConfigProblem
-from twinkle.server.config.problems import path_of, problem, unknown_key
+from twinkle.server.config.conversion import Conversion, Handler, dropped, refused, take_all, to_limit
+from twinkle.server.config.older_queue import convert_queue
+from twinkle.server.config.problems import path_of
 from twinkle.server.config.serving import GATEWAY_PREFIX
 
-__all__ = ["OLDER_KEYS", "Conversion", "convert"]
+__all__ = ["OLDER_KEYS", "convert"]
 
 # What became of each older key, for people: the table of the reference page, and checked by a test. ARGS stands for
 # applications[].args.
@@ -20,16 +20,18 @@ OLDER_KEYS: dict[str, str] = {
     "server_type": "dropped: one server speaks both protocols",
     "telemetry_config": "`telemetry`",
     "persistence_config": "`persistence`",
-    "persistence.mode": "memory and file: SQLite (`persistence.url`); redis: refused",
+    "persistence.mode": "memory and file: SQLite (`persistence.url`); redis: refused, it is SQLite or PostgreSQL",
     "persistence.file_path": "dropped: the state is in `persistence.url`",
     "persistence.redis_url": "refused: use `persistence.url`",
     "persistence.key_prefix": "dropped: each server has a database of its own",
     "task_queue, ARGS.queue_config": "the rows below; the table itself is gone",
-    "….max_input_tokens": "`limits.max_tokens_per_request`",
-    "….rps_limit, ….tps_limit": "refused: rate limits come later, with the other limits on a tenant's use",
-    "….window_seconds, ….token_cleanup_multiplier, ….token_cleanup_interval": "refused: they belong to rate limits",
-    "….queue_timeout": "refused: what was accepted is computed, however long it waits",
-    "….execution_timeout": "0: dropped, it meant none; else refused: nothing is stopped while it computes",
+    "….max_input_tokens": "`limits.max_tokens_per_request`; of a sampler dropped: the model's context is the limit",
+    "….tps_limit, ….window_seconds": "model: `limits.max_training_tokens_per_minute`; sampler: "
+    "`limits.max_sampling_tokens_per_minute`; `task_queue`: both",
+    "….rps_limit": "dropped: requests are not counted by time; tokens a minute and what may wait are limited",
+    "….token_cleanup_multiplier, ….token_cleanup_interval": "dropped: what was counted needs no sweeping",
+    "….queue_timeout": "300 and more: dropped; less: refused, what was accepted is computed, however long it waits",
+    "….execution_timeout": "0, 120 and more: dropped; else refused, nothing is stopped while it computes",
     "….enabled": "true: dropped; false: refused, raise the limits instead",
     "applications[].route_prefix": "server: `/server` and `/` become `/api/v1`; `/models/NAME` becomes "
     "`/api/v1/model/NAME`, `/samplers/NAME` becomes `/api/v1/sampler/NAME`",
@@ -44,44 +46,11 @@ OLDER_KEYS: dict[str, str] = {
     "ARGS.max_length": "`limits.max_tokens_per_request`",
     "ARGS.adapter_config.adapter_timeout": "`limits.session_timeout_seconds`",
     "ARGS.adapter_config.per_token_adapter_limit": "`limits.max_adapters_per_tenant`",
-    "ARGS.adapter_config.adapter_max_lifetime": "refused: an adapter lives as long as its session",
+    "ARGS.adapter_config.adapter_max_lifetime": "dropped: an adapter lives as long as its session",
+    "applications[].deployments[1:]": "dropped: the first entry is the application's",
 }
 
-_RATES = "nothing (rate limits come later, with the other limits on a tenant's use); remove the key"
-
-
-@dataclass
-class Conversion:
-    """The mapping in today's form, and what there is to say about the way there."""
-
-    data: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-    problems: list[ConfigProblem] = field(default_factory=list)
-    # limit → (older key, value); several older keys may mean the same limit
-    limits: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)  # today's path → the path in the file
-
-    def at_older_key(self, found: ConfigProblem) -> ConfigProblem:
-        """The same problem under the key that stands in the file."""
-        for path, origin in self.origins.items():
-            if found.field == path or found.field.startswith(f"{path}."):
-                return ConfigProblem(origin + found.field[len(path) :], found.got, found.allowed)
-        return found
-
-    def drop(self, path: str, why: str) -> None:
-        self.notes.append(f"{path}: dropped, {why}")
-
-    def became(self, path: str, what: str) -> None:
-        self.notes.append(f"{path}: became {what}")
-
-    def refuse(self, path: str, value: object, allowed: str) -> None:
-        self.problems.append(problem(path, value, allowed))
-
-    def limit(self, path: str, value: Any, name: str) -> None:
-        self.limits.setdefault(name, []).append((path, value))
-
-
-Handler = Callable[[Conversion, str, Any], None]
+_DATABASES = "the state is in SQLite or PostgreSQL: persistence.url is sqlite:///PATH or postgresql://…"
 
 
 def convert(data: Mapping[str, Any]) -> Conversion:
@@ -131,7 +100,7 @@ def _top_level(conversion: Conversion) -> None:
         conversion.notes.append(
             "runtime: not given, ray is used, as for every file with applications; embedded would be one process"
         )
-    _take_all(conversion, data, "task_queue", "task_queue", _QUEUE)
+    convert_queue(conversion, data, "task_queue", "task_queue", "task_queue")
 
 
 def _persistence(conversion: Conversion) -> None:
@@ -139,8 +108,9 @@ def _persistence(conversion: Conversion) -> None:
     if isinstance(section, dict):
         at = conversion.origins.get("persistence", "persistence")
         for key, handler in _PERSISTENCE.items():
-            if key in section:
-                handler(conversion, f"{at}.{key}", section.pop(key))
+            value = section.pop(key, None)
+            if value is not None:
+                handler(conversion, f"{at}.{key}", value)
 
 
 def _application(conversion: Conversion, application: dict[str, Any], at: str) -> None:
@@ -148,33 +118,19 @@ def _application(conversion: Conversion, application: dict[str, Any], at: str) -
         if key in application and application[key] is None:
             del application[key]
     _route_prefix(conversion, application, at)
+    _deployments(conversion, application, at)
     args, kind = application.get("args"), application.get("import_path")
     if not isinstance(args, dict) or kind not in ("server", "model", "sampler", "processor"):
         return
     at = f"{at}.args"
-    _take_all(conversion, args, "queue_config", f"{at}.queue_config", _QUEUE)
+    convert_queue(conversion, args, "queue_config", f"{at}.queue_config", kind)
     if kind == "server":
-        _take_all(conversion, args, "server_config", f"{at}.server_config", _SERVER)
+        take_all(conversion, args, "server_config", f"{at}.server_config", _SERVER)
         _gateway_args(conversion, args, at)
     if kind in ("model", "sampler"):
-        _take_all(conversion, args, "adapter_config", f"{at}.adapter_config", _ADAPTER)
+        take_all(conversion, args, "adapter_config", f"{at}.adapter_config", _ADAPTER)
     if kind == "model":
         _model_args(conversion, args, at)
-
-
-def _take_all(conversion: Conversion, holder: dict[str, Any], key: str, at: str, handlers: dict[str, Handler]) -> None:
-    """Take the section ``key`` out of ``holder`` and give each of its keys to its handler."""
-    section = holder.pop(key, None)
-    if section is None:
-        return
-    if not isinstance(section, dict):
-        conversion.refuse(at, section, f"a section with the keys {', '.join(handlers)}")
-        return
-    for name, value in section.items():
-        if name not in handlers:
-            conversion.problems.append(unknown_key(f"{at}.{name}", value, list(handlers)))
-        elif value is not None:
-            handlers[name](conversion, f"{at}.{name}", value)
 
 
 def _route_prefix(conversion: Conversion, application: dict[str, Any], at: str) -> None:
@@ -189,6 +145,14 @@ def _route_prefix(conversion: Conversion, application: dict[str, Any], at: str) 
     if today != route:
         application["route_prefix"] = today
         conversion.became(f"{at}.route_prefix", f"{today} (it was {route})")
+
+
+def _deployments(conversion: Conversion, application: dict[str, Any], at: str) -> None:
+    """A list, of which the first entry alone ever counted."""
+    given = application.get("deployments")
+    if isinstance(given, list) and len(given) > 1:
+        application["deployments"] = given[:1]
+        conversion.drop(f"{at}.deployments[1:]", "an application is one deployment: the first entry holds")
 
 
 def _gateway_args(conversion: Conversion, args: dict[str, Any], at: str) -> None:
@@ -244,65 +208,30 @@ def _limits(conversion: Conversion) -> None:
 # --- what is done with each key ---------------------------------------------------------------------------------------
 
 
-def _to_limit(name: str) -> Handler:
-    return lambda conversion, path, value: conversion.limit(path, value, name)
-
-
-def _dropped(why: str) -> Handler:
-    return lambda conversion, path, value: conversion.drop(path, why)
-
-
-def _refused(allowed: str) -> Handler:
-    return lambda conversion, path, value: conversion.refuse(path, value, allowed)
-
-
-def _only(kept: object, why: str, allowed: str) -> Handler:
-    """Dropped if the value is ``kept``, else refused."""
-
-    def handle(conversion: Conversion, path: str, value: Any) -> None:
-        if value == kept and isinstance(value, bool) == isinstance(kept, bool):
-            conversion.drop(path, why)
-        else:
-            conversion.refuse(path, value, allowed)
-
-    return handle
-
-
 def _persistence_mode(conversion: Conversion, path: str, value: Any) -> None:
     if value in ("memory", "file"):
         conversion.became(
             path, f"SQLite (it was {value}); persistence.url names the file, data_dir/state.db by default"
         )
     else:
-        conversion.refuse(path, value, "nothing: the state is SQLite, persistence.url: sqlite:///PATH names the file")
+        conversion.refuse(path, value, f"memory or file; {_DATABASES}")
 
 
-_QUEUE: dict[str, Handler] = {
-    "max_input_tokens": _to_limit("max_tokens_per_request"),
-    "rps_limit": _refused(_RATES),
-    "tps_limit": _refused(_RATES),
-    "window_seconds": _refused(_RATES),
-    "token_cleanup_multiplier": _refused(_RATES),
-    "token_cleanup_interval": _refused(_RATES),
-    "queue_timeout": _refused("nothing (what was accepted is computed, however long it waits); remove the key"),
-    "execution_timeout": _only(0, "0 meant none", "0 (nothing is stopped while it computes); remove the key"),
-    "enabled": _only(True, "limits are always checked", "true (limits are always checked); raise the limits instead"),
-}
 _SERVER: dict[str, Handler] = {
-    "per_token_model_limit": _to_limit("max_adapters_per_tenant"),
-    "expiration_timeout": _to_limit("session_timeout_seconds"),
-    "cleanup_interval": _dropped("expiry needs no interval"),
-    "metrics_update_interval": _dropped("metrics are taken when they are asked for"),
-    "actor_name": _dropped("the state is no actor"),
+    "per_token_model_limit": to_limit("max_adapters_per_tenant"),
+    "expiration_timeout": to_limit("session_timeout_seconds"),
+    "cleanup_interval": dropped("expiry needs no interval"),
+    "metrics_update_interval": dropped("metrics are taken when they are asked for"),
+    "actor_name": dropped("the state is no actor"),
 }
 _ADAPTER: dict[str, Handler] = {
-    "adapter_timeout": _to_limit("session_timeout_seconds"),
-    "per_token_adapter_limit": _to_limit("max_adapters_per_tenant"),
-    "adapter_max_lifetime": _refused("nothing (an adapter lives as long as its session); remove the key"),
+    "adapter_timeout": to_limit("session_timeout_seconds"),
+    "per_token_adapter_limit": to_limit("max_adapters_per_tenant"),
+    "adapter_max_lifetime": dropped("an adapter lives as long as its session"),
 }
 _PERSISTENCE: dict[str, Handler] = {
     "mode": _persistence_mode,
-    "file_path": _dropped("the state is in the SQLite file of persistence.url, data_dir/state.db by default"),
-    "redis_url": _refused("nothing: the state is SQLite, persistence.url: sqlite:///PATH names the file"),
-    "key_prefix": _dropped("each server has a database of its own"),
+    "file_path": dropped("the state is in the SQLite file of persistence.url, data_dir/state.db by default"),
+    "redis_url": refused(f"nothing: {_DATABASES}"),
+    "key_prefix": dropped("each server has a database of its own"),
 }

@@ -50,6 +50,12 @@ def _mesh(value: object) -> object:
     raise ValueError
 
 
+def _queue(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError
+    return value
+
+
 def _is_int(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
@@ -158,6 +164,11 @@ def _count(mesh: object) -> int:
 # --- Ray Serve --------------------------------------------------------------------------------------------------------
 
 
+Seconds = Annotated[float, Field(ge=0)]
+Factor = Annotated[float, Field(gt=0)]
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+
+
 class AutoscalingConfig(BaseModel):
     """Serve's autoscaling."""
 
@@ -165,9 +176,18 @@ class AutoscalingConfig(BaseModel):
 
     min_replicas: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Fewest replicas.")
     max_replicas: Size | None = Field(default=None, description="Most replicas.")
-    target_ongoing_requests: Annotated[float, Field(gt=0)] | None = Field(
+    initial_replicas: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Replicas at the start.")
+    target_ongoing_requests: Factor | None = Field(
         default=None, description="Requests in progress that a replica should have."
     )
+    upscale_delay_s: Seconds | None = Field(default=None, description="How long there is too much before one is added.")
+    downscale_delay_s: Seconds | None = Field(
+        default=None, description="How long there is too little before one is taken away."
+    )
+    downscale_to_zero_delay_s: Seconds | None = Field(default=None, description="The same for the last one.")
+    upscaling_factor: Factor | None = Field(default=None, description="How fast replicas are added.")
+    downscaling_factor: Factor | None = Field(default=None, description="How fast they are taken away.")
+    look_back_period_s: Factor | None = Field(default=None, description="Time over which requests are averaged.")
 
 
 class RuntimeEnv(BaseModel):
@@ -176,6 +196,9 @@ class RuntimeEnv(BaseModel):
     model_config = STRICT
 
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables, as text.")
+    working_dir: str | None = Field(default=None, description="A directory or archive that replicas get as their own.")
+    py_modules: Texts | None = Field(default=None, description="Python modules that replicas can import.")
+    pip: Texts | None = Field(default=None, description="Packages that are installed for replicas.")
 
 
 class RayActorOptions(BaseModel):
@@ -185,7 +208,9 @@ class RayActorOptions(BaseModel):
 
     num_cpus: Annotated[float, Field(ge=0)] | None = Field(default=None, description="CPUs.")
     num_gpus: Annotated[float, Field(ge=0)] | None = Field(default=None, description="GPUs.")
+    memory: Annotated[float, Field(ge=0)] | None = Field(default=None, description="Bytes of memory.")
     resources: dict[str, float] | None = Field(default=None, description="Other resources of the cluster.")
+    accelerator_type: str | None = Field(default=None, min_length=1, description="Kind of GPU, as Ray names it.")
     runtime_env: RuntimeEnv | None = Field(default=None, description="Environment of the replica.")
 
 
@@ -196,8 +221,27 @@ class DeploymentOptions(BaseModel):
 
     name: str | None = Field(default=None, description="Name of the deployment, for people.")
     num_replicas: Size | None = Field(default=None, description="Replicas.")
-    max_ongoing_requests: Size | None = Field(default=None, description="Requests in progress on one replica.")
+    max_ongoing_requests: Size | None = Field(
+        default=None, description="Requests in progress on one replica: each waiting future is one; null is 4096."
+    )
+    max_queued_requests: Annotated[int, Rule(_queue, "-1 (no limit) or an integer ≥ 1")] | None = Field(
+        default=None, description="Requests that wait for a replica at each caller; more are answered with 503."
+    )
     autoscaling_config: AutoscalingConfig | None = Field(default=None, description="Autoscaling.")
     ray_actor_options: RayActorOptions | None = Field(
         default=None, description="Resources and environment of a replica."
     )
+    health_check_period_s: Factor | None = Field(default=None, description="Seconds between two looks at a replica.")
+    health_check_timeout_s: Factor | None = Field(default=None, description="How long it may take to answer.")
+    graceful_shutdown_wait_loop_s: Seconds | None = Field(
+        default=None, description="Seconds between two looks whether a replica that ends has finished."
+    )
+    graceful_shutdown_timeout_s: Seconds | None = Field(
+        default=None, description="How long it may take to finish what runs before it is killed; null is 300."
+    )
+
+    @property
+    def replicas(self) -> int | None:
+        """Of what does not come and go with the load: the most there may be; None: it is not said here."""
+        most = None if self.autoscaling_config is None else self.autoscaling_config.max_replicas
+        return self.num_replicas if most is None else most

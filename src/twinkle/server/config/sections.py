@@ -158,9 +158,10 @@ class AuthConfig(BaseModel):
 
 
 class ClientsConfig(BaseModel):
-    """What clients are told to do when they connect."""
+    """What clients are told to do, and how long they are kept waiting."""
 
     model_config = STRICT
+    LONGEST_POLL: ClassVar = 25.0  # SDKs give up on an answer after 45 s, and proxies between often after 30
 
     batched_sample_polls: bool = Field(
         default=True,
@@ -174,6 +175,12 @@ class ClientsConfig(BaseModel):
     create_model_by_loading: bool = Field(
         default=False,
         description="A client that begins from a checkpoint creates its model with one request instead of two.",
+    )
+    long_poll_seconds: float = Field(
+        default=LONGEST_POLL,
+        ge=0.1,
+        le=LONGEST_POLL,
+        description="How long a request for a result waits for it before it is answered that the client ask again.",
     )
 
 

@@ -20,6 +20,7 @@ def mock_model(name: str = "mock", aliases: tuple[str, ...] = ()) -> ServedModel
         architecture="mock",
         max_context_length=trainer.max_length,
         tokens_per_batch=4096,
+        cheap_tokens=256,
         tokenizer_dir=None,
         tokenizer_id=None,
         memory="mock: no model is loaded",

@@ -13,8 +13,8 @@ from twinkle.errors import UserError
 from twinkle.server import ids
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.relay import HttpRequest
-from twinkle.server.routes.http import PREFIX
-from twinkle.server.routes.native_http import SESSION_HEADER
+from twinkle.server.routes.http import JSON_BYTES, PREFIX
+from twinkle.server.routes.native_http import ROWS_BYTES, SESSION_HEADER
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.peeking import text_field
 from twinkle.server.wire.training import decompress
@@ -35,6 +35,9 @@ _OF_MODEL_ID = frozenset(
         "unload_model",
     )
 )
+_POLLS = frozenset(f"{PREFIX}/{name}" for name in ("retrieve_future", "retrieve_futures"))
+_BEGINNINGS = frozenset(f"{PREFIX}/{name}" for name in ("asample", "create_model", "create_sampling_session"))
+_PASSES = frozenset(f"{PREFIX}/{name}" for name in ("forward", "forward_backward"))
 _OPENAI = re.compile(r"(?:/api)?/v1/(chat/completions|completions|models/.+)")
 _METRICS = re.compile(rf"{PREFIX}/twinkle/training_runs/([^/]+)/metrics")
 _MODEL_ID = pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER
@@ -95,25 +98,54 @@ class OfProcessors:
 Address = OfRun | OfNewRun | OfSampler | OfNewSampler | OfModel | OfOpenAiModel | OfProcessors
 
 
-def address_of(request: HttpRequest, most_bytes: int) -> Address | None:
-    """None: nobody in particular. ``most_bytes`` of a body after decompression."""
+@dataclass(frozen=True)
+class Destination:
+    """``address`` None: nobody in particular. ``streams``: the answer is to be handed on as it comes."""
+
+    address: Address | None
+    streams: bool = False
+
+
+def destination_of(request: HttpRequest, most_bytes: int) -> Destination:
+    """``most_bytes`` of a body after decompression."""
+    openai = _OPENAI.fullmatch(request.path)
+    if openai is not None:
+        fields = _fields(request)
+        listed = openai[1].partition("models/")[2]
+        return Destination(_named(OfOpenAiModel, listed or fields.get("model")), bool(fields.get("stream")))
+    return Destination(_address_of(request, most_bytes), request.path.endswith("/sample_stream"))
+
+
+def _address_of(request: HttpRequest, most_bytes: int) -> Address | None:
     native = _MODEL_ROUTE.fullmatch(request.path)
     if native is not None:
         return _of_native(request, native[1], native[2], native[3])
     if request.path.startswith(f"{PREFIX}/processor/"):
         return OfProcessors(request.header(SESSION_HEADER) or "")
-    openai = _OPENAI.fullmatch(request.path)
-    if openai is not None:
-        listed = openai[1].partition("models/")[2]
-        return _named(OfOpenAiModel, listed or _fields(request).get("model"))
     return _of_tinker(request, most_bytes) if request.method == "POST" else None
 
 
-def wants_stream(request: HttpRequest) -> bool:
-    """Whether the answer is to be handed on as it comes."""
-    if request.path.endswith("/sample_stream"):
+def ends_with_its_client(request: HttpRequest) -> bool:
+    """Whether nobody is served by going on when its client has left: it reads, waits, or samples for this client alone.
+
+    Everything else is finished once it has begun. Otherwise an op could be journalled, and never run.
+    """
+    if request.method in ("GET", "HEAD") or request.path in _POLLS or _OPENAI.fullmatch(request.path) is not None:
         return True
-    return _OPENAI.fullmatch(request.path) is not None and bool(_fields(request).get("stream"))
+    native = _MODEL_ROUTE.fullmatch(request.path)
+    return native is not None and native[1] == "sampler" and native[3] in _SAMPLES
+
+
+def is_short(request: HttpRequest) -> bool:
+    """Whether its answer comes within half a minute, as long as whoever is asked is there."""
+    return request.path in _POLLS or request.path in _OF_MODEL_ID or request.path in _BEGINNINGS
+
+
+def most_bytes_of(path: str, most: int) -> int:
+    """What a body may have at most, ``most`` being the limit for any."""
+    if path in _PASSES or path.startswith(f"{PREFIX}/processor/"):
+        return most
+    return min(most, ROWS_BYTES if _MODEL_ROUTE.fullmatch(path) is not None else 4 * JSON_BYTES)
 
 
 def _of_tinker(request: HttpRequest, most_bytes: int) -> Address | None:

@@ -21,6 +21,7 @@ from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
+from twinkle.server.ray_serve.router import answered
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
 from twinkle.server.telemetry.json_logs import configure_logging
 from twinkle.server.types import SessionRecord
@@ -29,6 +30,15 @@ from twinkle.server.types import SessionRecord
 _ONGOING = 4096
 # A replica finishes what runs and puts every adapter on disk. Being killed loses nothing either.
 _SHUTDOWN_SECONDS = 300.0
+# What Serve is told as the configuration says it.
+_SERVE_OPTIONS = (
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "health_check_period_s",
+    "health_check_timeout_s",
+    "graceful_shutdown_wait_loop_s",
+    "graceful_shutdown_timeout_s",
+)
 _LOG_BYTES = 64 * 2**20
 _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 
@@ -60,7 +70,7 @@ class ModelReplica:
         self._host = await ModelHost.open(config, served, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        return await relay.answer(self._host.app, request)
+        return await answered(self._host.app, request)
 
     async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
         async with aclosing(relay.stream(self._host.app, request)) as parts:
@@ -77,7 +87,7 @@ class ModelReplica:
         return self._host.of_tenant(tenant_id)
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        await self._host.release_session(session, state)
+        await relay.to_the_end(self._host.release_session(session, state))
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""
@@ -107,7 +117,7 @@ class ProcessorReplica:
         self._host = await ProcessorHost.open(config, name)
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        return await relay.answer(self._host.app, request)
+        return await answered(self._host.app, request)
 
     async def metrics(self) -> list[Metric]:
         return await self._host.metrics()
@@ -159,16 +169,12 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
 def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
     """Of each replica; what the configuration says wins."""
     actor: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    ongoing = _ONGOING
+    options: dict[str, Any] = {"max_ongoing_requests": _ONGOING, "graceful_shutdown_timeout_s": _SHUTDOWN_SECONDS}
     for given in one.deployments[:1]:
-        ongoing = given.max_ongoing_requests or _ONGOING
-        if given.ray_actor_options is not None:
-            actor |= given.ray_actor_options.model_dump(exclude_none=True)
-    return {
-        "max_ongoing_requests": ongoing,
-        "ray_actor_options": actor,
-        "graceful_shutdown_timeout_s": _SHUTDOWN_SECONDS,
-    }
+        said = given.model_dump(mode="json", exclude_none=True)
+        actor |= said.get("ray_actor_options", {})
+        options |= {name: said[name] for name in _SERVE_OPTIONS if name in said}
+    return {**options, "ray_actor_options": actor}
 
 
 def _scale(one: ApplicationSpec) -> Mapping[str, Any]:

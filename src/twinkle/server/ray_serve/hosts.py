@@ -8,8 +8,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,13 +33,14 @@ from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.layout import Layout, layout_of
+from twinkle.server.ray_serve.own_devices import on_own_gpu
 from twinkle.server.ray_serve.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.ray_serve.remote_replica import RemoteReplica
 from twinkle.server.ray_serve.replica import Refusal
 from twinkle.server.ray_serve.router import Router
 from twinkle.server.ray_serve.trainer_group import load_group
-from twinkle.server.relay import AsgiApp
 from twinkle.server.state import Claim, Store
+from twinkle.server.state.directory_lock import DirectoryLock
 from twinkle.server.telemetry.start import Telemetry
 from twinkle.server.types import RunRecord, SessionRecord
 
@@ -48,6 +50,7 @@ _HOUSEKEEPING_SECONDS = 15.0
 _LEASE = "housekeeping"
 _UNANSWERED_SECONDS = 60.0  # whoever could answer an operator has had the time
 _FORGOTTEN_SECONDS = 86_400.0  # nobody writes a checkpoint for so long
+_EARLIER_SECONDS = 360.0  # for the same replica before this one, which has less than that to end
 _LEASE_SECONDS = 3 * _HOUSEKEEPING_SECONDS
 # The longest the compute thread or the event loop may hold the interpreter while the other wants it.
 _SWITCH_SECONDS = 0.0005
@@ -93,7 +96,7 @@ class Process:
         await self.telemetry.close()  # it reads the state
         await self.store.close()
 
-    def entrance(self, app: AsgiApp, own: str | None = None) -> Router:
+    def entrance(self, app: FastAPI, own: str | None = None) -> Router:
         directory = Directory(self.config, self.layout, self.store)
         limit = self.config.limits.max_request_bytes
         return Router(app, directory, self.replicas, max_body_bytes=limit, own=own)
@@ -145,15 +148,30 @@ class GatewayHost:
             await store.ops.forgive_downtime(now)
             await asyncio.to_thread(self._process.files.remove_unfinished, _FORGOTTEN_SECONDS)
         elif claim is Claim.RENEWED:
-            await self.gateway.expire(now)
-            await answer_operators(self.gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
+            await self._holding_the_lease(self._keep_house_for_all(now))
+
+    async def _keep_house_for_all(self, now: float) -> None:
+        await self.gateway.expire(now)
+        await answer_operators(self.gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
+
+    async def _holding_the_lease(self, work: Coroutine[Any, Any, None]) -> None:
+        """Many sessions that end at once take longer than a lease."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_HOUSEKEEPING_SECONDS))[0]:
+                await self._process.store.leases.claim(_LEASE, self._name, time.time(), _LEASE_SECONDS)
+            task.result()
+        finally:
+            task.cancel()
 
 
 class ModelHost:
     """One replica of a base model: its services, and the whole application for what concerns its adapters."""
 
-    def __init__(self, process: Process, name: str, services: Services, compute: Compute) -> None:
+    def __init__(self, process: Process, name: str, services: Services, compute: Compute, lock: DirectoryLock) -> None:
+        """``lock``: there is no other process of this name."""
         self._process = process
+        self._lock = lock
         self._services = services
         self._compute = compute
         self.gateway = Gateway(
@@ -172,7 +190,8 @@ class ModelHost:
     async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
         sys.setswitchinterval(_SWITCH_SECONDS)
         load = load_group if served.model.processes > 1 else load_served_model
-        model = await asyncio.to_thread(load, served)
+        model = await asyncio.to_thread(load, on_own_gpu(served))
+        lock = await asyncio.to_thread(_only_one, config.data_dir, name)
         process = await Process.open(config)
         group = process.layout.models[served.name]
 
@@ -191,7 +210,7 @@ class ModelHost:
             merge=served.model.merge,
             is_ours=is_ours,
         )
-        host = cls(process, name, services, compute)
+        host = cls(process, name, services, compute, lock)
         await host._start()
         return host
 
@@ -212,6 +231,7 @@ class ModelHost:
         await self.gateway.books.flush_usage()
         self._compute.close()
         await self._process.close()
+        self._lock.release()
 
     @property
     def is_alive(self) -> bool:
@@ -265,7 +285,9 @@ class ProcessorHost:
         service = configured_processors(config, await asyncio.to_thread(_tokenizers, config), name)
         assert service is not None, "there is an application of processors"
         await service.start()
-        return cls(process, name, service)
+        host = cls(process, name, service)
+        await host.gateway.books.read_key_names()
+        return host
 
     async def stop(self) -> None:
         self.gateway.release_waiters()
@@ -285,6 +307,12 @@ class ProcessorHost:
 
     async def end_session(self, session_id: str) -> None:
         await self._service.end_session(session_id)
+
+
+def _only_one(data_dir: Path, name: str) -> DirectoryLock:
+    """A replica that is being replaced puts its adapters on disk before the next one reads them. Blocks."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return DirectoryLock(data_dir, name=f"lock.{name}", wait_seconds=_EARLIER_SECONDS)
 
 
 def _tokenizers(config: ServerConfig) -> dict[str, str | None]:

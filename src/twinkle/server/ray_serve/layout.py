@@ -43,8 +43,6 @@ def replica_names(application: ApplicationSpec) -> tuple[str, ...]:
 
 def wanted_replicas(application: ApplicationSpec) -> int:
     """Whoever holds adapters or processors does not come and go with the load: the most there may be, at once."""
-    for options in application.deployments[:1]:
-        if options.autoscaling_config is not None and options.autoscaling_config.max_replicas is not None:
-            return options.autoscaling_config.max_replicas
-        return options.num_replicas or 1
-    return 1
+    said = application.deployments[0].replicas if application.deployments else None
+    in_args = application.args.processes if isinstance(application.args, ProcessorArgs) else 1
+    return said or in_args

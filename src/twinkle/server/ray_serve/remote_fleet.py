@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
+from twinkle.errors import ShuttingDownError
 from twinkle.server.adapter_status import QueueStatus
 from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.layout import Layout
@@ -93,7 +94,10 @@ class RemoteProcessors:
         self._remote = remote
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        return await self._of(session_id).batch(tenant_id, session_id, processor_id, number)
+        try:
+            return await self._of(session_id).batch(tenant_id, session_id, processor_id, number)
+        except ReplicaGoneError as error:  # the next one can say what is left of the session's processors
+            raise ShuttingDownError from error
 
     async def end_session(self, session_id: str) -> None:
         try:

@@ -6,15 +6,26 @@ What concerns nobody in particular, or this process, is answered by its own appl
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from twinkle.server.ray_serve.addressing import Address, address_of, wants_stream
+from fastapi import FastAPI, Request
+
+from twinkle.errors import TwinkleError
+from twinkle.server import relay
+from twinkle.server.ray_serve.addressing import (
+    Destination,
+    destination_of,
+    ends_with_its_client,
+    is_short,
+    most_bytes_of,
+)
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
-from twinkle.server.routes.http import PREFIX, SMALL_BODY
+from twinkle.server.routes.http import SMALL_BODY, gateway_of, key_of
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError
 
@@ -22,7 +33,12 @@ logger = logging.getLogger(__name__)
 
 # A client waits for a model that is being replaced as long as for one that computes, and then asks again.
 _WAIT_SECONDS = 30.0
-_SDK_POLLS = (f"{PREFIX}/retrieve_future", f"{PREFIX}/retrieve_futures")
+
+
+async def answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
+    """By a replica, for another process. What has begun is finished, though the one that asked has gone."""
+    work = relay.answer(app, request)
+    return await (work if ends_with_its_client(request) else relay.to_the_end(work))
 
 
 class Router:
@@ -30,7 +46,7 @@ class Router:
 
     def __init__(
         self,
-        app: AsgiApp,
+        app: FastAPI,
         directory: Directory,
         replicas: Mapping[str, Replica],
         *,
@@ -54,7 +70,11 @@ class Router:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await _body(scope, receive, self._max_body_bytes)
+            most = most_bytes_of(scope["path"], self._max_body_bytes)
+            if _announced(scope) > SMALL_BODY and not await self._is_known(scope):
+                await self._app(scope, receive, send)  # it says so, without reading the body
+                return
+            body = await _body(scope, receive, most)
             if body is None:
                 return  # the client left
             request = HttpRequest.of(scope, body)
@@ -66,26 +86,36 @@ class Router:
             await _send(send, _refusal(503, str(error)))
             return
         if replica is None:
-            await self._app(scope, _again(body, receive), send)
+            own = self._app(scope, _again(body, receive), send)
+            await (own if ends_with_its_client(request) else relay.to_the_end(own))
         else:
             work = self._stream(request, replica, send) if streams else self._whole(request, replica, send)
             await _unless_gone(work, receive)
 
+    async def _is_known(self, scope: Scope) -> bool:
+        """Whether this process is to read and understand a long body for whoever sends it."""
+        request = Request({**scope, "app": self._app})
+        try:
+            await gateway_of(request).tenant(key_of(request), prefix="")
+        except TwinkleError:
+            return False
+        return True
+
     async def _replica_for(self, request: HttpRequest) -> tuple[Replica | None, bool]:
         """Who answers, None is this process, and whether the answer is to be handed on as it comes."""
         if len(request.body) < SMALL_BODY:
-            address, streams = self._read(request)
+            to = self._read(request)
         else:
-            address, streams = await asyncio.to_thread(self._read, request)
-        name = None if address is None else await self._directory.find(address)
-        return None if name is None or name == self._own else self._replicas[name], streams
+            to = await asyncio.to_thread(self._read, request)
+        name = None if to.address is None else await self._directory.find(to.address)
+        return None if name is None or name == self._own else self._replicas[name], to.streams
 
-    def _read(self, request: HttpRequest) -> tuple[Address | None, bool]:
-        return address_of(request, self._max_body_bytes), wants_stream(request)
+    def _read(self, request: HttpRequest) -> Destination:
+        return destination_of(request, self._max_body_bytes)
 
     async def _whole(self, request: HttpRequest, replica: Replica, send: Send) -> None:
         try:
-            if request.path in _SDK_POLLS:
+            if is_short(request):
                 async with asyncio.timeout(_WAIT_SECONDS):
                     reply = await replica.answer(request)
             else:
@@ -140,10 +170,18 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             return
 
 
+def _announced(scope: Scope) -> int:
+    """How long a body is going to be; of one that does not say, as long as can be. Without a body 0."""
+    headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
+    if b"transfer-encoding" in headers:
+        return sys.maxsize
+    length = headers.get(b"content-length", b"0")
+    return int(length) if length.isdigit() else sys.maxsize
+
+
 async def _body(scope: Scope, receive: Receive, most: int) -> bytes | None:
     """None: the client left before it had sent all of it."""
-    length = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"")
-    if length.isdigit() and int(length) > most:
+    if sys.maxsize > _announced(scope) > most:
         raise BodyTooLargeError(most)
     parts, size = [], 0
     while True:

@@ -7,31 +7,34 @@ from twinkle.environment import set_variable_defaults
 from twinkle.server.announcement import announcement
 from twinkle.server.config import ServerConfig
 from twinkle.server.process_record import recorded
+from twinkle.server.ray_serve.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
 
 # What Ray reads when it is imported or starts a process.
-_QUIETER = {
+_SETTINGS = {
     "RAY_DEDUP_LOGS": "0",  # a replica's lines are shown as they are
     "RAY_SERVE_LOG_TO_STDERR": "0",  # Serve's own are in its files
     "RAY_USAGE_STATS_ENABLED": "0",
+    PROXY_VARIABLE: PROXY_CALLBACK,
 }
 
 
 def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
     """Serve until SIGTERM or SIGINT, then take the applications down."""
-    set_variable_defaults(_QUIETER)
+    set_variable_defaults(_SETTINGS)
     from twinkle.server.ray_serve import launching
 
-    with launching.connected(config) as cluster:
+    with recorded(config.data_dir) as record, launching.connected(config) as cluster:
         which = "one of its own" if cluster.is_ours else "one that was there"
         print(f"deploying on the Ray cluster at {cluster.address}, {which}", file=sys.stderr, flush=True)
-        with launching.deployed(config, cluster) as url, recorded(config.data_dir, url):
+        with launching.deployed(config, cluster) as url:
+            record(url)
             print(announcement(config, [*notes, *launching.scaling_notes(config)], [], url), flush=True)
             launching.wait_for_signal()
 
 
 def applications(config: ServerConfig) -> dict[str, str]:
     """How Serve sees each application of this configuration, on the cluster that is there."""
-    set_variable_defaults(_QUIETER)
+    set_variable_defaults(_SETTINGS)
     from twinkle.server.ray_serve import launching
 
     with launching.connected(config, start=False):
@@ -40,7 +43,7 @@ def applications(config: ServerConfig) -> dict[str, str]:
 
 def take_down(config: ServerConfig) -> bool:
     """The applications of a server whose own process is gone; False: there are none."""
-    set_variable_defaults(_QUIETER)
+    set_variable_defaults(_SETTINGS)
     from twinkle.server.ray_serve import launching
 
     with launching.connected(config, start=False) as cluster:

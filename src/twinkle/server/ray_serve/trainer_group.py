@@ -1,22 +1,23 @@
 """A trainer of several processes: one Ray actor a rank, all given the same calls in the same order.
 
 The model service calls it from its compute thread, as it would a trainer of its own. The rows of a batch are divided by
-tokens; everything else goes to all ranks, and the first one's answer stands for all. A rank that dies leaves the others
-in the middle of something: then this process ends too, Serve replaces it, and journal and snapshots bring back what was
-acknowledged.
+tokens; everything else goes to all ranks, and the first one's answer stands for all. A rank that dies or fails alone
+leaves the others in the middle of something: then this process ends too, Serve replaces it, and journal and snapshots
+bring back what was acknowledged.
 """
 
 import functools
 import logging
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from twinkle import hub
 from twinkle.environment import set_variables, twinkle_variables
@@ -34,20 +35,21 @@ from twinkle.model.types import (
     TrainResult,
 )
 from twinkle.network import find_free_port
-from twinkle.server.backend import ServedModel
+from twinkle.server.backend import GPU_CHEAP_TOKENS, ServedModel
 from twinkle.server.config.applications import ModelArgs
 from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
 
 logger = logging.getLogger(__name__)
 
 _PROCESS_LOST = 70  # EX_SOFTWARE
+_GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """An error of ours, as a value: Ray would wrap it, and its message would be a traceback."""
+    """An error, as a value: Ray would wrap it, and its message would be a traceback."""
 
-    error: TwinkleError
+    error: Exception
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,18 @@ class _Rank:
         return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """What the trainer returns, or :class:`_Failed`."""
         try:
             return getattr(self._trainer, method)(*args, **kwargs)
         except TwinkleError as error:
             return _Failed(error)
+        except Exception as error:  # noqa: BLE001 - an edge: the caller decides what it means for the group
+            return _Failed(RuntimeError("".join(traceback.format_exception(error))))
 
-    def passes(self, method: str, items: Sequence[TrainItem]) -> tuple[object, list[object]]:
-        """Results, and the objectives, which may have learned something."""
-        results = getattr(self._trainer, method)(items)
-        return results, [item.objective for item in items]
+    def passes(self, method: str, items: Sequence[TrainItem]) -> object:
+        """Results, and the objectives, which may have learned something; or :class:`_Failed`."""
+        results = self.call(method, (items,), {})
+        return results if isinstance(results, _Failed) else (results, [item.objective for item in items])
 
 
 class TrainerGroup:
@@ -109,7 +114,7 @@ class TrainerGroup:
 
     def check_adapter(self, spec: LoraSpec) -> None:
         """By the first rank alone: nothing changes, and it may be asked while the others are in a call."""
-        _raised(_answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])[0])
+        _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
         made: LoraSpec = self._all("create_adapter", adapter_id, spec)
@@ -182,7 +187,7 @@ class TrainerGroup:
         return config
 
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
-        return _raised(_answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0])
+        return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
 
     def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         from twinkle.model.division import Division  # with torch, which this package loads for models only
@@ -212,8 +217,8 @@ def load_group(served: ServedModelConfig) -> ServedModel:
         .remote({**twinkle_variables(), **_rank_variables(number, mesh.world_size)})
         for number in range(mesh.world_size)
     ]
-    (master,) = _answers([ranks[0].meeting_place.remote()])
-    described: _Described = _answers([rank.load.remote(master, args, mesh) for rank in ranks])[0]
+    master = ray.get(ranks[0].meeting_place.remote())
+    described: _Described = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
@@ -226,6 +231,7 @@ def load_group(served: ServedModelConfig) -> ServedModel:
         tokenizer_id=public_tokenizer_id(args.model_id),
         memory=f"{mesh.world_size} processes, each: {described.memory}",
         text=None,
+        cheap_tokens=GPU_CHEAP_TOKENS * mesh.world_size if mesh.device_type == "cuda" else 0,
     )
 
 
@@ -248,16 +254,31 @@ def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    try:
-        answers: list[Any] = ray.get(list(calls))
-        return answers
-    except RayActorError as error:
-        logger.critical("a process of the model's group died, and this one ends with it: %s", error)
-        logging.shutdown()
-        os._exit(_PROCESS_LOST)
+    """What all ranks say. An error that all of them had is raised.
+
+    One that only some had leaves the others in the middle of something, or somewhere else: then the group is lost.
+    """
+    answers: dict[Any, Any] = {}
+    failed = False
+    while len(answers) < len(calls):
+        waiting = [call for call in calls if call not in answers]
+        done, _ = ray.wait(waiting, num_returns=1, timeout=_GRACE_SECONDS if failed else None)
+        if not done:
+            _end("a process of the model's group failed and the others hang")
+        try:
+            answers[done[0]] = ray.get(done[0])
+        except RayError as error:
+            _end(f"a process of the model's group died: {error}")
+        failed = failed or isinstance(answers[done[0]], _Failed)
+    failures = [answer for answer in answers.values() if isinstance(answer, _Failed)]
+    if failures and len(failures) < len(calls):
+        _end(f"one process of the model's group failed and another did not: {failures[0].error}")
+    if failures:
+        raise failures[0].error
+    return [answers[call] for call in calls]
 
 
-def _raised(answer: object) -> Any:
-    if isinstance(answer, _Failed):
-        raise answer.error
-    return answer
+def _end(why: str) -> NoReturn:
+    logger.critical("%s: this process ends, and Serve starts the group anew", why)
+    logging.shutdown()
+    os._exit(_PROCESS_LOST)

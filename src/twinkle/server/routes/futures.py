@@ -27,8 +27,6 @@ from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFut
 
 router = APIRouter(prefix=PREFIX)
 
-# The SDK gives up on a poll after 45 s.
-_LONG_POLL_SECONDS = 25.0
 # A client that can will first be told how large a result is, and fetches it when it has room.
 _LARGE_RESULT = 2**20
 
@@ -59,7 +57,8 @@ async def retrieve_futures(request: Request) -> Response:
         wanted = await gateway.reading.in_thread(tenant_id, partial(fields.parse, RetrieveFuturesRequest, body))
     target = wanted.target
     session = await gateway.sampling_session(target.sampling_session_id, tenant_id)
-    timeout = _LONG_POLL_SECONDS if wanted.timeout is None else min(wanted.timeout, _LONG_POLL_SECONDS)
+    longest = gateway.config.clients.long_poll_seconds
+    timeout = longest if wanted.timeout is None else min(wanted.timeout, longest)
     done = await gateway.completions(
         session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
     )
@@ -101,12 +100,13 @@ async def _outcome(gateway: Gateway, request_id: str, tenant_id: str) -> Outcome
     if parts is None:
         raise NotFoundError("request", request_id)
     owner, seq = parts
+    seconds = gateway.config.clients.long_poll_seconds
     if ":sample:" in owner:
         session = await gateway.sampling_session(owner, tenant_id)
-        return await gateway.sampler_of(session).wait(request_id, _LONG_POLL_SECONDS)
+        return await gateway.sampler_of(session).wait(request_id, seconds)
     if ids.is_custom_loss(owner):
         return await gateway.custom_losses.outcome(request_id, tenant_id)
     run = await gateway.run(owner, tenant_id)
     if seq == UNLOAD_NUMBER:
-        return await gateway.unloading.outcome(run, _LONG_POLL_SECONDS)
-    return await gateway.serving(run.model_name).training.wait(request_id, owner, seq, _LONG_POLL_SECONDS)
+        return await gateway.unloading.outcome(run, seconds)
+    return await gateway.serving(run.model_name).training.wait(request_id, owner, seq, seconds)

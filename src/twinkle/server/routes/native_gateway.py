@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
 from twinkle.errors import InvalidInputError, NotFoundError
@@ -102,6 +103,12 @@ async def route_prefixes(request: Request) -> Response:
     models = {f"{PREFIX}/model/{name}": "model" for name in reports}
     samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
     return json_response({PREFIX: "server", **models, **samplers, f"{PREFIX}/processor": "processor"})
+
+
+@router.get("/-/healthz")
+async def serve_health() -> Response:
+    """What Ray Serve's proxy answers by itself, for whoever watches a server of either runtime."""
+    return PlainTextResponse("success")
 
 
 @router.get(f"{_TWINKLE}/healthz")

@@ -1,4 +1,5 @@
-"""Who works with a data directory: one server alone, or the processes of one server together."""
+"""Who works with a data directory: one server alone, or the processes of one server together, each the only one of its
+name."""
 
 import fcntl
 import os
@@ -13,11 +14,11 @@ _PAUSE = 0.05  # seconds between two tries
 
 
 class DirectoryLock:
-    """The file ``lock`` of the directory, held until :meth:`release` or until the process ends."""
+    """A file of the directory, locked until :meth:`release` or until the process ends."""
 
-    def __init__(self, data_dir: Path, *, shared: bool = False, wait_seconds: float = 0.0) -> None:
-        """``shared``: with others that share it, and with nobody who wants it alone."""
-        self._fd = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, data_dir: Path, *, name: str = "lock", shared: bool = False, wait_seconds: float = 0.0) -> None:
+        """``shared``: with others that share it, and with nobody who wants it alone. Blocks for ``wait_seconds``."""
+        self._fd = os.open(data_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + wait_seconds
         while not _try(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             if time.monotonic() >= deadline:

@@ -19,8 +19,8 @@ class Claim(Enum):
     """What became of a claim."""
 
     REFUSED = "refused"  # another holds the lease
-    TAKEN = "taken"  # it was free
-    RENEWED = "renewed"  # it was ours
+    TAKEN = "taken"  # it was free, or another's that ran out
+    RENEWED = "renewed"  # it was ours, and nobody has had it since
 
 
 class Leases:
@@ -38,7 +38,7 @@ class Leases:
             if row["holder"] != holder and row["until"] > now:
                 return Claim.REFUSED
             cursor.execute(_TAKE, {"lease": name, "by": holder, "end": now + seconds})
-            return Claim.RENEWED if row["holder"] == holder and row["until"] > now else Claim.TAKEN
+            return Claim.RENEWED if row["holder"] == holder else Claim.TAKEN
 
         return await self._database.write(work)
 

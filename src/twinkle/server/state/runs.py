@@ -27,6 +27,17 @@ _GET = select(RUNS).where(_OF_ID)
 _BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
 _OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
 _IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
+_LIVE_NOTED = (
+    select(RUNS)
+    .where(RUNS.c.state == "live", RUNS.c.note == bindparam("note"))
+    .order_by(RUNS.c.created_at, RUNS.c.run_id)
+)
+_LEFT_BEHIND = (
+    select(RUNS)
+    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
+    .where(RUNS.c.state == "live", SESSIONS.c.state != "active")
+    .order_by(RUNS.c.created_at, RUNS.c.run_id)
+)
 _COUNT_LIVE = (
     select(func.count())
     .select_from(RUNS.join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id))
@@ -81,6 +92,16 @@ class Runs:
     async def in_state(self, state: RunState) -> tuple[RunRecord, ...]:
         """Oldest first."""
         rows = await self._database.read(lambda cursor: cursor.rows(_IN_STATE, {"state": state}))
+        return tuple(map(_run, rows))
+
+    async def left_behind(self) -> tuple[RunRecord, ...]:
+        """Live ones of sessions that have ended, oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LEFT_BEHIND, {}))
+        return tuple(map(_run, rows))
+
+    async def live_noted(self, note: str) -> tuple[RunRecord, ...]:
+        """Live ones with this note, oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_NOTED, {"note": note}))
         return tuple(map(_run, rows))
 
     async def live_by_replica(self, model_name: str) -> dict[str, int]:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import ArgumentError
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.audit import Audit
 from twinkle.server.state.checkpoints import Checkpoints
+from twinkle.server.state.clearing import clear
 from twinkle.server.state.custom_losses import CustomLosses
 from twinkle.server.state.database import Database
 from twinkle.server.state.directory_lock import DirectoryLock
@@ -110,6 +111,10 @@ class Store:
         """
         part = Part.TOOL if not lock else Part.MEMBER if shared else Part.SERVER
         return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, asyncio.get_running_loop())
+
+    async def clear(self) -> int:
+        """Forget all that is under way, for a server that begins again; how many records are gone."""
+        return await clear(self._database)
 
     async def close(self) -> None:
         """Finish what was asked for and let the next one in."""

@@ -1,0 +1,155 @@
+"""Configurations as they are published for servers of this kind are read as they stand.
+
+Two things in them are refused on purpose: an open server on the network, and Redis.
+"""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from twinkle.errors import ConfigError
+from twinkle.server.config import ServerConfig, load_config
+
+QUEUE = {"rps_limit": 100, "tps_limit": 100_000}
+
+
+def gateway(model: str) -> dict[str, Any]:
+    return {
+        "name": "server",
+        "route_prefix": "/api/v1",
+        "import_path": "server",
+        "args": {"server_config": {"per_token_model_limit": 3}, "supported_models": [model]},
+        "deployments": [
+            {
+                "name": "GatewayServer",
+                "max_ongoing_requests": 50,
+                "autoscaling_config": {"min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 128},
+                "ray_actor_options": {"num_cpus": 0.1, "runtime_env": {"env_vars": {"TWINKLE_TRUST_REMOTE_CODE": "0"}}},
+            }
+        ],
+    }
+
+
+def placed(kind: str, processes: int, device: str = "cuda", group: dict[str, Any] | None = None, **sizes: int) -> Any:
+    return {
+        "nproc_per_node": processes,
+        "device_group": {"name": kind, "ranks": processes, "device_type": device, **(group or {})},
+        "device_mesh": {"device_type": device, **sizes},
+    }
+
+
+def application(kind: str, model: str, variables: dict[str, str], **args: Any) -> dict[str, Any]:
+    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": variables}}
+    return {
+        "name": f"{kind}s-{model}",
+        "route_prefix": f"/api/v1/{kind}/{model}",
+        "import_path": kind,
+        "args": {"model_id": f"ms://{model}", **args},
+        "deployments": [{"name": kind, "num_replicas": 1, "ray_actor_options": options}],
+    }
+
+
+def processor() -> dict[str, Any]:
+    args = {**placed("processor", 2, "CPU", dp_size=2), "ncpu_proc_per_node": 2}
+    del args["nproc_per_node"]
+    return {"name": "processor", "route_prefix": "/api/v1/processor", "import_path": "processor", "args": args}
+
+
+def transformer() -> dict[str, Any]:
+    name, variables = "Qwen/Qwen3.5-4B", {"TWINKLE_TRUST_REMOTE_CODE": "1", "TWINKLE_FAIL_FAST": "0"}
+    engine = {"max_model_len": 4096, "gpu_memory_utilization": 0.5, "enable_lora": True}
+    model = {"backend": "transformers", "max_length": 10_240, "queue_config": QUEUE, **placed("model", 1, dp_size=1)}
+    model["adapter_config"] = {"adapter_timeout": 30}
+    sampler = {"sampler_type": "vllm", "engine_args": engine, "queue_config": QUEUE, **placed("sampler", 1, dp_size=1)}
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000},
+        "telemetry": {"enabled": False, "otlp_endpoint": "http://localhost:4317"},
+        "persistence": {"mode": "file", "file_path": "/tmp/twinkle_state.json"},
+        "applications": [
+            gateway(name),
+            application("model", name, variables, **model),
+            application("sampler", name, variables, **sampler),
+            processor(),
+        ],
+    }
+
+
+def megatron() -> dict[str, Any]:
+    name = "Qwen/Qwen3.6-27B"
+    variables = {
+        "TWINKLE_TRUST_REMOTE_CODE": "0",
+        "TWINKLE_LONG_POLL_TIMEOUT": "120",
+        "TWINKLE_FAIL_FAST": "0",
+    }
+    engine = {"max_model_len": 32_768, "max_loras": 5, "max_lora_rank": 32, "gpu_memory_utilization": 0.8}
+    queue = {"rps_limit": 100, "tps_limit": 131_072, "max_input_tokens": 32_768}
+    model = {"backend": "megatron", "max_loras": 3, "max_length": 32_768, "queue_config": queue}
+    model |= placed("model", 4, pp_size=2, dp_size=2)
+    model["adapter_config"] = {"adapter_timeout": 120, "adapter_max_lifetime": 36_000}
+    sampler = {"sampler_type": "vllm", "engine_args": engine, "queue_config": queue}
+    sampler |= placed("sampler", 4, group={"gpus_per_worker": 2}, tp_size=2, dp_size=2)
+    return {
+        "http_options": {"host": "0.0.0.0", "port": 9000},
+        "telemetry": {"enabled": True, "service_name": "twinkle-server", "export_interval_ms": 30_000},
+        "persistence": {"mode": "redis", "redis_url": "redis://localhost:6380"},
+        "applications": [
+            gateway(name),
+            application("sampler", name, variables, **sampler),
+            application("model", name, variables, **model),
+            processor(),
+        ],
+    }
+
+
+def mock() -> dict[str, Any]:
+    name = "mock-model"
+    queue = {"queue_config": QUEUE}
+    return {
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "persistence": {"mode": "file", "file_path": "/tmp/twinkle_state_mock.json"},
+        "applications": [
+            gateway(name) | {"args": {"supported_models": [{"model_name": name}]}},
+            application("model", name, {}, backend="mock", **queue, **placed("model", 1, "cpu", dp_size=1)),
+            application("sampler", name, {}, sampler_type="mock", **queue, **placed("sampler", 1, "cpu", dp_size=1)),
+        ],
+    }
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(data: dict[str, Any]) -> tuple[ServerConfig, list[str]]:
+        path = tmp_path / "server_config.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return load_config(path)
+
+    return load
+
+
+@pytest.mark.parametrize("published", [transformer, megatron, mock])
+def test_only_what_is_refused_on_purpose_is_in_the_way(load, published) -> None:
+    data = published()
+    deliberate = set()
+    if data["http_options"]["host"] == "0.0.0.0":
+        deliberate.add("http_options.host")
+    if data["persistence"]["mode"] == "redis":
+        deliberate |= {"persistence.mode", "persistence.redis_url"}
+    if deliberate:
+        with pytest.raises(ConfigError) as refused:
+            load(data)
+        assert {one.field for one in refused.value.problems} == deliberate
+        del data["persistence"]
+    config, notes = load({**data, "auth": {"mode": "keys"}})
+    assert config.runtime == "ray"
+    assert len(config.served_models) == 1
+    assert len(notes) == len(set(notes))
+
+
+def test_what_became_of_its_rates(load) -> None:
+    config, notes = load({**transformer(), "auth": {"mode": "keys"}})
+    assert config.limits.max_training_tokens_per_minute == 6_000_000
+    assert config.limits.max_sampling_tokens_per_minute == 6_000_000
+    assert config.limits.session_timeout_seconds == 30
+    assert any("TWINKLE_FAIL_FAST: has no effect" in note for note in notes)
+    assert any("device_mesh: has no effect" in note for note in notes), "of processors"

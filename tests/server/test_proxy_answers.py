@@ -1,0 +1,41 @@
+"""Serve's proxies without an application: clients are told to try again."""
+
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from twinkle.server.ray_serve.proxy_answers import PROXY_CALLBACK, middlewares
+
+
+def serves_own(_request: Any) -> PlainTextResponse:
+    return PlainTextResponse("Path '/x' not found. Ping http://.../-/routes for available routes.", 404)
+
+
+def ours(_request: Any) -> JSONResponse:
+    return JSONResponse({"detail": "no such model"}, 404)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    routes = [Route("/-/routes", serves_own), Route("/ours", ours), Route("/{path:path}", serves_own)]
+    return TestClient(Starlette(routes=routes, middleware=middlewares()))
+
+
+def test_no_application_is_no_end(client: TestClient) -> None:
+    answer = client.get("/api/v1/retrieve_futures")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "try again" in answer.json()["detail"]
+
+
+def test_other_answers_stay_as_they_are(client: TestClient) -> None:
+    assert (client.get("/ours").status_code, client.get("/ours").json()["detail"]) == (404, "no such model")
+    assert client.get("/-/routes").status_code == 404
+
+
+def test_serve_finds_it() -> None:
+    module, _, name = PROXY_CALLBACK.rpartition(".")
+    assert getattr(__import__(module, fromlist=[name]), name) is middlewares
