@@ -1,12 +1,14 @@
 """The public names of the library, its constructors and its methods: what scripts written for it rely on.
 
-The tables name what must be there. What is not there stands in ABSENT, with the reason, and is checked to be absent.
+The tables name what must be there. What is not there stands in ABSENT, with the reason, and is checked to be absent;
+docs/compatibility.md tells users the same.
 """
 
 import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +22,24 @@ pytest.importorskip("datasets")
 pytest.importorskip("transformers")
 
 SRC = Path(__file__).parents[1] / "src"
+COMPATIBILITY = Path(__file__).parents[1] / "docs" / "compatibility.md"
+
+_FRAMEWORK = (
+    "seed_everything gather_object is_torch_available is_torch_npu_available is_gpu_available is_npu_available "
+    "empty_cache get_current_device get_device set_device to_local_tensor synchronize contains_nan ipc_collect"
+)
 
 NAMES = {
     "twinkle": "DeviceGroup DeviceMesh GPU NPU Platform Plugin check_unsafe exists find_free_port find_node_ip "
     "get_device_placement get_logger init_tinker_client init_twinkle_client initialize is_master remote_class "
     "remote_function requires trust_remote_code",
+    "twinkle.utils": "framework_util torch_util exists requires Platform GPU NPU MPS find_node_ip find_free_port "
+    "trust_remote_code check_unsafe DeviceMesh Plugin DeviceGroup get_logger is_master",
+    "twinkle.framework_util": _FRAMEWORK,
+    "twinkle.torch_util": _FRAMEWORK,
+    "twinkle.cli": "CLI Args ModelArgs LoraArgs DatasetArgs TemplateArgs TrainingArgs OptimizerArgs SchedulerArgs "
+    "LossArgs SamplerArgs SamplingArgs InfraArgs ServerArgs RLArgs CheckpointArgs ConfigSource DotEnvSource "
+    "EnvVarSource YamlSource CLISource ConfigRegistry ConfigResolver ValueCaster",
     "twinkle.infra": "initialize remote_class remote_function get_device_placement collect_tensor_dict",
     "twinkle.notifier": "Notifier DingNotifier notify_exception",
     "twinkle.data_format": "InputFeature Message Tool ToolCall LossOutput ModelOutput SampledSequence SampleResponse "
@@ -47,6 +62,13 @@ NAMES = {
     "twinkle.advantage": "Advantage GRPOAdvantage RLOOAdvantage",
     "twinkle.reward": "Reward FormatReward GSM8KAccuracyReward GSM8KFormatReward MathReward MultiModalAccuracyReward "
     "OlympiadBenchAccuracyReward OlympiadBenchFormatReward OlympiadBenchQualityReward",
+    "twinkle.reward.base": "Reward",
+    "twinkle.sampler": "Sampler vLLMSampler",
+    "twinkle_agentic.tools": "Tool ToolManager",
+    "twinkle_agentic.tools.tool_manager": "ToolManager",
+    "twinkle_agentic.envs": "Env StepResult EnvTool OpenEnv EnvPool EnvPoolAdapter",
+    "twinkle_agentic.rollout": "MultiTurnRollout extend_with_bridge",
+    "twinkle_agentic.rollout.bridge": "extend_with_bridge",
     "twinkle.hub": "HFHub HubOperation MSHub MODEL_ID_ALIASES_ENV build_model_alias_map load_model_alias_map "
     "resolve_model_id_alias",
     "twinkle.module.scheduler": "CosineWarmupScheduler LinearWarmupScheduler",
@@ -103,6 +125,21 @@ SIGNATURES = {
     "twinkle.dataset:PackingDataset": "dataset_meta packing_num_proc",
     "twinkle.dataset:IterablePackingDataset": "dataset_meta packing_interval packing_num_proc cyclic",
     "twinkle.dataloader:DataLoader": "dataset batch_size min_batch_size device_mesh max_retries",
+    "twinkle.dataloader:DataLoader.resume_from_checkpoint": "consumed_train_samples cur_step "
+    "gradient_accumulation_steps",
+    "twinkle.sampler:vLLMSampler": "model_id engine_args device_mesh",
+    "twinkle.sampler:vLLMSampler.sample": "inputs sampling_params adapter_name adapter_path return_encoded "
+    "use_base_model",
+    "twinkle.sampler:LocalSampler.sample": "inputs sampling_params adapter_name adapter_path",
+    "twinkle.cli:CLI.from_args": "argv env_file config_file",
+    "twinkle_agentic.envs:EnvTool": "env tool_name description parameters",
+    "twinkle_agentic.envs:OpenEnv": "env_name env_cls env_kwargs action_cls action_mapper",
+    "twinkle_agentic.envs:EnvPool": "pool_size device_mesh env_kwargs",
+    "twinkle_agentic.envs:StepResult": "observation reward done info",
+    "twinkle_agentic.rollout:MultiTurnRollout": "sampler template tool_manager sampling_params max_turns "
+    "max_trajectory_tokens trace_dir trace_callback success_callback",
+    "twinkle_agentic.rollout:MultiTurnRollout.__call__": "trajectories sampling_params tool_manager global_step",
+    "twinkle_agentic.rollout:extend_with_bridge": "feature tool_messages template",
     "twinkle.dataloader:RetrySampler": "original_sampler dataset max_retries skip_samples seed",
     "twinkle.dataloader:DeviceMeshSampler": "original_batch_sampler device_mesh min_batch_size skip_samples",
     "twinkle.dataloader:DeviceMeshIterableFetcher": "dataset auto_collation collate_fn drop_last batch_size "
@@ -178,6 +215,20 @@ _VERBS = (
 )
 
 ATTRIBUTES = {
+    "twinkle": "__version__ __release_datetime__ framework_util torch_util",
+    "twinkle.model:TransformersModel.forward": "_execute _collect _dispatch _lazy_collect _sync",
+    "twinkle.cli:Args": "get to_dict __getitem__ "
+    "get_model_args get_lora_args get_dataset_args get_template_args get_training_args get_optimizer_args "
+    "get_scheduler_args get_loss_args get_sampler_args get_sampling_args get_infra_args get_server_args get_rl_args "
+    "get_checkpoint_args",
+    "twinkle.cli:ConfigRegistry": "resolve all_keys",
+    "twinkle.cli:ConfigResolver": "apply",
+    "twinkle.cli:ValueCaster": "auto_cast coerce_to_field",
+    "twinkle.sampler:vLLMSampler": "sample set_template receive_weights reset_prefix_cache shutdown",
+    "twinkle_agentic.tools:ToolManager": "register unregister names copy tool_infos call __call__",
+    "twinkle_agentic.envs:Env": "reset step tools evaluate close __enter__ __exit__",
+    "twinkle_agentic.envs:EnvTool": "last_result done episode_reward from_env tool_info __call__",
+    "twinkle_agentic.envs:EnvPool": "reset step reset_batch step_batch close get_adapters",
     "twinkle:Platform": "get_platform get_platform_names visible_device_env device_prefix get_local_device "
     "device_backend get_rank get_local_rank get_world_size get_local_world_size get_nnodes get_node_rank "
     "is_local_master is_master is_last_rank get_peer_index get_device_rng_state set_device_rng_state",
@@ -230,31 +281,94 @@ LOSS_NAMES = (
     "dpo simpo cpo orpo infonce"
 )
 
-_WITH_MEDIA = "templates refuse images, video and audio"
-ABSENT = {
-    "twinkle.checkpoint_engine:CheckpointEngineManager": "weights go to samplers as checkpoints, without an engine",
-    "twinkle.model:TransformersModel.prepare_checkpoint_engine": "there is no checkpoint engine",
-    "twinkle.model:TransformersModel.send_weights": "there is no checkpoint engine",
-    "twinkle.cli:CLI": "the server has its own command line; there is none for training scripts yet",
-    "twinkle.kernel:kernelize": "kernels are chosen by the trainer itself",
-    "twinkle.model.multi_lora:MultiLora": "the Trainer keeps adapters in a store of its own, not in PEFT slots",
-    "twinkle.model.multi_lora_target_parameters:TargetParameterLoraManager": "fused experts are not trained yet",
-    "twinkle.infra:Platform.get_vllm_device_uuid": "there is no checkpoint engine",
-    "twinkle.patch:apply_patch": "models run as transformers defines them; apply_patch says so",
-    "twinkle.processor.base:PackedSeqParams": "a type of Megatron's, for which there is no backend",
-    "twinkle.processor:InputProcessor.split_cp": "rows are not cut along the sequence",
-    "twinkle.processor:InputProcessor.to_transformers_dict": "part of calling a processor, not a step of its own",
-    "twinkle.template:Template.preprocess_image": _WITH_MEDIA,
-    "twinkle.template:Template.preprocess_video": _WITH_MEDIA,
-    "twinkle.template:Template.preprocess_audio": _WITH_MEDIA,
-    "twinkle.utils:find_node_ip": "what users need of it stands in twinkle itself",
-}
+# A module or class, names that it does not have, and why.
+ABSENT = [
+    (
+        "twinkle.checkpoint_engine",
+        "CheckpointEngine CheckpointEngineMixin CheckpointEngineManager NCCLCheckpointEngine HCCLCheckpointEngine "
+        "TensorMeta",
+        "weights go to samplers by hand_over or as checkpoints, without an engine",
+    ),
+    (
+        "twinkle.model:TransformersModel",
+        "prepare_checkpoint_engine init_checkpoint_process_group finalize_checkpoint_engine send_weights",
+        "there is no checkpoint engine",
+    ),
+    ("twinkle.infra:Platform", "get_vllm_device_uuid", "there is no checkpoint engine"),
+    ("twinkle.infra", "RayHelper ResourceManager", "how groups are placed on Ray is internal"),
+    ("twinkle.kernel", "kernelize hub npu_builtin liger_builtin", "kernels are chosen by the trainer itself"),
+    (
+        "twinkle.patch",
+        "apply_patch apply_context Patch",
+        "models run as transformers defines them; a model's apply_patch says so",
+    ),
+    ("twinkle.model.multi_lora", "MultiLora", "the Trainer keeps adapters in a store of its own, not in PEFT slots"),
+    (
+        "twinkle.model.multi_lora_target_parameters",
+        "TargetParameterLoraManager",
+        "fused experts are not trained yet",
+    ),
+    ("twinkle.processor.base", "PackedSeqParams", "a type of Megatron's, for which there is no backend"),
+    ("twinkle.processor:InputProcessor", "split_cp", "rows are not cut along the sequence"),
+    (
+        "twinkle.processor:InputProcessor",
+        "to_transformers_dict",
+        "part of calling a processor, not a step of its own",
+    ),
+    (
+        "twinkle.template:Template",
+        "preprocess_image preprocess_video preprocess_audio",
+        "templates refuse images, video and audio",
+    ),
+    (
+        "twinkle.sampler",
+        "BaseSamplerEngine VLLMEngine",
+        "engines have one interface, Sampler; vLLM's is twinkle.sampler.vllm.VllmSampler",
+    ),
+    (
+        "twinkle.sampler:vLLMSampler",
+        "sleep wake_up",
+        "vLLM keeps its memory while it lives; shutdown() gives it back",
+    ),
+    ("twinkle.sampler:vLLMSampler", "reset_mm_cache reset_encoder_cache", "there are no images, video and audio"),
+    (
+        "twinkle.sampler:vLLMSampler",
+        "sample_stream get_state_keys apply_patch add_adapter_to_sampler encode_trajectory decode_response",
+        "a server streams; weights come by receive_weights; .template encodes and decodes",
+    ),
+    (
+        "twinkle.utils",
+        "construct_class processing_lock PosixFileLock try_claim_once acquire_lock release_lock to_device "
+        "clone_state_dict_to_cpu pad_sequence_to_length pad_and_stack_tensors selective_log_softmax split_cp_inputs "
+        "gather_cp_load_balanced stateless_init_process_group find_layers find_all_linears get_modules_to_not_convert "
+        "get_llm_model align_logps_to_mask filter_from_config_kwargs LazyTensor SafetensorLazyLoader "
+        "StreamingSafetensorSaver is_valid_ipv6_address deep_getattr signature_info has_signature_parameter "
+        "call_with_supported_kwargs copy_files_by_pattern get_runtime_meta stable_seed load_image load_mm_file "
+        "Fp8Dequantizer MxFp4Dequantizer is_last_rank get_timeout_s_from_env configure_zmq_socket "
+        "normalize_and_clip_grad_norm",
+        "internals of the existing library; what scripts need of it stands in twinkle",
+    ),
+    (
+        "twinkle.utils",
+        "safe_loss nccl_safe nccl_safe_megatron",
+        "TWINKLE_FAIL_FAST=0 does it for TransformersModel; a multi-LoRA pass that fails is refused on all ranks",
+    ),
+    (
+        "twinkle_agentic.rollout",
+        "APIMultiTurnRollout MultiTurnCondenseRollout",
+        "sampling through an API gives no tokens to train on; nothing condenses a conversation",
+    ),
+]
+
+
+def absent_paths() -> list[str]:
+    return [f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, names, _ in ABSENT for name in names.split()]
 
 
 def find(path: str) -> object:
     module, _, names = path.partition(":")
     value: object = importlib.import_module(module)
-    for name in names.split("."):
+    for name in names.split(".") if names else []:
         value = getattr(value, name)
     return value
 
@@ -291,10 +405,19 @@ def test_losses_have_their_names():
     assert set(find("twinkle.loss:torch_loss_mapping")) == set(LOSS_NAMES.split())
 
 
-@pytest.mark.parametrize("path", ABSENT)
+@pytest.mark.parametrize("path", absent_paths())
 def test_what_is_absent_is_absent(path):
     with pytest.raises((AttributeError, ImportError)):
         find(path)
+
+
+def test_users_are_told_what_is_absent():
+    section = COMPATIBILITY.read_text().split("## Library: names that are not there")[1].split("\n## ")[0]
+    told = [
+        (re.findall("`([^`]+)`", where)[0], " ".join(re.findall("`([^`]+)`", names)), why.replace("`", "").strip())
+        for where, names, why in re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
+    ]
+    assert told == ABSENT
 
 
 @pytest.mark.parametrize("name", ["MegatronModel", "MultiLoraMegatronModel"])

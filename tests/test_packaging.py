@@ -36,7 +36,7 @@ def import_in_fresh_process(package: str) -> tuple[float, set[str]]:
     return seconds, set(modules)
 
 
-@pytest.mark.parametrize("package", ["twinkle", "twinkle_client"])
+@pytest.mark.parametrize("package", ["twinkle", "twinkle_agentic", "twinkle_client"])
 def test_import_is_light_and_fast(package):
     runs = [import_in_fresh_process(package) for _ in range(3)]
     assert runs[0][1].isdisjoint(HEAVY)

@@ -1,5 +1,6 @@
-"""requires, exists, find_free_port, find_node_ip, trust_remote_code, check_unsafe, seed_everything."""
+"""requires, exists, find_free_port, find_node_ip, trust_remote_code, check_unsafe, framework_util, twinkle.utils."""
 
+import importlib
 import ipaddress
 import os
 import random
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 import twinkle
+from twinkle import framework_util
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.framework_util import seed_everything
+from twinkle.infra import DeviceMesh
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -60,7 +63,7 @@ def test_remote_code_is_off_by_default(monkeypatch):
 
 
 def test_framework_util_needs_no_import_of_its_own():
-    code = "import twinkle; twinkle.framework_util.seed_everything"
+    code = "import twinkle; twinkle.framework_util.seed_everything is twinkle.torch_util.seed_everything or exit(1)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, check=True)
 
 
@@ -75,3 +78,75 @@ def test_seed_everything():
     assert draw() == first
     with pytest.raises(InvalidInputError, match="seed: got -1"):
         seed_everything(-1)
+
+
+# --- torch's devices --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_there_is_the_cpu():
+    assert framework_util.is_torch_available()
+    assert not framework_util.is_gpu_available()
+    assert not framework_util.is_npu_available()
+    assert (framework_util.get_device(3), framework_util.get_current_device()) == ("cpu", "cpu")
+    for call in (framework_util.set_device, framework_util.synchronize, framework_util.empty_cache):
+        assert call() is None
+    assert framework_util.ipc_collect() is None
+
+
+def test_devices_by_their_number(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    assert (framework_util.get_device(3), framework_util.get_current_device()) == ("cuda:3", "cuda:1")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    framework_util.set_device()
+    framework_util.set_device(5)
+    assert chosen == [2, 5]
+
+
+def test_contains_nan():
+    fine, wrong = torch.ones(2), torch.tensor([1.0, float("nan")])
+    assert not framework_util.contains_nan(fine, [fine, {"a": (fine, "nan")}], more=fine, count=3)
+    for values in ((wrong,), ([fine, {"a": (wrong,)}],)):
+        assert framework_util.contains_nan(*values)
+    assert framework_util.contains_nan(loss=wrong)
+
+
+def test_objects_of_one_process_are_its_own():
+    assert framework_util.gather_object([1, None, 2]) == [1, 2]
+    assert framework_util.gather_object({"a": 1}, DeviceMesh.from_sizes(dp_size=1, device_type="cpu")) == [{"a": 1}]
+    assert framework_util.gather_object(None) == []
+
+
+def test_objects_of_all_processes_are_gathered(monkeypatch):
+    def gather(held, obj, group):
+        assert group == "group"
+        held[:] = [obj, (3, None), 4]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    mesh = DeviceMesh.from_sizes(dp_size=3, device_type="cpu")
+    assert framework_util.gather_object([1, 2], mesh, "group") == [1, 2, 3, 4]
+
+
+def test_a_plain_tensor_is_local():
+    tensor = torch.ones(2)
+    assert framework_util.to_local_tensor(tensor) is tensor
+
+
+# --- other paths to the same things -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["find_node_ip", "DeviceMesh", "Plugin", "get_logger", "is_master", "requires"])
+def test_utils_is_another_path(name):
+    assert getattr(importlib.import_module("twinkle.utils"), name) is getattr(twinkle, name)
+
+
+def test_release_date_and_version():
+    from datetime import datetime
+
+    assert datetime.fromisoformat(twinkle.__release_datetime__).year >= 2026

@@ -101,6 +101,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+__release_datetime__ = "2026-11-15 00:00:00"  # UTC; set with the version, see docs/releases.md
 
 _LAZY = {
     "AdamParams": "twinkle.model",
@@ -136,8 +137,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "framework_util":  # a module, used as twinkle.framework_util.seed_everything()
-        return import_module("twinkle.framework_util")
+    if name in ("framework_util", "torch_util"):  # modules, used as twinkle.framework_util.seed_everything()
+        return import_module(f"twinkle.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

@@ -6,6 +6,13 @@ TWINKLE_FORBID_HF          a switch like the one above: nothing is fetched from 
 TWINKLE_TRUST_REMOTE_CODE  a switch: plugins and functions from outside may run in this process (default: off)
 TWINKLE_MODEL_ID_ALIASES   a JSON object, other names of models to their ids
 TWINKLE_SEED               the seed of whatever was given none
+TWINKLE_FULL_DETERMINISM   a switch: as if ``initialize`` had been told ``full_determinism=True``
+TWINKLE_MODE               local or ray: the mode of what ``initialize`` was told none (default local)
+TWINKLE_NAME               the program's name, where ``initialize`` was given none
+TWINKLE_NOTIFIER           a JSON object, a notifier's ``to_dict()``: who is told of uncaught exceptions, likewise
+TWINKLE_FAIL_FAST          a switch, on by default; off: a loss of TransformersModel that raises is logged, counts as 0,
+                           and training goes on, for runs of many processes that nobody watches
+TWINKLE_DIST_TIMEOUT_SECONDS  how long training processes wait for each other, a number > 0 (default 7200)
 LOG_LEVEL                  a name or number of Python's logging (default INFO)
 TWINKLE_SESSION_ID         the run that a process belongs to (default: its parent's process id, the launcher's)
 TWINKLE_CPU_PG_CPUS_PER_PROC  Ray CPUs that a worker of a CPU group reserves, a number > 0 (default 1)
@@ -26,12 +33,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from twinkle.errors import InvalidInputError
 
 __all__ = [
     "Environment",
     "Launch",
+    "Mode",
     "ServerVariables",
     "hides_devices",
     "read_environment",
@@ -41,6 +50,8 @@ __all__ = [
     "set_variables",
     "twinkle_variables",
 ]
+
+Mode = Literal["local", "ray"]
 
 _SWITCH = {"": False, "0": False, "false": False, "no": False, "off": False}
 _SWITCH |= {"1": True, "true": True, "yes": True, "on": True}
@@ -56,6 +67,12 @@ class Environment:
     trust_remote_code: bool
     model_id_aliases: Mapping[str, str]
     seed: int | None
+    full_determinism: bool
+    mode: Mode
+    name: str | None
+    notifier: Mapping[str, Any] | None
+    fail_fast: bool
+    dist_timeout_seconds: float
     log_level: int
     local_rank: int
     session_id: str
@@ -96,6 +113,12 @@ def read_environment() -> Environment:
         trust_remote_code=_switch("TWINKLE_TRUST_REMOTE_CODE"),
         model_id_aliases=_aliases(),
         seed=_integer("TWINKLE_SEED"),
+        full_determinism=_switch("TWINKLE_FULL_DETERMINISM"),
+        mode=_mode(),
+        name=os.environ.get("TWINKLE_NAME") or None,
+        notifier=_notifier(),
+        fail_fast=_switch("TWINKLE_FAIL_FAST", "1"),
+        dist_timeout_seconds=_positive("TWINKLE_DIST_TIMEOUT_SECONDS", 7200.0),
         log_level=_log_level(),
         local_rank=max(0, _integer("LOCAL_RANK") or 0),  # some launchers say −1 for "not distributed"
         session_id=os.environ.get("TWINKLE_SESSION_ID") or str(os.getppid()),
@@ -154,8 +177,8 @@ def set_variable_defaults(defaults: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def _switch(name: str) -> bool:
-    value = os.environ.get(name, "").strip().lower()
+def _switch(name: str, default: str = "") -> bool:
+    value = os.environ.get(name, default).strip().lower() or default
     if value not in _SWITCH:
         raise InvalidInputError(name, value, "1, true, yes, on or 0, false, no, off")
     return _SWITCH[value]
@@ -195,6 +218,27 @@ def _log_level() -> int:
     if value not in levels:
         raise InvalidInputError("LOG_LEVEL", value, f"a number or one of {', '.join(levels)}")
     return levels[value]
+
+
+def _mode() -> Mode:
+    value = os.environ.get("TWINKLE_MODE", "").strip().lower() or "local"
+    if value not in ("local", "ray"):
+        raise InvalidInputError("TWINKLE_MODE", value, "local or ray")
+    return cast("Mode", value)
+
+
+def _notifier() -> dict[str, Any] | None:
+    text = os.environ.get("TWINKLE_NOTIFIER", "").strip()
+    if not text:
+        return None
+    allowed = "a JSON object: what a notifier's to_dict() returns"  # the text itself may hold a secret
+    try:
+        described = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError("TWINKLE_NOTIFIER", "no JSON", allowed) from error
+    if not isinstance(described, dict):
+        raise InvalidInputError("TWINKLE_NOTIFIER", f"a JSON {type(described).__name__}", allowed)
+    return described
 
 
 def _aliases() -> dict[str, str]:

@@ -1,12 +1,38 @@
-"""Randomness of all libraries at once."""
+"""Randomness of all libraries at once, and torch's devices whatever their kind.
+
+Scripts use it as ``twinkle.framework_util.seed_everything()``. Torch is imported when a function needs it; what asks
+for devices says that there are none where it is not installed.
+"""
 
 import random
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from twinkle.environment import read_launch
 from twinkle.errors import InvalidInputError
 
-__all__ = ["device_rng_state", "seed_everything", "set_device_rng_state"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "contains_nan",
+    "device_rng_state",
+    "empty_cache",
+    "gather_object",
+    "get_current_device",
+    "get_device",
+    "ipc_collect",
+    "is_gpu_available",
+    "is_npu_available",
+    "is_torch_available",
+    "is_torch_npu_available",
+    "seed_everything",
+    "set_device",
+    "set_device_rng_state",
+    "synchronize",
+    "to_local_tensor",
+]
 
 _LARGEST_SEED = 2**32 - 1  # what numpy takes
 
@@ -54,3 +80,131 @@ def set_device_rng_state(device_type: str, state: Any) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device_type).set_rng_state(state)
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+
+
+def is_torch_available() -> bool:
+    return find_spec("torch") is not None
+
+
+def is_torch_npu_available() -> bool:
+    return find_spec("torch_npu") is not None
+
+
+def is_gpu_available() -> bool:
+    """Whether torch can compute on a CUDA device."""
+    if not is_torch_available():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def is_npu_available() -> bool:
+    """Whether torch can compute on an Ascend device."""
+    if not is_torch_available() or not is_torch_npu_available():
+        return False
+    import torch
+
+    return bool(torch.get_device_module("npu").is_available())
+
+
+# --- the devices of this process --------------------------------------------------------------------------------------
+
+
+def get_device(local_rank: int) -> str:
+    """The name of the device with this number, such as ``cuda:0``; ``cpu`` where there is no accelerator."""
+    kind = _accelerator()
+    return "cpu" if kind is None else "mps" if kind == "mps" else f"{kind}:{local_rank}"
+
+
+def get_current_device() -> str:
+    """The device that torch puts things on where nobody says which."""
+    import torch
+
+    return get_device(0 if _accelerator() is None else torch.accelerator.current_device_index())
+
+
+def set_device(local_rank: int | None = None) -> None:
+    """Choose the current device: by default that of this process's number on its machine. CPUs are not chosen among."""
+    import torch
+
+    if _accelerator() is not None:
+        torch.accelerator.set_device_index(max(0, read_launch().local_rank) if local_rank is None else local_rank)
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given."""
+    import torch
+
+    if _accelerator() is not None:
+        torch.accelerator.synchronize()
+
+
+def empty_cache() -> None:
+    """Give memory that torch keeps for later back to the device."""
+    import torch
+
+    kind = _accelerator()
+    if kind is not None:
+        torch.get_device_module(kind).empty_cache()
+
+
+def ipc_collect() -> None:
+    """Free CUDA memory that other processes have let go of."""
+    import torch
+
+    if is_gpu_available():
+        torch.cuda.ipc_collect()
+
+
+def _accelerator() -> str | None:
+    """cuda, npu, mps …; None: there are only CPUs."""
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
+
+
+# --- tensors and processes --------------------------------------------------------------------------------------------
+
+
+def to_local_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Of a tensor that processes share, the whole; all of them must call it. Others are returned as they are."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def contains_nan(*values: Any, **named: Any) -> bool:
+    """Whether a tensor among them, or in lists and mappings among them, holds NaN."""
+    import torch
+
+    for value in (*values, *named.values()):
+        if isinstance(value, torch.Tensor):
+            found = bool(value.isnan().any())
+        elif isinstance(value, Mapping):
+            found = contains_nan(*value.values())
+        else:
+            found = isinstance(value, list | tuple) and contains_nan(*value)
+        if found:
+            return True
+    return False
+
+
+def gather_object(obj: Any, device_mesh: Any = None, process_group: Any = None) -> list[Any]:
+    """What every process of the group holds, in one list: elements of lists and tuples one by one, None left out.
+
+    device_mesh: where it is of one process, nothing is asked of others. process_group: None is all processes.
+    """
+    import torch.distributed as dist
+
+    alone = not dist.is_initialized() or (device_mesh is not None and device_mesh.world_size == 1)
+    held: list[Any] = [obj]
+    if not alone:
+        held = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(held, obj, group=process_group)
+    spread = [each if isinstance(each, list | tuple) else [each] for each in held]
+    return [item for each in spread for item in each if item is not None]

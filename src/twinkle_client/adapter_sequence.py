@@ -1,8 +1,13 @@
 """The numbers of an adapter's requests, 1, 2, …: by them the server keeps their order and knows what it has done.
 
 One request of an adapter is under way at a time. While it is not known what became of one (its connection was lost for
-too long, or the program was interrupted), its number is not given to another: the same request again gets the same
-number, and before any other the open one is sent once more. The server answers it from memory if it has done it.
+too long, the server was away, or the program was interrupted), its number is not given to another: the same request
+again gets the same number, and before any other the open one is sent once more. The server answers it from memory if it
+has done it.
+
+A number that the server never used must be given to the next request, or that one waits for it in vain. What the server
+took, done or refused, it answers with the number; what it refused before that (no such session, no such adapter, too
+large, too much at once, a full disk) has none.
 """
 
 import threading
@@ -15,8 +20,10 @@ __all__ = ["AdapterSequence"]
 
 Post = Callable[[str, bytes], Any]
 
-# With these the server refused a request before it looked at its number.
-_NUMBER_UNUSED = frozenset({401, 403, 404, 408, 410, 413, 429, 502, 503, 504})
+# Of the server that is going down or coming back, or of a proxy before it: the request may have arrived all the same.
+_FATE_UNKNOWN = frozenset({408, 502, 503, 504, *range(520, 600)})
+# The number is another request's, whatever this one was.
+_CONFLICT = 409
 
 
 class AdapterSequence:
@@ -46,13 +53,20 @@ class AdapterSequence:
         try:
             answer = post(path, _numbered(body, self._number))
         except (InvalidRequestError, ResponseError) as error:
+            if error.seq_id is None and error.status in _FATE_UNKNOWN:
+                raise
             self._open = None
-            if error.status not in _NUMBER_UNUSED:
+            if _took_number(error):
                 self._number += 1
             raise
         self._open = None
         self._number += 1
         return answer
+
+
+def _took_number(error: InvalidRequestError | ResponseError) -> bool:
+    """Also of an answer that says it was done, and cannot be read."""
+    return error.seq_id is not None or error.status == _CONFLICT or 200 <= (error.status or 0) < 300
 
 
 def _numbered(body: bytes, number: int) -> bytes:

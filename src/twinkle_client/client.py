@@ -2,6 +2,7 @@
 
 import atexit
 import hashlib
+import logging
 import re
 import threading
 import uuid
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from twinkle_client.adapter_sequence import AdapterSequence
 from twinkle_client.environment import read_environment
 from twinkle_client.errors import (
+    ConnectionLostError,
     GoneError,
     InvalidRequestError,
     NotFoundError,
@@ -47,6 +49,8 @@ from twinkle_client.types import (
 from twinkle_client.wire_json import encode
 
 __all__ = ["TwinkleClient"]
+
+logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -113,20 +117,25 @@ class TwinkleClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the session: its adapters leave the device, what was saved stays. Further requests are errors."""
+        """Ends the session: its adapters leave the device, what was saved stays. Further requests are errors.
+
+        A server that takes longer than ten seconds over it is left to it: it was told, and needs nobody to listen.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         atexit.unregister(self.close)
         assert self._heartbeat is not None
-        self._heartbeat.stop()
-        if self._heartbeat.lost is None:
-            self._finish_session()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._beats.close()
-        self._transport.close()
+        try:
+            self._heartbeat.stop()
+            if self._heartbeat.lost is None:
+                self._finish_session()
+        finally:  # whoever loses patience leaves nothing behind here
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+            self._beats.close()
+            self._transport.close()
 
     # --- the session ------------------------------------------------------------------------------------------------
 
@@ -141,11 +150,18 @@ class TwinkleClient:
         self._beats.send(Call("POST", self._gateway("session_heartbeat"), body))
 
     def _finish_session(self) -> None:
-        """Servers that have no such route, or cannot be reached, end the session when it stays silent."""
+        """Servers that have no such route, or never heard of it, end the session when it stays silent."""
         body = encode({"session_id": self.session_id})
         call = Call("POST", self._gateway("finish_session"), body, headers=self._session_headers())
         try:
             self._beats.send(call)
+        except ConnectionLostError as error:
+            logger.warning(
+                "the end of session %s is not confirmed (%s): the server goes on with it by itself, at the latest when "
+                "the session has been silent for a while; its adapters are kept as checkpoints",
+                self.session_id,
+                error,
+            )
         except TwinkleClientError:
             return
 

@@ -7,7 +7,7 @@ from typing import Any
 from twinkle_client.client import TwinkleClient
 from twinkle_client.errors import InvalidRequestError, invalid
 
-__all__ = ["default_client", "init_twinkle_client", "initialize"]
+__all__ = ["current_client", "default_client", "init_twinkle_client", "initialize"]
 
 _lock = threading.Lock()
 _default: TwinkleClient | None = None
@@ -59,6 +59,11 @@ def initialize(
     if full_determinism:
         raise invalid("full_determinism", True, "False: requests of several clients share batches on the server")
     return init_twinkle_client(seed=seed, session_metadata=None if name is None else {"name": name})
+
+
+def current_client() -> TwinkleClient | None:
+    """The default one, if there is one."""
+    return _default
 
 
 def default_client() -> TwinkleClient:

@@ -1,6 +1,7 @@
 """Batches of a dataset on the server. They stay there: what is passed around here is a reference."""
 
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
@@ -9,6 +10,7 @@ from twinkle_client.dataset import Dataset
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.iteration import next_of
 from twinkle_client.remote import RemoteObject, component
+from twinkle_client.server_decides import left_to_server
 
 __all__ = ["DataLoader", "RemoteBatch"]
 
@@ -68,8 +70,9 @@ class RemoteBatch(Sequence[Row]):
 class DataLoader(RemoteObject):
     """Iterates over a dataset in batches; every ``for`` loop over it is an epoch.
 
-    Options as the library's own class has them; ``shuffle`` without a seed uses the client's. The last four (before
-    ``client``) are accepted and not used: which processes and memory load rows is the server's business.
+    Options as the library's own class has them; ``shuffle`` without a seed uses the client's. The last ones (before
+    ``client``) are accepted and not used: which processes and memory load rows is the server's business, and the log
+    says so. A ``collate_fn`` is code, and code is never shipped: see :meth:`set_processor`.
     """
 
     processor_type: ClassVar[str] = "dataloader"
@@ -84,12 +87,30 @@ class DataLoader(RemoteObject):
         shuffle: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
-        num_workers: int = 0,
+        collate_fn: None = None,
+        device_mesh: object = None,
+        num_workers: int | None = None,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory: bool = False,
+        persistent_workers: bool | None = None,
+        pin_memory: bool | None = None,
+        timeout: float | None = None,
+        multiprocessing_context: str | None = None,
+        remote_group: str | None = None,
         client: TwinkleClient | None = None,
     ) -> None:
+        left_to_server(
+            "DataLoader",
+            device_mesh=device_mesh,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            multiprocessing_context=multiprocessing_context,
+            remote_group=remote_group,
+        )
+        if collate_fn is not None:
+            raise invalid("collate_fn", collate_fn, "None: code is never shipped to the server; see set_processor")
         if not isinstance(dataset, Dataset):
             raise invalid("dataset", dataset, "a dataset of twinkle_client.dataset")
         client = dataset.client if client is None else client
@@ -118,11 +139,25 @@ class DataLoader(RemoteObject):
         state: dict[str, int] = self.call("get_state")
         return state
 
-    def skip_consumed_samples(self, consumed_train_samples: int) -> None:
-        """Begin the next loop after this many rows."""
+    def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
+        """Begin the next loop after this many rows. None skips nothing, and warns."""
+        if consumed_train_samples is None:
+            _warn_of_no_position()
+            return
         self.call("skip_consumed_samples", consumed_train_samples=consumed_train_samples)
 
-    def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
+    def resume_from_checkpoint(
+        self,
+        consumed_train_samples: int | None,
+        *,
+        cur_step: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> None:
+        """:meth:`skip_consumed_samples`, for what a model's method of this name returns: ``**progress`` may be given as
+        it is. The last two are the model's own business."""
+        if consumed_train_samples is None:
+            _warn_of_no_position()
+            return
         self.call("resume_from_checkpoint", consumed_train_samples=consumed_train_samples)
 
     def __len__(self) -> int:
@@ -139,3 +174,11 @@ class DataLoader(RemoteObject):
         if isinstance(batch, dict) and batch.get("_TWINKLE_TYPE_") == "Batch":
             return RemoteBatch(self, batch["number"], batch["length"])
         return batch
+
+
+def _warn_of_no_position() -> None:
+    warnings.warn(
+        "consumed_train_samples is None: a checkpoint without a position does not support consumed-data skipping; "
+        "the next loop begins where it would have",
+        stacklevel=3,
+    )

@@ -3,13 +3,15 @@
 TWINKLE_SERVER_URL    where the server is (default http://127.0.0.1:8000)
 TWINKLE_SERVER_TOKEN  who asks (default EMPTY_TOKEN: a server that issues no keys takes any token)
 
-and, for the tinker SDK, TINKER_BASE_URL and TINKER_API_KEY: see :func:`set_tinker_variables`.
+and, for the tinker SDK, TINKER_BASE_URL and TINKER_API_KEY: see :func:`set_tinker_variables`. Proxies are those of the
+system, or of HTTP_PROXY and its like.
 """
 
 import os
 from dataclasses import dataclass
+from urllib.request import getproxies
 
-__all__ = ["Environment", "read_environment", "set_tinker_variables", "tinker_key"]
+__all__ = ["Environment", "has_tls_proxy", "read_environment", "set_tinker_variables", "tinker_key"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TOKEN = "EMPTY_TOKEN"
@@ -27,6 +29,11 @@ def read_environment() -> Environment:
         server_url=os.environ.get("TWINKLE_SERVER_URL", "").strip() or DEFAULT_URL,
         server_token=os.environ.get("TWINKLE_SERVER_TOKEN", "").strip() or DEFAULT_TOKEN,
     )
+
+
+def has_tls_proxy() -> bool:
+    """Whether requests may go through a proxy that is spoken to by TLS, whatever the server's address is."""
+    return any(address.lower().startswith("https:") for address in getproxies().values())
 
 
 def set_tinker_variables(base_url: str | None, api_key: str | None) -> None:

@@ -23,7 +23,13 @@ __all__ = [
 
 
 class TwinkleClientError(Exception):
-    """Base of all errors of the client."""
+    """Base of all errors of the client.
+
+    ``seq_id``: of a request to an adapter, the number under which the server keeps what became of it; None where it
+    did not say.
+    """
+
+    seq_id: int | None = None
 
 
 class InvalidRequestError(TwinkleClientError, ValueError):

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from twinkle_client.errors import invalid
 
-__all__ = ["LoraConfig", "config_text"]
+__all__ = ["LoraConfig", "config_text", "is_lora_config", "modules_of"]
 
 _TYPE = "_TWINKLE_TYPE_"
 
@@ -29,8 +29,26 @@ class _PeftConfig(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+def is_lora_config(value: object) -> bool:
+    """Ours or PEFT's."""
+    return isinstance(value, LoraConfig | _PeftConfig) and not isinstance(value, Mapping | type)
+
+
 def config_text(config: object, target_modules: str | Iterable[str]) -> str:
     """The ``config`` of add_adapter_to_model: JSON text. ``target_modules`` are those of a config that names none."""
+    said = _said("config", config)
+    if said.get("target_modules") is None:
+        said["target_modules"] = _value(target_modules)
+    return json.dumps({**said, _TYPE: "LoraConfig"}, allow_nan=False)
+
+
+def modules_of(config: object, default: str | Iterable[str]) -> str | Iterable[str]:
+    """The target modules that a config names, else the ``default`` ones."""
+    modules: str | Iterable[str] | None = _said("lora_config", config).get("target_modules")
+    return default if modules is None else modules
+
+
+def _said(field: str, config: object) -> dict[str, Any]:
     if isinstance(config, LoraConfig):
         fields: Mapping[str, Any] = asdict(config)
     elif isinstance(config, Mapping):
@@ -38,11 +56,8 @@ def config_text(config: object, target_modules: str | Iterable[str]) -> str:
     elif isinstance(config, _PeftConfig):
         fields = config.to_dict()
     else:
-        raise invalid("config", config, "a LoraConfig (peft's, or twinkle_client.LoraConfig), or its fields")
-    said = {str(name): _value(value) for name, value in fields.items() if _can_be_said(value)}
-    if said.get("target_modules") is None:
-        said["target_modules"] = _value(target_modules)
-    return json.dumps({**said, _TYPE: "LoraConfig"}, allow_nan=False)
+        raise invalid(field, config, "a LoraConfig (peft's, or twinkle_client.LoraConfig), or its fields")
+    return {str(name): _value(value) for name, value in fields.items() if _can_be_said(value)}
 
 
 def _can_be_said(value: object) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from twinkle_client.client import TwinkleClient
 from twinkle_client.remote import RemoteObject
+from twinkle_client.server_decides import left_to_server
 
 __all__ = ["InputProcessor"]
 
@@ -16,16 +17,15 @@ class InputProcessor(RemoteObject):
 
     def __init__(
         self,
-        device_mesh: None = None,
+        device_mesh: object = None,
         padding_free: bool = False,
         framework: str = "transformers",
         padding_side: str = "right",
         *,
         client: TwinkleClient | None = None,
     ) -> None:
+        left_to_server("InputProcessor", device_mesh=device_mesh)
         super().__init__(client=client, padding_free=padding_free, framework=framework, padding_side=padding_side)
-        if device_mesh is not None:
-            raise TypeError("device_mesh: allowed is None; the server has its own")
 
     def __call__(self, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
         return self.call("__call__", inputs=inputs)

@@ -1,7 +1,8 @@
 """When a request is sent again, and after how long. No input or output: the transport asks, and sleeps.
 
-Only what may become better by itself is retried: connections that fail, answers that do not come, and 408, 429, 502,
-503, 504. Every request of the client may be sent twice (numbers of adapters' verbs and idempotency keys see to it).
+Only what may become better by itself is retried: connections that fail, answers that do not come, 408, 429, 502, 503,
+504, and 507 (a full disk, on which nothing was kept). Every request of the client may be sent twice (numbers of
+adapters' verbs and idempotency keys see to it).
 """
 
 import random
@@ -12,7 +13,8 @@ from email.utils import parsedate_to_datetime
 
 __all__ = ["Backoff", "RetryPolicy", "retry_after_seconds"]
 
-RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
+RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504, 507})
+_MOST_DOUBLINGS = 32  # far beyond any longest wait; more of them would soon be too large for a float
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Backoff:
         now = time.monotonic()
         if not self._failures:
             self._first_failure = now
-        wait = min(self._policy.first_wait * 2**self._failures, self._policy.longest_wait)
+        wait = min(self._policy.first_wait * 2 ** min(self._failures, _MOST_DOUBLINGS), self._policy.longest_wait)
         self._failures += 1
         wait *= random.uniform(0.5, 1.0)
         if server_asked is not None:

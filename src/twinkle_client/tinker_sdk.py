@@ -9,6 +9,7 @@ them more narrowly than our server does; they are wrapped, not replaced, so that
 """
 
 import functools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,22 +19,32 @@ from typing import Any
 from twinkle_client.environment import set_tinker_variables, tinker_key
 from twinkle_client.errors import MissingPackageError
 
-__all__ = ["init_tinker_client"]
+__all__ = ["init_tinker_client", "patch_tinker"]
+
+logger = logging.getLogger(__name__)
 
 _KEY_PREFIXES = ("tml-", "eyJ")
 _MARK = "_twinkle_wrapped"
 _AUTH_MODULE = "tinker.lib._auth_token_provider"  # since 0.18; before that the client checks its key itself
 
 
-def init_tinker_client(base_url: str | None = None, api_key: str | None = None) -> None:
+def init_tinker_client(base_url: str | None = None, api_key: str | None = None, **unused: object) -> None:
     """Call it before ``tinker.ServiceClient()``; calling it again changes the server and the key.
 
     Without arguments: TWINKLE_SERVER_URL and TWINKLE_SERVER_TOKEN, else TINKER_BASE_URL and TINKER_API_KEY, else a
-    server on this machine that issues no keys.
+    server on this machine that issues no keys. Scripts that give both clients the same keywords may go on doing so: of
+    the others, which mean something to ``init_twinkle_client`` alone, the log says that they are not used.
     """
+    patch_tinker()
+    set_tinker_variables(base_url, api_key)
+    if unused:
+        logger.info("init_tinker_client does not use %s", ", ".join(sorted(unused)))
+
+
+def patch_tinker() -> None:
+    """Wrap the installed SDK, once; where the server is and who asks stays as it was."""
     if find_spec("tinker") is None:
         raise MissingPackageError("init_tinker_client needs the tinker SDK: pip install 'tinker>=0.16,<0.37'")
-    set_tinker_variables(base_url, api_key)
     if find_spec(_AUTH_MODULE) is not None:
         _wrap_key_provider(import_module(_AUTH_MODULE))
     else:

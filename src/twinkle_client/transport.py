@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from twinkle_client.environment import has_tls_proxy
 from twinkle_client.errors import (
     AuthenticationError,
     ConnectionLostError,
@@ -21,7 +22,7 @@ from twinkle_client.errors import (
 )
 from twinkle_client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
 
-__all__ = ["Call", "Transport"]
+__all__ = ["Call", "Transport", "error_of", "needs_certificates", "with_api"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ _LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepal
 _CONNECT_SECONDS = 10.0
 # What a server that works would not do; the next try may find one that does.
 _RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
+# On whatever a verb of an adapter came to: the number that the request has taken.
+_NUMBER_HEADER = "X-Twinkle-Seq-Id"
 _REFUSED = (400, 405, 409, 411, 413, 415, 422)
 
 
@@ -63,8 +66,7 @@ class Transport:
             headers={"Authorization": bearer, "Twinkle-Authorization": bearer, "User-Agent": "twinkle-client"},
             timeout=httpx.Timeout(timeout, connect=min(_CONNECT_SECONDS, timeout)),
             limits=_LIMITS,
-            # Reading all certificates takes longer than most requests, and is needed for TLS alone.
-            verify=self.base_url.startswith("https:"),
+            verify=needs_certificates(self.base_url),
             transport=http_transport,
         )
 
@@ -114,7 +116,19 @@ def with_api(base_url: str) -> str:
     return address if address.endswith(_API) else address + _API
 
 
+def needs_certificates(address: str) -> bool:
+    """Reading them all takes longer than most requests: they are left out only where there can be no TLS."""
+    return not address.lower().startswith("http:") or has_tls_proxy()
+
+
 def error_of(response: httpx.Response) -> TwinkleClientError:
+    error = _error_of(response)
+    number = response.headers.get(_NUMBER_HEADER, "")
+    error.seq_id = int(number) if number.isascii() and number.isdigit() else None
+    return error
+
+
+def _error_of(response: httpx.Response) -> TwinkleClientError:
     status, detail, url = response.status_code, _detail(response), str(response.url)
     if status in (401, 403):
         return AuthenticationError(status, detail, url)

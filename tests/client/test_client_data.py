@@ -297,7 +297,10 @@ def test_a_batch_that_got_lost_on_the_way_is_not_skipped(service, loader):
 def test_the_rest_of_a_dataloader(service, connect, loader):
     assert len(loader) == 2
     assert loader.get_state() == {"consumed_train_samples": 4}
-    loader.resume_from_checkpoint(4)
+    loader.resume_from_checkpoint(consumed_train_samples=4, cur_step=2, gradient_accumulation_steps=1)
+    for resume in (loader.skip_consumed_samples, loader.resume_from_checkpoint):
+        with pytest.warns(UserWarning, match="does not support consumed-data skipping"):
+            resume(None)
     loader.set_processor(InputProcessor(padding_side="left"))
     assert calls(service)[-2] == {"function": "resume_from_checkpoint", "consumed_train_samples": 4}
     assert calls(service)[-1]["processor_cls"] == "InputProcessor"

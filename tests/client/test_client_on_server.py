@@ -104,6 +104,21 @@ def test_training_saving_resuming_and_sampling(tiny):
     assert named.sequences[0].new_input_feature["input_ids"][:2] == [1, 2]
 
 
+def test_before_there_is_an_adapter_the_base_model_answers(tiny):
+    model = MultiLoraTransformersModel(TINY, client=tiny)
+    rows = [feature(1, 2, 3, 4, 5), feature(7, 8, 9)]
+    alone = model.forward_only(inputs=rows)
+    talk = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    spoken = model.forward_only(inputs=talk)["logps"]
+    model.add_adapter_to_model("default", LoraConfig(r=4))
+    assert alone == model.forward_only(inputs=rows, disable_lora=True)
+    assert spoken == model.forward_only(inputs=talk, disable_lora=True)["logps"]
+    model.remove_adapter("default")
+    assert alone == model.forward_only(inputs=rows)
+    with pytest.raises(InvalidRequestError, match="not used before"):
+        model.add_adapter_to_model("default", LoraConfig(r=4))
+
+
 def test_preferences(tiny):
     model = adapter(tiny)
     model.set_loss("DPOLoss", beta=0.1)

@@ -131,6 +131,9 @@ class Letters:
     def encode(self, text, add_special_tokens=True):
         return [ord(letter) for letter in text]
 
+    def decode(self, tokens):
+        return "".join(chr(token) for token in tokens)
+
 
 class LettersTemplate:
     """The little of the library's template that is used here. A call is ``!name``."""

@@ -10,7 +10,8 @@ import twinkle_client
 from twinkle_client import MissingPackageError, preprocessor, reward, template, tinker_sdk
 
 MODULES = (
-    "model sampler dataset dataloader processor template reward preprocessor data_format rollout types errors client"
+    "model sampler dataset dataloader processor template reward preprocessor data_format rollout types errors client "
+    "manager http common.serialize utils.patch_tinker server_decides"
 )
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from stub_server import SESSION, Drop, Status
 
-from twinkle_client import ConnectionLostError, InvalidRequestError, LoraConfig, NotFoundError, ServerError
+from twinkle_client import (
+    ConnectionLostError,
+    InvalidRequestError,
+    LoraConfig,
+    NotFoundError,
+    ServerError,
+    TwinkleClientError,
+)
 from twinkle_client.model import MultiLoraTransformersModel
 from twinkle_client.template import Template
 
@@ -194,8 +201,8 @@ def test_seeds_come_from_the_clients(stub, connect, model):
 def test_options_of_the_local_class(stub, client, model):
     local = {"mixed_precision": "bf16", "max_loras": 2, "max_r": 16, "max_length": 256, "device": "cuda"}
     MultiLoraTransformersModel(model_id="Qwen/Qwen3.5-4B", client=client, **local)
-    with pytest.raises(TypeError, match="fsdp_config"):
-        MultiLoraTransformersModel("Qwen/Qwen3.5-4B", client=client, fsdp_config={})
+    with pytest.raises(TypeError, match="fsdp_options"):
+        MultiLoraTransformersModel("Qwen/Qwen3.5-4B", client=client, fsdp_options={})
     with pytest.raises(NotFoundError):
         MultiLoraTransformersModel("other", client=client)
     for nothing in ("", "ms://", None):
@@ -324,13 +331,62 @@ def test_a_body_that_cannot_be_sent_takes_no_number(stub, model):
     assert numbers(stub) == [1]
 
 
-def test_refused_requests_take_a_number_unless_the_server_never_looked_at_it(stub, model):
-    for code, kind in ((400, InvalidRequestError), (404, NotFoundError), (500, ServerError)):
-        stub.fail(f"{M}/step", Status(code, {"detail": "no"}))
+def test_refused_requests_take_a_number_where_the_server_says_so(stub, model):
+    for code, kind in ((400, InvalidRequestError), (500, ServerError)):
+        stub.fail(f"{M}/step", Status(code, {"detail": "no"}, {"X-Twinkle-Seq-Id": "1"}))
         with pytest.raises(kind):
             model.step()
+    stub.fail(f"{M}/step", Status(409, {"detail": "another has it"}))
+    with pytest.raises(InvalidRequestError):
+        model.step()
     model.step()
-    assert numbers(stub) == [1, 2, 2, 3]
+    assert numbers(stub) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 405, 410, 413, 422, 500, 302])
+def test_what_was_refused_before_its_number_was_looked_at_leaves_it_to_the_next(stub, model, code):
+    stub.fail(f"{M}/step", Status(code, {"detail": "no"}))
+    with pytest.raises(TwinkleClientError):
+        model.step()
+    model.zero_grad()
+    assert (numbers(stub), numbers(stub, "zero_grad")) == ([1], [1])
+
+
+@pytest.mark.parametrize("code", [429, 507])
+def test_what_waiting_did_not_help_leaves_its_number_to_the_next(stub, connect, model, code):
+    impatient = MultiLoraTransformersModel("Qwen/Qwen3.5-4B", client=connect(retry_deadline=0))
+    impatient.add_adapter_to_model("default", LoraConfig())
+    stub.fail(f"{M}/step", Status(code))
+    with pytest.raises(TwinkleClientError):
+        impatient.step()
+    impatient.zero_grad()
+    assert (numbers(stub), numbers(stub, "zero_grad")) == ([1], [1])
+
+
+@pytest.mark.parametrize("code", [408, 502, 503, 504, 524])
+def test_a_request_that_may_have_arrived_keeps_its_number_and_goes_first(stub, connect, model, code):
+    impatient = MultiLoraTransformersModel("Qwen/Qwen3.5-4B", client=connect(retry_deadline=0))
+    impatient.add_adapter_to_model("default", LoraConfig())
+    stub.fail(f"{M}/step", Status(code))
+    with pytest.raises(TwinkleClientError):
+        impatient.step()
+    impatient.zero_grad()
+    assert (numbers(stub), numbers(stub, "zero_grad")) == ([1, 1], [2])
+
+
+def test_an_answer_that_nobody_can_read_was_an_answer(stub, model):
+    stub.fail(f"{M}/step", Status(200, b"<html>"))
+    with pytest.raises(ServerError):
+        model.step()
+    model.step()
+    assert numbers(stub) == [1, 2]
+
+
+def test_a_closed_client_uses_no_numbers(stub, model):
+    model.client.close()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        model.step()
+    assert model.client.sequence(model.model_id, "default")._number == 1
 
 
 def test_a_request_of_unknown_fate_keeps_its_number(stub, connect, model):

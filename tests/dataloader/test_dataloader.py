@@ -140,9 +140,22 @@ def test_skipping_is_for_one_loop():
     assert loader.get_state() == {"consumed_train_samples": 20}
     loader.skip_consumed_samples(0)
     assert xs(loader)[0] == [0, 1, 2, 3]
-    for wrong in (-1, None):
-        with pytest.raises(InvalidInputError, match="consumed_train_samples"):
-            loader.skip_consumed_samples(wrong)
+    with pytest.raises(InvalidInputError, match="consumed_train_samples"):
+        loader.skip_consumed_samples(-1)
+
+
+def test_resuming_from_all_that_a_model_tells():
+    loader = DataLoader(table(), batch_size=4)
+    loader.resume_from_checkpoint(**{"cur_step": 3, "consumed_train_samples": 8, "gradient_accumulation_steps": 2})
+    assert xs(loader) == [[8, 9]]
+
+
+def test_a_checkpoint_without_a_position():
+    loader = DataLoader(table(), batch_size=4)
+    for resume in (loader.skip_consumed_samples, loader.resume_from_checkpoint):
+        with pytest.warns(UserWarning, match="does not support consumed-data skipping"):
+            resume(None)
+    assert xs(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_a_loop_that_is_left_early_is_an_epoch_all_the_same():

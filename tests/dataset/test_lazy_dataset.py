@@ -107,9 +107,89 @@ def test_what_lazy_datasets_cannot_do(chats, template):
         dataset.encode()
     template.truncation_strategy = "raise"
     dataset.encode(batched=True)
-    with pytest.raises(UnknownNameError, match="num_proc"):
-        dataset.encode(num_proc=2)
+    with pytest.raises(UnknownNameError, match="processes"):
+        dataset.encode(processes=2)
+    with pytest.raises(InvalidInputError, match=r"features: .* lazy rows have no column types"):
+        dataset.map(Shifted, features={"x": int})
+    with pytest.raises(InvalidInputError, match="batched: got False"):
+        dataset.map(Shifted, batched=False)
+    for method in (dataset.encode, dataset.check):
+        with pytest.raises(InvalidInputError, match=r"fn_kwargs: .* the template is the function"):
+            method(fn_kwargs={"a": 1})
     doubling = LazyDataset(FIRST)
     doubling.map(lambda columns: {"x": columns["x"] * 2})
     with pytest.raises(DataError, match="must stay one row"):
         doubling[0]
+
+
+# --- the options of an eager dataset ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset])
+def test_options_of_a_table_are_taken(chats, template, kind):
+    dataset = kind(DatasetMeta(data=chats))
+    dataset.set_template(template)
+    dataset.map(lambda columns: dict(columns), num_proc=None, load_from_cache_file=False, batch_size=2, desc="Mapping")
+    dataset.filter(lambda row: row["number"] > 1, load_from_cache_file=False)
+    dataset.check(load_from_cache_file=False, num_proc=None)
+    dataset.encode(load_from_cache_file=False, num_proc=None, batched=True, writer_batch_size=10)
+    assert list(dataset[0]["input_ids"]) == list(template.encode(chats[1])["input_ids"])
+
+
+def test_options_of_encode_are_kept(chats, template):
+    dataset = LazyDataset(DatasetMeta(data=chats))
+    dataset.set_template(template)
+    assert dataset.encode_kwargs == {}
+    dataset.encode(load_from_cache_file=True, num_proc=2)
+    assert dataset.encode_kwargs == {"load_from_cache_file": True, "num_proc": 2}
+
+
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset])
+def test_columns_are_removed_and_functions_get_their_arguments(kind):
+    def add(columns, by):
+        return {"y": [x + by for x in columns["x"]]}
+
+    dataset = kind(FIRST)
+    dataset.map(add, fn_kwargs={"by": 5}, remove_columns="x")
+    assert dataset[1] == {"y": 6}
+    dataset.map(lambda columns: {"y": [y + 1 for y in columns["y"]]}, remove_columns=["y"])  # made anew: it stays
+    assert dataset[1] == {"y": 7}
+
+
+@pytest.mark.parametrize("kind", [Dataset, LazyDataset])
+def test_encode_removes_columns(chats, template, kind):
+    dataset = kind(DatasetMeta(data=chats))
+    dataset.set_template(template)
+    dataset.encode(remove_columns=["messages", "number"])
+    assert not {"messages", "number"} & set(dataset[0])
+    assert "input_ids" in dataset[0]
+
+
+class ByRow(Preprocessor):
+    """What a row becomes is not what columns become, so that one sees who was asked."""
+
+    def preprocess(self, row, factor=1):
+        return None if row["x"] == 2 else {"x": -row["x"] * factor}
+
+    def __call__(self, columns):
+        raise AssertionError("a lazy dataset asks for one row")
+
+
+def test_rows_are_preprocessed_one_by_one_where_that_is_possible():
+    dataset = LazyDataset(FIRST)
+    dataset.map(ByRow)
+    assert list(dataset) == [{"x": 0}, {"x": -1}, {}, {"x": -3}]
+    times = LazyDataset(FIRST)
+    times.map(ByRow(), fn_kwargs={"factor": 10})
+    assert times[3] == {"x": -30}
+
+
+def test_what_a_preprocessor_returns_is_a_row():
+    class Wrong(ByRow):
+        def preprocess(self, row):
+            return [row]
+
+    dataset = LazyDataset(FIRST)
+    dataset.map(Wrong)
+    with pytest.raises(InvalidInputError, match="a list from preprocess"):
+        dataset[0]

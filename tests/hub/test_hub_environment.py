@@ -34,3 +34,38 @@ def test_offline_switch_refuses_what_it_does_not_know(monkeypatch):
     monkeypatch.setenv("TWINKLE_OFFLINE", "maybe")
     with pytest.raises(InvalidInputError, match=r"TWINKLE_OFFLINE: got 'maybe', allowed: 1, true"):
         read_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("TWINKLE_MODE", "Ray", "mode", "ray"),
+        ("TWINKLE_MODE", "", "mode", "local"),
+        ("TWINKLE_NAME", "run 7", "name", "run 7"),
+        ("TWINKLE_NAME", "", "name", None),
+        ("TWINKLE_NOTIFIER", '{"class": "A"}', "notifier", {"class": "A"}),
+        ("TWINKLE_FULL_DETERMINISM", "1", "full_determinism", True),
+        ("TWINKLE_FAIL_FAST", "", "fail_fast", True),
+        ("TWINKLE_FAIL_FAST", "OFF", "fail_fast", False),
+        ("TWINKLE_DIST_TIMEOUT_SECONDS", "", "dist_timeout_seconds", 7200.0),
+        ("TWINKLE_DIST_TIMEOUT_SECONDS", "30", "dist_timeout_seconds", 30.0),
+    ],
+)
+def test_variables_of_a_run(monkeypatch, name, value, field, expected):
+    monkeypatch.setenv(name, value)
+    assert getattr(read_environment(), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("TWINKLE_MODE", "slurm", "TWINKLE_MODE: got 'slurm', allowed: local or ray"),
+        ("TWINKLE_NOTIFIER", "secret", "TWINKLE_NOTIFIER: got 'no JSON'"),
+        ("TWINKLE_NOTIFIER", "[1]", "TWINKLE_NOTIFIER: got 'a JSON list'"),
+        ("TWINKLE_DIST_TIMEOUT_SECONDS", "0", "TWINKLE_DIST_TIMEOUT_SECONDS: got '0', allowed: a number > 0"),
+    ],
+)
+def test_variables_of_a_run_that_hold_nonsense(monkeypatch, name, value, text):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInputError, match=text):
+        read_environment()

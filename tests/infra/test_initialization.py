@@ -1,18 +1,22 @@
 """initialize in local mode, and where a seed comes from."""
 
 import random
+import sys
+from typing import ClassVar
 
 import pytest
 
 import twinkle
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.infra import current_seed, current_settings, initialization, process_lock
+from twinkle.notifier import Notifier
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(initialization, "_settings", initialization.Settings())
-    monkeypatch.delenv("TWINKLE_SEED", raising=False)
+    for name in ("FULL_DETERMINISM", "MODE", "NAME", "NOTIFIER", "SEED"):
+        monkeypatch.delenv(f"TWINKLE_{name}", raising=False)
 
 
 def test_seeds_and_remembers():
@@ -41,6 +45,64 @@ def test_seed_of_what_was_given_none(monkeypatch):
     monkeypatch.setenv("TWINKLE_SEED", "six")
     with pytest.raises(InvalidInputError, match="TWINKLE_SEED"):
         current_seed()
+
+
+def test_what_is_not_said_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TWINKLE_NAME", "nightly")
+    monkeypatch.setenv("TWINKLE_FULL_DETERMINISM", "1")
+    monkeypatch.setattr(initialization, "seed_everything", lambda *said: seeded.append(said))
+    seeded = []
+    twinkle.initialize(seed=3)
+    assert (current_settings().name, current_settings().full_determinism) == ("nightly", True)
+    assert seeded == [(3, True)]
+    twinkle.initialize(name="mine")
+    assert current_settings().name == "mine"
+
+
+class Told(Notifier):
+    messages: ClassVar[list[str]] = []
+
+    def __call__(self, message):
+        self.messages.append(message)
+
+    def to_dict(self):
+        return {"class": "Told"}
+
+    @classmethod
+    def _from_dict_impl(cls, data):
+        return cls()
+
+
+def test_a_notifier_of_the_environment_hears_of_what_nobody_caught(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWINKLE_NOTIFIER", '{"class": "Told"}')
+    monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    twinkle.initialize()
+    try:
+        sys.excepthook(RuntimeError, RuntimeError("lost"), None)
+    finally:
+        twinkle.shutdown()
+    assert "uncaught exception: lost" in Told.messages[0]
+    monkeypatch.setenv("TWINKLE_NOTIFIER", '{"class": "Nobody"}')
+    with pytest.raises(UnknownNameError, match="unknown notifier 'Nobody'"):
+        twinkle.initialize()
+
+
+def test_the_mode_of_the_environment(monkeypatch):
+    monkeypatch.setenv("TWINKLE_MODE", "ray")
+    assert current_settings().mode == "ray"
+    with pytest.raises(InvalidInputError, match=r"remote_group: got 'model', allowed: a group of initialize"):
+        Component(remote_group="model")
+    twinkle.initialize("local")
+    assert current_settings().mode == "local"
+    twinkle.shutdown()
+    with pytest.raises((ImportError, InvalidInputError), match=r"ray|groups"):  # without Ray, or without groups
+        twinkle.initialize()
+
+
+@twinkle.remote_class()
+class Component:
+    pass
 
 
 def test_other_modes():

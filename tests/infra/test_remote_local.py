@@ -60,6 +60,23 @@ def test_a_method_is_the_function_it_was():
     assert Model("m").forward([1, 2]) == [1, 2]
 
 
+def test_a_method_tells_how_it_is_called():
+    method = Model.forward
+    assert (method._dispatch, method._execute, method._collect) == ("slice_dp", "all", "mean")
+    assert (method._sync, method._lazy_collect) == (False, False)
+    assert (Model.save._execute, Model.save._lazy_collect) == ("first", None)
+
+
+def test_an_override_is_called_like_what_it_overrides():
+    @remote_class()
+    class Again(Model):
+        def forward(self, rows: list[int]) -> list[int]:
+            return rows[::-1]
+
+    assert (Again.forward._dispatch, Again.forward._collect) == ("slice_dp", "mean")
+    assert Again("m").forward([1, 2]) == [2, 1]
+
+
 def test_constructors_keep_signature_name_and_text():
     assert list(inspect.signature(Model).parameters) == ["model_id", "device_mesh", "lr"]
     assert list(inspect.signature(Special).parameters) == ["extra"]

@@ -404,6 +404,26 @@ def test_a_loss_that_is_not_finite_keeps_nothing():
     assert model.optimizer_group[""].cur_step == 0
 
 
+@pytest.mark.parametrize("lora", [True, False], ids=["adapter", "full"])
+def test_a_loss_that_fails_teaches_nothing_where_that_is_wanted(monkeypatch, lora):
+    def failing(inputs, outputs, **_):
+        raise KeyError("rewards")
+
+    model = with_lora() if lora else make()
+    model.set_loss(failing)
+    with pytest.raises(KeyError, match="rewards"):
+        model.forward_backward(inputs=features(5))
+    monkeypatch.setenv("TWINKLE_FAIL_FAST", "0")
+    model.set_optimizer("SGD", lr=1.0, weight_decay=0.0)
+    before = {name: tensor.clone() for name, tensor in model.get_state_dict().items()}
+    outputs = model.forward_backward(inputs=features(5, 7))
+    assert (outputs["loss"], outputs["num_tokens"]) == (0.0, 0.0)
+    assert all(not gradient.any() for gradient in gradients(model.model).values())
+    assert len(gradients(model.model)) == len(before)  # the backward pass was a whole one
+    model.clip_grad_and_step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.get_state_dict().items())
+
+
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 

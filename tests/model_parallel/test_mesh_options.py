@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lora_programs import llama
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model import MultiLoraTransformersModel, Trainer, TransformersModel, adopt_model
+from twinkle.model import MultiLoraTransformersModel, Trainer, TransformersModel, adopt_model, parallel
 from twinkle.model.parallel import ALONE
 
 MODEL = "random://llama-tiny"
@@ -50,3 +51,15 @@ def test_options_that_mean_nothing_are_refused(model: Any, options: Any, error: 
 def test_a_mesh_of_one_process_is_none() -> None:
     trainer = Trainer(adopt_model(llama("toy")), model_id="test", device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
     assert trainer.ranks is ALONE
+
+
+def test_processes_wait_for_each_other_as_long_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, **options: told.update(options))
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(parallel.atexit, "register", lambda function: None)
+    for value, seconds in (("", 7200), ("12.5", 12.5)):
+        monkeypatch.setenv("TWINKLE_DIST_TIMEOUT_SECONDS", value)
+        parallel._ensure_processes(torch.device("cpu"), 2)
+        assert told["timeout"].total_seconds() == seconds

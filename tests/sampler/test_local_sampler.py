@@ -16,7 +16,7 @@ from twinkle.metric import GRPOMetric
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.sampler import Finished, LocalSampler, SampleFailure, SampleRequest
 from twinkle.sampler import SamplingParams as EngineParams
-from twinkle.sampler.local_sampler import own_prompts
+from twinkle.sampler.in_one_call import own_prompts
 
 A = "a"
 
@@ -213,6 +213,8 @@ def test_stops(sampler):
         ({"adapter_name": A, "adapter_path": "x"}, InvalidInputError, "adapter_path"),
         ({"sampling_params": SamplingParams(repetition_penalty=1.1)}, UnsupportedError, "repetition_penalty"),
         ({"sampling_params": SamplingParams(max_tokens=10**6)}, InvalidInputError, "max_tokens"),
+        ({"sampling_params": {"max_token": 2}}, UnknownNameError, "unknown sampling parameter 'max_token'"),
+        ({"sampling_params": 2}, InvalidInputError, "sampling_params: got 2"),
     ],
 )
 def test_refusals_leave_nothing_behind(sampler, arguments, error, text):
@@ -273,6 +275,32 @@ def test_workers_share_out_inputs_and_their_seeds():
     assert [share["adapter_name"] for share in shares] == [A, A]
     first, second = (own_prompts(2, i, (inputs[0],), {}, device_mesh=mesh)[1] for i in range(2))
     assert (first["inputs"], second["inputs"], first["sampling_params"]) == ([inputs[0]], [], None)
+
+
+def test_parameters_as_a_mapping(sampler):
+    """As the client takes them, too."""
+
+    def drawn(params: object) -> list:
+        return sampler.sample(trajectory("Hello"), params)[0].sequences[0].logprobs
+
+    expected = drawn(SamplingParams(max_tokens=5, seed=1, logprobs=1))
+    assert drawn({"max_tokens": 5, "seed": 1, "logprobs": 1}) == expected
+    assert drawn({"max_new_tokens": 5, "seed": 1, "logprobs": 1}) == expected
+    mesh = DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
+    inputs = [trajectory("a"), trajectory("b")]
+    (_, second) = (own_prompts(2, i, (inputs, {"seed": 7}), {}, device_mesh=mesh)[1] for i in range(2))
+    assert second["sampling_params"] == SamplingParams(seed=8)
+    with pytest.raises(TypeError, match="4 arguments by position, 5 were given"):
+        own_prompts(2, 0, (inputs, None, "", None, "one too many"), {}, device_mesh=mesh)
+
+
+@pytest.mark.parametrize("adapter_name", ["", None])
+def test_no_name_is_the_base_model(model, sampler, adapter_name):
+    move(model)
+    params = SamplingParams(max_tokens=6, seed=9, logprobs=1)
+    response = sampler.sample(trajectory("Hello"), params, adapter_name=adapter_name)[0]
+    _scored(plain_model(), response)
+    assert_idle(sampler)
 
 
 def test_no_inputs_no_responses(sampler):

@@ -132,6 +132,28 @@ def test_nobody_is_asked_while_nobody_looks(page: Page, server: Server) -> None:
     page.until(lambda: page.script(asked) != before)
 
 
+def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
+    """On Ray: its queue is listed, and of its numbers none, or nothing at all is known of it."""
+    away = """
+        const asked = window.fetch, numbers = arguments[0];
+        window.fetch = async (url, ...more) => {
+          const response = await asked(url, ...more);
+          if (!String(url).endsWith("/api/v1/status")) return response;
+          return new Response(JSON.stringify({ ...(await response.json()), models: numbers }));
+        };
+    """
+    tenant = Tenant(server.url, "tml-away")
+    model = tenant.model()
+    for numbers in ({}, {"mock": {}}):
+        page.open(server.url)
+        page.driver.execute_script(away, numbers)
+        page.enter_key(tenant.key)
+        page.view("Adapters")
+        page.until(lambda: model in page.text("#adapters"))
+        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 4
+        assert not page.find("#problem").is_displayed()
+
+
 def test_adapters_and_the_queue(page: Page, server: Server) -> None:
     tenant = Tenant(server.url, "any key will do")  # as our own client sends them
     native = tenant.http

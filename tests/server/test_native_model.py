@@ -260,6 +260,8 @@ def test_directories_that_the_owner_allows(own_server, tmp_path):
     step(native, 1)
     native.verb("save", adapter_name="a", name="x", save_optimizer=True)
     copied = shared / "out" / run / "weights" / "x"
+    listed = native.http.get(f"/api/v1/twinkle/training_runs/{run}").json()
+    assert listed["save_dir"] == str(shared / "out")
     assert (copied / "trainer_state.json").exists()
     set_up(native, "b")
     native.verb("resume_from_checkpoint", adapter_name="b", name=str(copied))

@@ -1,5 +1,6 @@
 """Batches of rows, the same after a restart as without one."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, cast
 
@@ -109,11 +110,19 @@ class DataLoader:
         return {"consumed_train_samples": self._position}
 
     @_at_once
-    def skip_consumed_samples(self, consumed_train_samples: int) -> None:
+    def skip_consumed_samples(self, consumed_train_samples: int | None) -> None:
         """Begin the next loop after this many rows; loops after that begin at the start of theirs.
 
-        A table jumps there. A stream is read up to there.
+        A table jumps there. A stream is read up to there. None is what a checkpoint without a position says: nothing is
+        skipped, and a warning says so.
         """
+        if consumed_train_samples is None:
+            warnings.warn(
+                "consumed_train_samples is None: a checkpoint without a position does not support consumed-data "
+                "skipping; the next loop begins where it would have",
+                stacklevel=2,
+            )
+            return
         if not isinstance(consumed_train_samples, int) or consumed_train_samples < 0:
             raise InvalidInputError("consumed_train_samples", consumed_train_samples, "an integer ≥ 0")
         self._position = consumed_train_samples
@@ -121,8 +130,15 @@ class DataLoader:
         self._batches = None
 
     @_at_once
-    def resume_from_checkpoint(self, consumed_train_samples: int) -> None:
-        """:meth:`skip_consumed_samples`, under the name that models use."""
+    def resume_from_checkpoint(
+        self,
+        consumed_train_samples: int | None,
+        *,
+        cur_step: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> None:
+        """:meth:`skip_consumed_samples`, for what a model's method of this name returns: ``**progress`` may be given as
+        it is. The last two are the model's own business."""
         self.skip_consumed_samples(consumed_train_samples)
 
     @_at_once

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from twinkle.dataset.dataset import Dataset, Row
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.dataset.options import FilterOptions, LoadOptions, MapOptions
+from twinkle.dataset.options import FilterOptions, LoadOptions, MapOptions, check_filter_options, check_map_options
+from twinkle.dataset.row_map import RowMap
 from twinkle.dataset.saving import write_rows
-from twinkle.errors import DataError, InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.infra import remote_class
 
 if TYPE_CHECKING:
@@ -16,26 +17,27 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyDataset"]
 
-Columns = dict[str, list[Any]]
-
 
 @remote_class(execute="first")
 class LazyDataset(Dataset):
     """Remembers maps, mixing and encoding, and applies them to one row at a time.
 
     A filter is applied at once, to the raw rows. A row of which a preprocessor or the template leaves nothing is an
-    empty dict.
+    empty dict. Methods take the options that those of :class:`Dataset` take; how a table would be worked through
+    (processes, batches, files) has no effect on one row.
     """
 
     streaming: ClassVar[bool] = False
 
     def __init__(self, dataset_meta: DatasetMeta | None = None, **load_options: Unpack[LoadOptions]) -> None:
-        self._maps: dict[str, list[Callable[..., Any]]] = {}
-        self._maps_of_mixture: list[Callable[..., Any]] = []
+        self._maps: dict[str, list[RowMap]] = {}
+        self._maps_of_mixture: list[RowMap] = []
         self._interleaved: bool | None = None
         self.do_encode = False
         self.do_check = False
         self.add_generation_prompt = False
+        self.encode_kwargs: dict[str, Any] = {}  # the options that encode() was given
+        self._unencoded: frozenset[str] = frozenset()  # columns that encode() removes
         super().__init__(dataset_meta, **load_options)
 
     @property
@@ -59,9 +61,16 @@ class LazyDataset(Dataset):
         init_args: Mapping[str, Any] | None = None,
         **map_options: Unpack[MapOptions],
     ) -> None:
-        """Remember a function for the rows of ``dataset_meta``, of all datasets without one, or of the mixture."""
-        _refuse(map_options, "map option")
-        function = self._preprocessor(preprocess_func, init_args)
+        """Remember a function for the rows of ``dataset_meta``, of all datasets without one, or of the mixture.
+
+        A preprocessor that has ``preprocess(row)`` gets the row; others get columns of one.
+        """
+        options = _checked(map_options)
+        function = RowMap(
+            self._preprocessor(preprocess_func, init_args),
+            frozenset(options.get("remove_columns", [])),
+            options.get("fn_kwargs") or {},
+        )
         if self.mixed:
             if dataset_meta is not None:
                 raise InvalidInputError("dataset_meta", dataset_meta.get_id(), "None: the datasets are mixed already")
@@ -73,7 +82,9 @@ class LazyDataset(Dataset):
             self._maps[self._sources.id_of(dataset_meta)].append(function)
 
     def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
-        _refuse(map_options, "encode option")
+        options = _checked(map_options)
+        if map_options.get("fn_kwargs"):
+            raise InvalidInputError("fn_kwargs", map_options["fn_kwargs"], "none: the template is the function")
         template = self._require_template("encode")
         if template.truncation_strategy == "split":
             raise UnsupportedError(
@@ -82,9 +93,13 @@ class LazyDataset(Dataset):
             )
         self.do_encode = True
         self.add_generation_prompt = add_generation_prompt
+        self.encode_kwargs = dict(map_options)
+        self._unencoded = frozenset(options.get("remove_columns", []))
 
     def check(self, **filter_options: Unpack[FilterOptions]) -> None:
-        _refuse(filter_options, "check option")
+        check_filter_options(filter_options, streaming=False)
+        if filter_options.get("fn_kwargs"):
+            raise InvalidInputError("fn_kwargs", filter_options["fn_kwargs"], "none: the template is the function")
         self._require_template("check")
         self.do_check = True
 
@@ -95,7 +110,7 @@ class LazyDataset(Dataset):
         name, place = self._locate(idx % length)
         row: Row = self.datasets[name][place]
         for function in [*self._maps[name], *self._maps_of_mixture]:
-            row = row and _apply(function, row)
+            row = row and function(row)
         row = row and self._finish(row)
         return self._serve(row) if row else row
 
@@ -126,7 +141,8 @@ class LazyDataset(Dataset):
             encoded = self._require_template("encode").batch_encode(
                 [dict(row)], add_generation_prompt=self.add_generation_prompt
             )
-            return {**row, **encoded[0]} if encoded else {}
+            grown = {**row, **encoded[0]} if encoded else {}
+            return {name: value for name, value in grown.items() if name not in self._unencoded}
         if self.do_check and self._require_template("check").check(dict(row)) is None:
             return {}
         return row
@@ -135,20 +151,8 @@ class LazyDataset(Dataset):
         write_rows((row for row in self if row), path, kind, batch_size)
 
 
-def _apply(function: Callable[..., Any], row: Row) -> Row:
-    """One row through a preprocessor; columns that it does not return stay."""
-    columns: Columns = function({name: [value] for name, value in row.items()})
-    counts = {len(values) for values in columns.values()}
-    if counts == {0}:
-        return {}
-    if counts - {1}:
-        raise DataError(f"a lazy row must stay one row: {function!r} made {max(counts)} of it; use Dataset")
-    new = {name: values[0] for name, values in columns.items()}
-    return {**row, **new}
-
-
-def _refuse(options: Mapping[str, Any], kind: str) -> None:
-    """What the ``datasets`` library would do has no meaning for one row at a time, except that it is batched."""
-    for name in options:
-        if name != "batched":
-            raise UnknownNameError(f"{kind} of LazyDataset", name, ["batched"])
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a table, but for the types of its columns, which a row does not have."""
+    if options.get("features") is not None:
+        raise InvalidInputError("features", options["features"], "none: lazy rows have no column types; use Dataset")
+    return check_map_options(options, streaming=False)

@@ -9,7 +9,7 @@ from twinkle.infra.initialization import Settings, current_seed, current_setting
 from twinkle.infra.lazy_result import LazyResult
 from twinkle.infra.platform import CPU, GPU, MPS, NPU, Platform, is_master
 from twinkle.infra.process_lock import process_lock
-from twinkle.infra.remote import remote_class, remote_function
+from twinkle.infra.remote import driver_function, remote_class, remote_function
 
 if TYPE_CHECKING:
     from twinkle.infra.tensor_collect import collect_tensor_dict
@@ -27,6 +27,7 @@ __all__ = [
     "collect_tensor_dict",
     "current_seed",
     "current_settings",
+    "driver_function",
     "get_device_placement",
     "initialize",
     "is_master",

@@ -93,6 +93,8 @@ def plan_groups(groups: Sequence[DeviceGroup], nproc_per_node: int, ncpu_proc_pe
 
 
 def find_group(plans: Sequence[GroupPlan], name: str) -> GroupPlan:
+    if not plans:  # the environment says Ray, and nobody has called initialize
+        raise InvalidInputError("remote_group", name, "a group of initialize(mode='ray', groups=[…]): call that first")
     found = {plan.name: plan for plan in plans}
     if name not in found:
         raise UnknownNameError("remote_group", name, found)

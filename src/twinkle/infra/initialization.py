@@ -1,10 +1,9 @@
 """``twinkle.initialize``: what a program decides once, before it makes anything."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from twinkle.environment import read_environment, read_launch
+from twinkle.environment import Mode, read_environment, read_launch
 from twinkle.errors import InvalidInputError
 from twinkle.framework_util import seed_everything
 from twinkle.infra.components import forget_components
@@ -15,8 +14,6 @@ from twinkle.notifier import Notifier, report_uncaught
 from twinkle.requirements import requires
 
 __all__ = ["Settings", "current_seed", "current_settings", "initialize", "restore_settings", "shutdown"]
-
-Mode = Literal["local", "ray"]
 
 _DEFAULT_SEED = 42
 
@@ -39,7 +36,7 @@ _settings = Settings()
 
 
 def initialize(
-    mode: Mode = "local",
+    mode: Mode | None = None,
     nproc_per_node: int = 8,
     ncpu_proc_per_node: int = 8,
     seed: int | None = _DEFAULT_SEED,
@@ -52,6 +49,9 @@ def initialize(
 ) -> None:
     """Seed everything, set up logging, and say where components run.
 
+    What is not given here is taken from the environment (TWINKLE_MODE, TWINKLE_NAME, TWINKLE_NOTIFIER,
+    TWINKLE_FULL_DETERMINISM), else ``mode`` is local.
+
     ``mode`` local: in this process, or in each of those that torchrun started. ``ray``: what is constructed with
     ``remote_group=`` runs on workers of that one of ``groups``, on a cluster that this process is connected to already,
     that RAY_ADDRESS names, or that is started here.
@@ -62,6 +62,8 @@ def initialize(
     for its log lines; ``notifier`` is told of an exception that nobody caught.
     """
     global _settings
+    told = read_environment()
+    mode = told.mode if mode is None else mode
     if mode not in ("local", "ray"):
         raise InvalidInputError("mode", mode, "'local' or 'ray'")
     logger = get_logger()
@@ -70,8 +72,12 @@ def initialize(
         global_device_mesh = _local_mesh(plans, global_device_mesh)
     else:
         _prepare_ray(plans)
+    full_determinism = full_determinism or told.full_determinism
     if seed is not None:
         seed_everything(seed, full_determinism)
+    name = told.name if name is None else name
+    if notifier is None and told.notifier is not None:
+        notifier = Notifier.from_dict(told.notifier)
     report_uncaught(notifier, name)
     _settings = Settings(mode, seed, full_determinism, name, plans, global_device_mesh, lazy_collect)
     logger.info(f"{name or 'twinkle'}: mode {mode}, seed {seed}")
@@ -90,7 +96,8 @@ def shutdown() -> None:
 
 
 def current_settings() -> Settings:
-    return _settings
+    """Those of :func:`initialize`; before it, the mode that the environment says."""
+    return _settings if _settings != Settings() else replace(_settings, mode=read_environment().mode)
 
 
 def restore_settings(settings: Settings) -> None:

@@ -1,7 +1,8 @@
 """What stands on the driver for an object on a worker group.
 
-A proxy has those methods of the object's class that are remote functions, and nothing else; ``isinstance`` takes it for
-an instance of the class. It can be sent to workers: there its calls return results, not promises.
+A proxy has those methods of the object's class that are remote functions (or driver functions, which run here), and
+nothing else; ``isinstance`` takes it for an instance of the class. It can be sent to workers: there its calls return
+results, not promises.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from twinkle.infra.components import name_component, record_component
 from twinkle.infra.device_group import GroupPlan, find_group
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.initialization import Settings, current_settings
-from twinkle.infra.remote import Execute, RemoteSpec, remote_methods
+from twinkle.infra.remote import Execute, RemoteSpec, driver_methods, remote_methods
 
 if TYPE_CHECKING:
     from twinkle.infra.ray_workers import WorkerGroup
@@ -72,10 +73,10 @@ def start_component(
     takes_mesh: bool,
 ) -> RemoteProxy:
     """Construct ``cls`` on workers of a group and return a proxy to them."""
-    from twinkle.infra.ray_workers import start_workers
-
     settings = current_settings()
     plan = find_group(settings.plans, remote_group)
+    from twinkle.infra.ray_workers import start_workers
+
     bound = signature(cls).bind(*args, **kwargs)  # a wrong argument shows before any process starts
     mesh = _mesh_for(plan, bound.arguments.get("device_mesh"), settings, execute, takes_mesh)
     if takes_mesh:
@@ -115,7 +116,7 @@ def _proxy_class(cls: type) -> type[RemoteProxy]:
         methods["__iter__"] = _iteration(specs["__iter__"])
     if "__next__" in specs:
         methods["__next__"] = _next_item(specs["__next__"])
-    return type(f"{cls.__name__}Proxy", (RemoteProxy,), methods)
+    return type(f"{cls.__name__}Proxy", (RemoteProxy,), {**driver_methods(cls), **methods})
 
 
 def _method(cls: type, name: str, spec: RemoteSpec) -> Callable[..., Any]:

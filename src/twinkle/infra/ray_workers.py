@@ -260,6 +260,10 @@ def _shared_variables(settings: Settings) -> dict[str, str]:
     variables = twinkle_variables()
     if settings.seed is not None:
         variables["TWINKLE_SEED"] = str(settings.seed)
+    if settings.name is not None:
+        variables["TWINKLE_NAME"] = settings.name
+    variables["TWINKLE_FULL_DETERMINISM"] = "1" if settings.full_determinism else "0"
+    variables["TWINKLE_MODE"] = "local"  # of what the worker makes itself
     variables["TWINKLE_SESSION_ID"] = read_environment().session_id
     return variables
 

@@ -20,7 +20,15 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Dispatch, check_dispatch
 from twinkle.infra.initialization import current_settings
 
-__all__ = ["Execute", "RemoteSpec", "remote_class", "remote_function", "remote_methods"]
+__all__ = [
+    "Execute",
+    "RemoteSpec",
+    "driver_function",
+    "driver_methods",
+    "remote_class",
+    "remote_function",
+    "remote_methods",
+]
 
 Execute = Literal["first", "peer", "all"]
 
@@ -67,10 +75,17 @@ def remote_function(
     spec = RemoteSpec(dispatch, execute, collect, sync, lazy_collect, timeout)
 
     def decorate(function: F) -> F:
-        cast("Any", function).remote_spec = spec
+        _describe(function, spec)
         return function
 
     return decorate
+
+
+def _describe(function: Any, spec: RemoteSpec) -> None:
+    """Note on a function how it is called; also by the names under which scripts look for it."""
+    function.remote_spec = spec
+    function._dispatch, function._execute, function._collect = spec.dispatch, spec.execute, spec.collect
+    function._sync, function._lazy_collect = spec.sync, spec.lazy_collect
 
 
 def remote_methods(cls: type) -> dict[str, RemoteSpec]:
@@ -81,6 +96,21 @@ def remote_methods(cls: type) -> dict[str, RemoteSpec]:
             if isinstance(value, FunctionType) and "remote_spec" in vars(value):
                 found[name] = vars(value)["remote_spec"]
     return found
+
+
+def driver_function(function: F) -> F:
+    """Let a method run where it is called, with the proxy for an object that is elsewhere."""
+    cast("Any", function).on_driver = True
+    return function
+
+
+def driver_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    return {
+        name: value
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and "on_driver" in vars(value)
+    }
 
 
 def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
@@ -94,6 +124,9 @@ def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
         takes_mesh = _MESH in signature(cls).parameters
         _replace_new(cls, execute, takes_mesh)
         _replace_init(cls, takes_mesh)
+        for name, spec in remote_methods(cls).items():
+            if isinstance(vars(cls).get(name), FunctionType):  # overrides are called like what they override
+                _describe(vars(cls)[name], spec)
         return cls
 
     return decorate

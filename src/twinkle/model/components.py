@@ -4,12 +4,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from twinkle.construction import check_options, construct, construct_instance
+from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.logger import get_logger
 from twinkle.loss import Loss, check_call_arguments, loss_by_name
 from twinkle.loss.interface import Inputs, LossOutput, Outputs
 from twinkle.metric import Metric
@@ -45,6 +48,26 @@ def loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InvalidInputError("loss", value, allowed)
     return value, float(result["num_tokens"])
+
+
+def guarded_loss_value(loss: Loss, inputs: Inputs, outputs: Outputs, kwargs: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """:func:`loss_value`; with TWINKLE_FAIL_FAST=0 a loss that raises, whatever it raises, is 0 and teaches nothing.
+
+    The other processes of a run would wait for one that left in the middle of a step.
+    """
+    try:
+        return loss_value(loss, inputs, outputs, kwargs)
+    except Exception as error:
+        if read_environment().fail_fast:
+            raise
+        get_logger().error(f"{type(loss).__name__} failed, its batch counts as 0 (TWINKLE_FAIL_FAST=0): {error!r}")
+        return _nothing(outputs), 0.0
+
+
+def _nothing(outputs: Outputs) -> Tensor:
+    """A loss of 0 that depends on all outputs, so that the backward pass of every process is the same one."""
+    floats = [value for value in outputs.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    return torch.stack([value.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0 for value in floats]).sum()
 
 
 def build_metric(metric_cls: object, options: Mapping[str, Any]) -> Metric:

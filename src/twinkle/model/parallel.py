@@ -8,6 +8,7 @@ of it. Ranks call the same verbs in the same order; a rank without data calls th
 import atexit
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -217,7 +218,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def _ensure_processes(device: torch.device, size: int) -> None:
     """Join the others, unless the program has done so already; torchrun's variables say where they are."""
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=read_environment().dist_timeout_seconds))
         atexit.register(_leave)  # before the interpreter ends under the group's threads, which may abort the process
     if dist.get_world_size() != size:
         raise InvalidInputError("device_mesh", f"{size} processes", f"{dist.get_world_size()}, as many as there are")

@@ -35,7 +35,7 @@ from twinkle.model import gradients
 from twinkle.model.architecture import find_layers
 from twinkle.model.causal_forward import Asked, CausalForward
 from twinkle.model.checkpoint_source import find_checkpoint
-from twinkle.model.components import loss_value
+from twinkle.model.components import guarded_loss_value
 from twinkle.model.interface import TwinkleModel
 from twinkle.model.optimizer_group import OptimizerGroup, check_clipping
 from twinkle.model.parallel import copy_from_first, own_device, read_mesh
@@ -180,7 +180,7 @@ class TransformersModel(TwinkleModel):
             self._keep_loss(status, nothing, 0.0, 0.0)
             return 0.0
         with torch.set_grad_enabled(group.training):
-            loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
+            loss, tokens = guarded_loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
             if "aux_loss" in outputs:  # of mixtures of experts; a mean, so it must survive the division by tokens
                 loss = loss + outputs["aux_loss"] * max(tokens, 1.0)
         value = float(loss.detach())

@@ -1,7 +1,7 @@
 """Sampling: generate with the base model and with published adapter versions.
 
-What :class:`TorchSampler` and :class:`LocalSampler` need (torch and transformers, above all) is imported when they are
-first used.
+What :class:`TorchSampler`, :class:`LocalSampler` and :class:`vLLMSampler` need (torch and transformers, above all) is
+imported when they are first used; vLLM itself when a :class:`vLLMSampler` is made.
 """
 
 from importlib import import_module
@@ -22,6 +22,7 @@ from twinkle.sampler.types import (
 
 if TYPE_CHECKING:
     from twinkle.sampler.local_sampler import LocalSampler, hand_over
+    from twinkle.sampler.own_vllm_sampler import vLLMSampler
     from twinkle.sampler.torch_sampler import TorchSampler
 
 __all__ = [
@@ -38,12 +39,14 @@ __all__ = [
     "TopLogprobs",
     "TorchSampler",
     "hand_over",
+    "vLLMSampler",
 ]
 
 _LAZY = {
     "LocalSampler": "twinkle.sampler.local_sampler",
     "TorchSampler": "twinkle.sampler.torch_sampler",
     "hand_over": "twinkle.sampler.local_sampler",
+    "vLLMSampler": "twinkle.sampler.own_vllm_sampler",
 }
 
 

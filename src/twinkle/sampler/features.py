@@ -9,11 +9,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams
-from twinkle.errors import UnsupportedError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.types import FloatArray
 from twinkle.sampler import types as engine_types
 
-__all__ = ["CompletionTemplate", "engine_request", "refuse_unsupported", "response_of"]
+__all__ = ["CompletionTemplate", "as_sampling_params", "engine_request", "refuse_unsupported", "response_of"]
 
 Pairs = list[list[tuple[int, float]]]
 
@@ -24,6 +24,17 @@ class CompletionTemplate(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]: ...
+
+
+def as_sampling_params(given: object) -> SamplingParams:
+    """None: the defaults; a mapping: its fields, as a request's body has them."""
+    if isinstance(given, SamplingParams):
+        return given
+    if given is None:
+        return SamplingParams()
+    if isinstance(given, Mapping):
+        return SamplingParams.from_dict(given)
+    raise InvalidInputError("sampling_params", given, "a SamplingParams, its fields as a mapping, or None")
 
 
 def refuse_unsupported(params: SamplingParams) -> None:

@@ -25,6 +25,7 @@ from twinkle.server.futures import Futures
 from twinkle.server.ids import is_native_run, split_request_id
 from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.live_versions import LiveVersion, LiveVersions
+from twinkle.server.native.base_model import BaseModelPasses
 from twinkle.server.native.codec import refused_op, verb_op
 from twinkle.server.native.errors import SequenceConflictError
 from twinkle.server.native.features import Row, are_encoded, as_rows, checked_rows
@@ -93,6 +94,7 @@ class ModelService:
         self._loss_graphs = LossGraphs(store)
         self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self._adapters)
         self._live_versions = LiveVersions(model, self._runner, compute)
+        self.base_model = BaseModelPasses(model, self._runner.native, compute, self._tenants)
         self._refused_ids = itertools.count(_REFUSED_FROM)
         self._rate = RecentRate(time.time())
 

@@ -35,6 +35,7 @@ _BODIES: Mapping[str, type[BaseModel]] = {
     f"{PREFIX}/join_sampling_session": sample_requests.JoinSamplingSessionRequest,
     f"{PREFIX}/load_weights": requests.LoadWeightsRequest,
     f"{PREFIX}/model/{{model}}/twinkle/add_adapter_to_model": types.AddAdapterRequest,
+    f"{PREFIX}/model/{{model}}/twinkle/remove_adapter": types.RemoveAdapterRequest,
     f"{PREFIX}/optim_step": requests.OptimStepRequest,
     f"{PREFIX}/retrieve_future": sample_requests.RetrieveFutureRequest,
     f"{PREFIX}/retrieve_futures": sample_requests.RetrieveFuturesRequest,

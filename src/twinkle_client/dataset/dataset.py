@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Unpack
 
 from twinkle_client.client import TwinkleClient
-from twinkle_client.dataset.meta import DatasetMeta
+from twinkle_client.dataset.meta import DatasetMeta, MetaFields, own_meta
 from twinkle_client.dataset.options import FilterOptions, LoadOptions, MapOptions
-from twinkle_client.errors import invalid
 from twinkle_client.iteration import next_of
 from twinkle_client.remote import RemoteObject, component, function_argument
 
 __all__ = ["Dataset", "IterableDataset", "IterablePackingDataset", "LazyDataset", "PackingDataset", "Row"]
 
 Row = dict[str, Any]
+AnyMeta = DatasetMeta | MetaFields
 
 
 class Dataset(RemoteObject):
@@ -22,21 +22,21 @@ class Dataset(RemoteObject):
 
     def __init__(
         self,
-        dataset_meta: DatasetMeta | None = None,
+        dataset_meta: AnyMeta | None = None,
         *,
         client: TwinkleClient | None = None,
         **load_options: Unpack[LoadOptions],
     ) -> None:
         self._make(dataset_meta, client, dict(load_options))
 
-    def _make(self, meta: DatasetMeta | None, client: TwinkleClient | None, options: Mapping[str, Any]) -> None:
-        described = {} if meta is None else {"dataset_meta": _checked(meta)}
+    def _make(self, meta: AnyMeta | None, client: TwinkleClient | None, options: Mapping[str, Any]) -> None:
+        described = {} if meta is None else {"dataset_meta": own_meta(meta)}
         RemoteObject.__init__(self, client=client, **described, **options)
         _ = self.processor_id  # now: data that is not there is an error here, as on a local dataset
 
-    def add_dataset(self, dataset_meta: DatasetMeta, **load_options: Unpack[LoadOptions]) -> None:
+    def add_dataset(self, dataset_meta: AnyMeta, **load_options: Unpack[LoadOptions]) -> None:
         """Load another dataset. Until :meth:`mix_dataset` the first one is what is served."""
-        self.call("add_dataset", dataset_meta=_checked(dataset_meta), **load_options)
+        self.call("add_dataset", dataset_meta=own_meta(dataset_meta), **load_options)
 
     def mix_dataset(self, interleave: bool = True) -> None:
         """Make one dataset of all: in turn until the first is used up, or one after another."""
@@ -50,25 +50,25 @@ class Dataset(RemoteObject):
     def map(
         self,
         preprocess_func: object,
-        dataset_meta: DatasetMeta | None = None,
+        dataset_meta: AnyMeta | None = None,
         init_args: Mapping[str, Any] | None = None,
         **map_options: Unpack[MapOptions],
     ) -> None:
         """Replace columns by what a preprocessor makes of them."""
         function = function_argument("preprocess_func", preprocess_func)
-        which: dict[str, Any] = {"dataset_meta": dataset_meta, "init_args": init_args}
+        which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("map", preprocess_func=function, **which, **map_options)
 
     def filter(
         self,
         filter_func: object,
-        dataset_meta: DatasetMeta | None = None,
+        dataset_meta: AnyMeta | None = None,
         init_args: Mapping[str, Any] | None = None,
         **filter_options: Unpack[FilterOptions],
     ) -> None:
         """Keep the rows for which a filter says yes."""
         function = function_argument("filter_func", filter_func)
-        which: dict[str, Any] = {"dataset_meta": dataset_meta, "init_args": init_args}
+        which: dict[str, Any] = {"dataset_meta": _which(dataset_meta), "init_args": init_args}
         self.call("filter", filter_func=function, **which, **filter_options)
 
     def encode(self, add_generation_prompt: bool = False, **map_options: Unpack[MapOptions]) -> None:
@@ -111,7 +111,7 @@ class PackingDataset(Dataset):
 
     def __init__(
         self,
-        dataset_meta: DatasetMeta | None = None,
+        dataset_meta: AnyMeta | None = None,
         packing_num_proc: int = 1,
         *,
         client: TwinkleClient | None = None,
@@ -139,7 +139,7 @@ class IterablePackingDataset(Dataset):
 
     def __init__(
         self,
-        dataset_meta: DatasetMeta | None = None,
+        dataset_meta: AnyMeta | None = None,
         packing_interval: int = 128,
         packing_num_proc: int = 1,
         cyclic: bool = False,
@@ -162,6 +162,10 @@ class IterablePackingDataset(Dataset):
         return _stream(self)
 
 
+def _which(meta: AnyMeta | None) -> DatasetMeta | None:
+    return None if meta is None else own_meta(meta)
+
+
 def _stream(dataset: Dataset) -> Iterator[Row]:
     dataset.call("__iter__")
     try:
@@ -169,9 +173,3 @@ def _stream(dataset: Dataset) -> Iterator[Row]:
             yield next_of(dataset)
     except StopIteration:
         return
-
-
-def _checked(meta: object) -> DatasetMeta:
-    if not isinstance(meta, DatasetMeta):
-        raise invalid("dataset_meta", meta, "a twinkle_client.dataset.DatasetMeta")
-    return meta

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from twinkle_client.dataset.local_file import read_rows
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.wire_json import encode
 
-__all__ = ["DatasetMeta"]
+__all__ = ["DatasetMeta", "MetaFields", "is_meta", "own_meta"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,39 @@ class DatasetMeta:
             return None
         path = Path(self.dataset_id).expanduser()
         return path if path.exists() else None
+
+
+@runtime_checkable
+class MetaFields(Protocol):
+    """The library's own DatasetMeta, which a script may have from there."""
+
+    @property
+    def dataset_id(self) -> str: ...
+
+    @property
+    def subset_name(self) -> str: ...
+
+    @property
+    def split(self) -> str: ...
+
+    @property
+    def data_slice(self) -> Iterable[int] | None: ...
+
+    @property
+    def data(self) -> Any: ...
+
+
+def is_meta(meta: object) -> TypeGuard[MetaFields]:
+    """Ours or the library's; a class has the names of its fields, too, and is none."""
+    return isinstance(meta, MetaFields) and not isinstance(meta, type)
+
+
+def own_meta(meta: object) -> DatasetMeta:
+    if isinstance(meta, DatasetMeta):
+        return meta
+    if not is_meta(meta):
+        raise invalid("dataset_meta", meta, "a DatasetMeta, of twinkle_client.dataset or of twinkle.dataset")
+    return DatasetMeta(meta.dataset_id, meta.subset_name, meta.split, meta.data_slice, meta.data)
 
 
 def _slice(numbers: Iterable[int] | None) -> dict[str, Any] | None:

@@ -5,26 +5,45 @@ are called, whatever is lost on the way: see :mod:`twinkle_client.adapter_sequen
 """
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from twinkle_client.client import TwinkleClient, parsed
 from twinkle_client.current_client import default_client
 from twinkle_client.errors import InvalidRequestError, ServerError, invalid, unknown
-from twinkle_client.lora_config import config_text
+from twinkle_client.lora_config import config_text, modules_of
+from twinkle_client.model.hub_upload import Upload
 from twinkle_client.model.results import Number, Result, SaveResult, Text
 from twinkle_client.model_path import model_name, service_path
 from twinkle_client.remote import class_name, component
+from twinkle_client.server_decides import left_to_server
 from twinkle_client.types import (
     AddAdapterResponse,
+    AddMetricResponse,
+    ApplyPatchResponse,
+    BackwardResponse,
+    CalculateLossResponse,
     CalculateMetricResponse,
+    ClipGradAndStepResponse,
+    ClipGradNormResponse,
+    CreateResponse,
+    ForwardBackwardResponse,
     ForwardResponse,
+    GetStateDictResponse,
+    GetTrainConfigsResponse,
+    LoadResponse,
+    LrStepResponse,
+    OkResponse,
+    RemoveAdapterResponse,
     SaveResponse,
-    TextResponse,
+    SetLossResponse,
+    SetLrSchedulerResponse,
+    SetOptimizerResponse,
+    SetProcessorResponse,
+    SetTemplateResponse,
+    StepResponse,
     TrainingProgressResponse,
-    UploadStatusResponse,
-    UploadToHubResponse,
+    ZeroGradResponse,
 )
 from twinkle_client.wire_json import encode
 
@@ -32,6 +51,7 @@ __all__ = ["MultiLoraTransformersModel"]
 
 logger = logging.getLogger(__name__)
 
+DoneT = TypeVar("DoneT", bound=OkResponse)
 Inputs = Any  # features or trajectories, one or several, or a RemoteBatch
 
 
@@ -39,8 +59,9 @@ class MultiLoraTransformersModel:
     """Adapters of this session on the model ``model_id`` (with or without ``ms://`` or the like before it).
 
     ``adapter_name`` of a verb is that of the adapter that was added last, unless it is given. An adapter whose config
-    names no target modules gets ``target_modules``. The options after it are accepted so that local scripts run as they
-    are, and not used: where the model is, and how much fits, is the server's business.
+    names no target modules gets those of ``lora_config``, or ``target_modules``. The options after them are the
+    library's, accepted so that local scripts run as they are: where the model is and how much fits is the server's
+    business, and the log says so.
     """
 
     def __init__(
@@ -49,24 +70,55 @@ class MultiLoraTransformersModel:
         *,
         client: TwinkleClient | None = None,
         target_modules: str | Iterable[str] = "all-linear",
+        lora_config: object = None,
+        model_cls: object = None,
+        config: object = None,
+        device_mesh: object = None,
         mixed_precision: str | None = None,
+        strategy: str | None = None,
+        ddp_config: Mapping[str, Any] | None = None,
+        fsdp_config: Mapping[str, Any] | None = None,
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        memory_efficient_init: bool | None = None,
         max_loras: int | None = None,
         max_r: int | None = None,
         max_length: int | None = None,
+        tokenizer_id: str | None = None,
         device: object = None,
         memory_budget_bytes: int | None = None,
         max_tokens_per_batch: int | None = None,
-        compiled: bool = False,
+        compiled: bool | None = None,
         remote_group: str | None = None,
     ) -> None:
+        left_to_server(
+            "MultiLoraTransformersModel",
+            model_cls=model_cls,
+            config=config,
+            device_mesh=device_mesh,
+            mixed_precision=mixed_precision,
+            strategy=strategy,
+            ddp_config=ddp_config,
+            fsdp_config=fsdp_config,
+            grad_scaler_config=grad_scaler_config,
+            memory_efficient_init=memory_efficient_init,
+            max_loras=max_loras,
+            max_r=max_r,
+            max_length=max_length,
+            tokenizer_id=tokenizer_id,
+            device=device,
+            memory_budget_bytes=memory_budget_bytes,
+            max_tokens_per_batch=max_tokens_per_batch,
+            compiled=compiled,
+            remote_group=remote_group,
+        )
         self.client = default_client() if client is None else client
         self.model_id = model_name(model_id)
-        self.target_modules = target_modules
+        self.target_modules = target_modules if lora_config is None else modules_of(lora_config, target_modules)
         self.adapter_name: str | None = None
         self._adapters: dict[str, str] = {}  # the ids of their runs
         self._path = service_path("model", self.model_id)
         self.server_url = self.client.base_url + self._path
-        self.client.post(f"{self._path}/create", encode({}))
+        parsed(CreateResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -97,26 +149,49 @@ class MultiLoraTransformersModel:
         self._adapters[adapter_name] = parsed(AddAdapterResponse, answer, self.server_url).adapter_name
         self.adapter_name = adapter_name
 
+    def remove_adapter(self, adapter_name: str) -> None:
+        """It makes room for others; the server keeps its last state as a checkpoint for a while.
+
+        The name stays that of this session's first adapter so called: another one needs another name.
+        """
+        name = self._adapter(adapter_name)
+        answer = self.client.post(f"{self._path}/remove_adapter", encode({"adapter_name": name}))
+        parsed(RemoveAdapterResponse, answer or {}, self.server_url)
+        del self._adapters[name]
+        if self.adapter_name == name:
+            self.adapter_name = next(reversed(self._adapters), None)
+
     # --- computing ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
         """The model's outputs; further keywords are temperature, return_logits, task, and those of the loss."""
-        return self._outputs("forward", inputs, adapter_name, kwargs)
+        answer = self._verb("forward", adapter_name, _with_inputs("forward", inputs, kwargs))
+        return self._outputs("forward", parsed(ForwardResponse, answer, self.server_url).result)
 
     def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
-        """The same for evaluation, without gradients; ``disable_lora=True`` is the base model."""
-        return self._outputs("forward_only", inputs, adapter_name, kwargs)
+        """The same for evaluation, without gradients; ``disable_lora=True`` is the base model.
+
+        So is a call before there is any adapter.
+        """
+        body = _with_inputs("forward_only", inputs, kwargs)
+        if adapter_name is None and self.adapter_name is None:
+            answer = self.client.post(f"{self._path}/forward_only", encode(body))
+        else:
+            answer = self._verb("forward_only", adapter_name, body)
+        return self._outputs("forward_only", parsed(ForwardResponse, answer, self.server_url).result)
 
     def forward_backward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
         """forward, calculate_loss and backward; "loss" in the outputs is a number."""
-        return self._outputs("forward_backward", inputs, adapter_name, kwargs)
+        answer = self._verb("forward_backward", adapter_name, _with_inputs("forward_backward", inputs, kwargs))
+        return self._outputs("forward_backward", parsed(ForwardBackwardResponse, answer, self.server_url).result)
 
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> Number:
         answer = self._verb("calculate_loss", adapter_name, kwargs)
-        return Number(_result(answer, self.server_url))
+        return Number(parsed(CalculateLossResponse, answer, self.server_url).result)
 
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        self._verb("backward", adapter_name, _given(gradient_accumulation_steps=gradient_accumulation_steps))
+        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
+        self._done(BackwardResponse, "backward", adapter_name, given)
 
     def clip_grad_norm(
         self,
@@ -129,7 +204,8 @@ class MultiLoraTransformersModel:
         """The gradient's norm before clipping, or None inside a window of accumulated gradients."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
-        return _norm(self._verb("clip_grad_norm", adapter_name, {**body, **given}))
+        answer = self._verb("clip_grad_norm", adapter_name, {**body, **given})
+        return _norm(parsed(ClipGradNormResponse, answer or {"result": ""}, self.server_url).result)
 
     def step(
         self,
@@ -139,13 +215,15 @@ class MultiLoraTransformersModel:
         optim_params: Mapping[str, Any] | None = None,
     ) -> None:
         given = _given(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
-        self._verb("step", adapter_name, given)
+        self._done(StepResponse, "step", adapter_name, given)
 
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        self._verb("zero_grad", adapter_name, _given(gradient_accumulation_steps=gradient_accumulation_steps))
+        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
+        self._done(ZeroGradResponse, "zero_grad", adapter_name, given)
 
     def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        self._verb("lr_step", adapter_name, _given(gradient_accumulation_steps=gradient_accumulation_steps))
+        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
+        self._done(LrStepResponse, "lr_step", adapter_name, given)
 
     def clip_grad_and_step(
         self,
@@ -159,13 +237,14 @@ class MultiLoraTransformersModel:
         """clip_grad_norm, step, zero_grad and lr_step; the norm before clipping where the server says it."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
         given = _given(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
-        return _norm(self._verb("clip_grad_and_step", adapter_name, {**body, **given}))
+        return _norm(self._done(ClipGradAndStepResponse, "clip_grad_and_step", adapter_name, {**body, **given}).result)
 
     # --- setting up ---------------------------------------------------------------------------------------------------
 
     def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """The name of one of the library's losses, with options of its constructor."""
-        self._verb("set_loss", adapter_name, {"loss_cls": class_name("loss_cls", loss_cls), **options})
+        body = {"loss_cls": class_name("loss_cls", loss_cls), **options}
+        self._done(SetLossResponse, "set_loss", adapter_name, body)
 
     def set_optimizer(
         self,
@@ -179,30 +258,32 @@ class MultiLoraTransformersModel:
         """A name in ``torch.optim``; without lr and weight_decay they are the library's, 1e-5 and 0.01."""
         given = _given(lr=lr, weight_decay=weight_decay)
         body = {"optimizer_cls": class_name("optimizer_cls", optimizer_cls), **given, **options}
-        self._verb("set_optimizer", adapter_name, body)
+        self._done(SetOptimizerResponse, "set_optimizer", adapter_name, body)
 
     def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         body = {"scheduler_cls": class_name("scheduler_cls", scheduler_cls), **options}
-        self._verb("set_lr_scheduler", adapter_name, body)
+        self._done(SetLrSchedulerResponse, "set_lr_scheduler", adapter_name, body)
 
     def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """What trajectories are encoded with: a name, or a template of :mod:`twinkle_client.template`."""
         name, options = component("template_cls", template_cls, options)
-        self._verb("set_template", adapter_name, {"template_cls": name, "model_id": self.model_id, **options})
+        body = {"template_cls": name, "model_id": self.model_id, **options}
+        self._done(SetTemplateResponse, "set_template", adapter_name, body)
 
     def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         name, options = component("processor_cls", processor_cls, options)
-        self._verb("set_processor", adapter_name, {"processor_cls": name, **options})
+        self._done(SetProcessorResponse, "set_processor", adapter_name, {"processor_cls": name, **options})
 
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
     ) -> None:
         """To training, to evaluation, or (None) to both."""
         body = {"metric_cls": class_name("metric_cls", metric_cls), "is_training": is_training}
-        self._verb("add_metric", adapter_name, {**body, **options})
+        self._done(AddMetricResponse, "add_metric", adapter_name, {**body, **options})
 
     def apply_patch(self, patch_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
-        self._verb("apply_patch", adapter_name, {"patch_cls": class_name("patch_cls", patch_cls), **options})
+        body = {"patch_cls": class_name("patch_cls", patch_cls), **options}
+        self._done(ApplyPatchResponse, "apply_patch", adapter_name, body)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -212,11 +293,12 @@ class MultiLoraTransformersModel:
         return Result(parsed(CalculateMetricResponse, answer, self.server_url).result)
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> Text:
-        return Text(parsed(TextResponse, self._verb("get_train_configs", adapter_name, {}), self.server_url).result)
+        answer = self._verb("get_train_configs", adapter_name, {})
+        return Text(parsed(GetTrainConfigsResponse, answer, self.server_url).result)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> Result:
         answer = self._verb("get_state_dict", adapter_name, {})
-        return Result(parsed(CalculateMetricResponse, answer, self.server_url).result)
+        return Result(parsed(GetStateDictResponse, answer, self.server_url).result)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -252,7 +334,7 @@ class MultiLoraTransformersModel:
 
     def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
         """name: a checkpoint's address, or a hub's id."""
-        self._verb("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
+        self._done(LoadResponse, "load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
 
     def resume_from_checkpoint(
         self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
@@ -274,21 +356,8 @@ class MultiLoraTransformersModel:
 
         async_upload: whether the server does it beside its other work; this call returns at the end either way.
         """
-        address = str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir)
-        body: dict[str, Any] = {"checkpoint_dir": address, "hub_model_id": hub_model_id, "hub_token": hub_token}
-        answer = self.client.post(
-            f"{self._path}/upload_to_hub", encode({**body, "async_upload": async_upload}), once=True
-        )
-        request_id = parsed(UploadToHubResponse, answer, self.server_url).request_id
-        logger.info("upload of %s to %s has begun", checkpoint_dir, hub_model_id)
-        while True:
-            answer = self.client.get(f"{self._path}/upload_status/{request_id}")
-            status = parsed(UploadStatusResponse, answer, self.server_url)
-            if status.status == "failed":
-                raise ServerError(200, f"upload_to_hub failed: {status.error}", self.server_url)
-            if status.status == "completed":
-                return
-            time.sleep(poll_interval)
+        upload = Upload(checkpoint_dir, hub_model_id, hub_token, async_upload)
+        upload.to_the_end(self.client, self._path, poll_interval)
 
     def log_metrics(
         self, values: Mapping[str, float], step: int | None = None, *, adapter_name: str | None = None
@@ -304,11 +373,11 @@ class MultiLoraTransformersModel:
         sequence = self.client.sequence(self.model_id, name)
         return sequence.send(f"{self._path}/{verb}", content, self.client.post)
 
-    def _outputs(self, verb: str, inputs: Inputs, adapter_name: str | None, kwargs: Mapping[str, Any]) -> Result:
-        if "inputs" in kwargs:
-            raise TypeError(f"{verb}: inputs are given twice")
-        answer = self._verb(verb, adapter_name, {"inputs": inputs, **kwargs})
-        result = parsed(ForwardResponse, answer, self.server_url).result
+    def _done(self, kind: type[DoneT], verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> DoneT:
+        """Of a verb that returns nothing, which some servers say as null."""
+        return parsed(kind, self._verb(verb, adapter_name, body) or {}, self.server_url)
+
+    def _outputs(self, verb: str, result: object) -> Result:
         if not isinstance(result, dict):
             raise ServerError(200, f"{verb}: the outputs are a {type(result).__name__}", self.server_url)
         return Result(result)
@@ -327,14 +396,12 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _result(answer: Any, url: str) -> float:
-    result = answer.get("result") if isinstance(answer, dict) else None
-    if not isinstance(result, int | float):
-        raise ServerError(200, f"a number was expected, not {result!r}", url)
-    return float(result)
+def _with_inputs(verb: str, inputs: Inputs, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if "inputs" in kwargs:
+        raise TypeError(f"{verb}: inputs are given twice")
+    return {"inputs": inputs, **kwargs}
 
 
-def _norm(answer: Any) -> Number | None:
+def _norm(result: float | str | None) -> Number | None:
     """A number, its text, or nothing."""
-    result = answer.get("result") if isinstance(answer, dict) else None
     return None if result in (None, "", "None") else Number(result)

@@ -35,7 +35,7 @@ def extend_with_bridge(
         raise RuntimeError(f"input_ids has {len(tokens)} tokens and labels {len(labels)}: they must be aligned")
     before = list(feature["messages"])
     after = [*before, *(dict(message) for message in tool_messages)]
-    bridge = _tokens(template, _suffix(template, before, after, feature.get("tools")))
+    bridge = _tokens(template, _suffix(template, before, after, feature.get("tools"), int(tokens[-1])))
     grown: Feature = {**feature, "messages": after}
     grown["input_ids"] = np.concatenate([tokens, bridge])
     # Labels are shifted left by one; the template's last step shifts them again.
@@ -47,12 +47,20 @@ def extend_with_bridge(
     return {name: _plain(value) for name, value in made[0].items()} if made else None
 
 
-def _suffix(template: BridgeTemplate, before: list[Any], after: list[Any], tools: object) -> str:
+def _suffix(template: BridgeTemplate, before: list[Any], after: list[Any], tools: object, last_token: int) -> str:
     rendered = _render(template, before, tools, add_generation_prompt=False)
     longer = _render(template, after, tools, add_generation_prompt=True)
     if not longer.startswith(rendered):
         raise RuntimeError("the chat template renders earlier messages differently once tools have answered")
-    return longer[len(rendered) :]
+    return _after_turn(template, rendered, last_token) + longer[len(rendered) :]
+
+
+def _after_turn(template: BridgeTemplate, rendered: str, last_token: int) -> str:
+    """What the chat template writes after the token with which the model ended its turn: a line break, mostly. The
+    model was not asked for it, so it is not among the tokens yet."""
+    end = str(template.tokenizer.decode([last_token]))
+    rest = rendered.rpartition(end)[2] if end and end in rendered else ""
+    return "" if rest.strip() else rest
 
 
 def _render(template: BridgeTemplate, messages: list[Any], tools: object, *, add_generation_prompt: bool) -> str:

@@ -12,9 +12,17 @@ from twinkle_client.errors import invalid
 from twinkle_client.lora_config import config_text
 from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
 from twinkle_client.model_path import model_name, service_path
-from twinkle_client.remote import component
+from twinkle_client.remote import class_name, component
+from twinkle_client.server_decides import left_to_server
 from twinkle_client.template import Template
-from twinkle_client.types import AddAdapterResponse, SampleResponseModel, SampleResponseModelList, SetTemplateResponse
+from twinkle_client.types import (
+    ApplyPatchResponse,
+    SamplerAddAdapterResponse,
+    SamplerCreateResponse,
+    SampleResponseModel,
+    SampleResponseModelList,
+    SamplerSetTemplateResponse,
+)
 from twinkle_client.wire_json import encode
 
 __all__ = ["LocalSampler", "Sampler", "hand_over", "vLLMSampler"]
@@ -26,7 +34,9 @@ class Sampler:
     """The sampler of a model: ``model_id`` is its id, or a model handle, whose client is used.
 
     ``template`` encodes the trajectories and decodes tokens: the name of one of the library's, or one of
-    :mod:`twinkle_client.template`. ``remote_group`` is accepted as of a local sampler, and not used.
+    :mod:`twinkle_client.template`. The options after ``client`` are those of the library's LocalSampler, accepted so
+    that local scripts run as they are: the server has its engine already, and the log says so. ``adapter_name`` is
+    None until :meth:`add_adapter_to_sampler`.
     """
 
     def __init__(
@@ -35,8 +45,13 @@ class Sampler:
         template: object = None,
         *,
         client: TwinkleClient | None = None,
+        kv_budget_bytes: int | None = None,
+        max_sequences: int | None = None,
         remote_group: str | None = None,
     ) -> None:
+        left_to_server(
+            "Sampler", kv_budget_bytes=kv_budget_bytes, max_sequences=max_sequences, remote_group=remote_group
+        )
         if isinstance(model_id, MultiLoraTransformersModel):
             client = model_id.client if client is None else client
             model_id = model_id.model_id
@@ -45,7 +60,8 @@ class Sampler:
         self._path = service_path("sampler", self.model_id)
         self.server_url = self.client.base_url + self._path
         self._template = Template(self.model_id, client=self.client)
-        self.client.post(f"{self._path}/create", encode({}))
+        self.adapter_name: str | None = None
+        parsed(SamplerCreateResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
         if template is not None:
             self.set_template(template)
 
@@ -54,14 +70,14 @@ class Sampler:
         """The same template as an object on the server, to decode with."""
         return self._template
 
-    def set_template(self, template_cls: object, adapter_name: str = "", **options: Any) -> SetTemplateResponse:
+    def set_template(self, template_cls: object, adapter_name: str = "", **options: Any) -> SamplerSetTemplateResponse:
         name, options = component("template_cls", template_cls, options)
         options = {"model_id": self.model_id, **options}
         body = {"template_cls": name, "adapter_name": adapter_name, **options}
         answer = self.client.post(f"{self._path}/set_template", encode(body))
         self._template = Template(client=self.client, **options)
         self._template.class_type = name
-        return parsed(SetTemplateResponse, answer or {}, self.server_url)
+        return parsed(SamplerSetTemplateResponse, answer or {}, self.server_url)
 
     def sample(
         self,
@@ -101,15 +117,53 @@ class Sampler:
         call = partial(self.sample, inputs, sampling_params, adapter_name, adapter_uri, num_samples)
         return await asyncio.get_running_loop().run_in_executor(self.client.thread_pool, call)
 
-    def add_adapter_to_sampler(self, adapter_name: str, config: object) -> AddAdapterResponse:
+    def add_adapter_to_sampler(self, adapter_name: str, config: object) -> SamplerAddAdapterResponse:
+        """For servers whose samplers have adapters of their own; ours samples with those of the model."""
         body = {"adapter_name": adapter_name, "config": config_text(config, "all-linear")}
         answer = self.client.post(f"{self._path}/add_adapter_to_sampler", encode(body))
-        return parsed(AddAdapterResponse, answer, self.server_url)
+        added = parsed(SamplerAddAdapterResponse, answer, self.server_url)
+        self.adapter_name = adapter_name
+        return added
+
+    def apply_patch(self, patch_cls: object, **options: Any) -> None:
+        """By name, to the server's sampler; ours, which many share, refuses it and says so."""
+        body = {"patch_cls": class_name("patch_cls", patch_cls), "adapter_name": self.adapter_name, **options}
+        answer = self.client.post(f"{self._path}/apply_patch", encode(body))
+        parsed(ApplyPatchResponse, answer or {}, self.server_url)
 
 
-# What scripts call it: the server's sampler may be vLLM or another one, and is never in this process.
-vLLMSampler = Sampler  # noqa: N816
-LocalSampler = Sampler
+class vLLMSampler(Sampler):  # noqa: N801 - the name that scripts use
+    """The same with the arguments of the library's class of this name, of which the server decides about most.
+
+    Its own sampler may be vLLM or another one, and is never in this process.
+    """
+
+    def __init__(
+        self,
+        model_id: str | MultiLoraTransformersModel,
+        engine_args: Mapping[str, Any] | None = None,
+        device_mesh: object = None,
+        *,
+        template: object = None,
+        client: TwinkleClient | None = None,
+        dtype: str | None = None,
+        memory_budget_bytes: int | None = None,
+        memory_dir: object = None,
+        remote_group: str | None = None,
+    ) -> None:
+        left_to_server(
+            "vLLMSampler",
+            engine_args=engine_args,
+            device_mesh=device_mesh,
+            dtype=dtype,
+            memory_budget_bytes=memory_budget_bytes,
+            memory_dir=memory_dir,
+            remote_group=remote_group,
+        )
+        super().__init__(model_id, template, client=client)
+
+
+LocalSampler = Sampler  # what local scripts call it
 
 
 def hand_over(model: MultiLoraTransformersModel, sampler: Sampler, adapter_name: str) -> None:

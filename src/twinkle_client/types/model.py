@@ -27,7 +27,7 @@ class CreateRequest(OpenWire):
 
 
 class AdapterRequest(OpenWire):
-    """calculate_loss, backward, step, zero_grad, lr_step, clip_grad_norm, get_train_configs, get_state_dict."""
+    """calculate_loss, backward, step, zero_grad, lr_step, get_train_configs."""
 
     adapter_name: str
     seq_id: int | None = Field(default=None, ge=1, lt=2**62)
@@ -41,8 +41,24 @@ class AddAdapterRequest(OpenWire):
     save_dir: str | None = None
 
 
+class RemoveAdapterRequest(Wire):
+    """The adapter leaves the device; its last state is kept as a checkpoint for a while."""
+
+    adapter_name: str
+
+
 class ForwardRequest(AdapterRequest):
     inputs: Any
+
+
+class ForwardOnlyRequest(ForwardRequest):
+    """Without an adapter (or with an empty name) it is the base model that answers."""
+
+    adapter_name: str | None = None  # type: ignore[assignment]  # the others need one
+
+
+class GetStateDictRequest(AdapterRequest):
+    pass
 
 
 class SetLossRequest(AdapterRequest):
@@ -83,6 +99,11 @@ class ClipGradNormRequest(AdapterRequest):
     norm_type: float = 2.0
 
 
+class ClipGradAndStepRequest(AdapterRequest):
+    max_grad_norm: float = 1.0
+    norm_type: float = 2.0
+
+
 class SaveRequest(AdapterRequest):
     name: str | None = None
     save_optimizer: bool = False
@@ -117,14 +138,88 @@ class OkResponse(Wire):
     status: str = "ok"
 
 
+class CreateResponse(OkResponse):
+    pass
+
+
+class BackwardResponse(OkResponse):
+    pass
+
+
+class StepResponse(OkResponse):
+    pass
+
+
+class ZeroGradResponse(OkResponse):
+    pass
+
+
+class LrStepResponse(OkResponse):
+    pass
+
+
+class SetLossResponse(OkResponse):
+    pass
+
+
+class SetOptimizerResponse(OkResponse):
+    pass
+
+
+class SetLrSchedulerResponse(OkResponse):
+    pass
+
+
+class SetTemplateResponse(OkResponse):
+    pass
+
+
+class SetProcessorResponse(OkResponse):
+    pass
+
+
+class AddMetricResponse(OkResponse):
+    pass
+
+
+class ApplyPatchResponse(OkResponse):
+    pass
+
+
+class LoadResponse(OkResponse):
+    pass
+
+
+class RemoveAdapterResponse(OkResponse):
+    pass
+
+
+class ClipGradAndStepResponse(OkResponse):
+    """``result``: the norm before clipping, where the server says it."""
+
+    result: float | str | None = None
+
+
 class AddAdapterResponse(OkResponse):
     """``adapter_name``: the id of the adapter's training run."""
 
     adapter_name: str
 
 
+class ModelResult(Wire):
+    """What any verb that returns something returns."""
+
+    result: Any
+
+
 class ForwardResponse(Wire):
     """``result``: logps, one row a sequence and aligned with its labels; loss and num_tokens where there is one."""
+
+    result: Any
+
+
+class ForwardBackwardResponse(Wire):
+    """The same; there is a loss."""
 
     result: Any
 
@@ -139,7 +234,7 @@ class ClipGradNormResponse(Wire):
     result: str
 
 
-class TextResponse(Wire):
+class GetTrainConfigsResponse(Wire):
     result: str
 
 

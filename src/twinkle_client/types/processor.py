@@ -26,3 +26,13 @@ class ProcessorCallRequest(OpenWire):
 
 class ProcessorCallResponse(Wire):
     result: Any = None
+
+
+class ProcessorHeartbeatRequest(Wire):
+    """For programs that name it: processors live as long as their session, and no route takes this."""
+
+    processor_id: str
+
+
+class ProcessorHeartbeatResponse(Wire):
+    status: str = "ok"

@@ -51,5 +51,14 @@ class SamplerAddAdapterRequest(OpenWire):
     config: Any
 
 
-class SetTemplateResponse(Wire):
+class SamplerCreateResponse(Wire):
     status: str = "ok"
+
+
+class SamplerSetTemplateResponse(Wire):
+    status: str = "ok"
+
+
+class SamplerAddAdapterResponse(Wire):
+    status: str = "ok"
+    adapter_name: str

@@ -30,5 +30,11 @@ class CapacityInfoResponse(Wire):
     free_loras: int
 
 
+class ServerWeightsInfoResponse(Wire):
+    """For programs that name it: ``weights_info`` answers with a :class:`WeightsInfoResponse`."""
+
+    weights_info: Any
+
+
 class ErrorResponse(Wire):
     detail: str

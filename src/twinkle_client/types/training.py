@@ -28,6 +28,24 @@ class Checkpoint(Wire):
     user_metadata: dict[str, Any] | None = None
 
 
+class LoraConfig(Wire):
+    """An adapter as Tinker's protocol describes one; PEFT's fields are in :class:`twinkle_client.LoraConfig`."""
+
+    rank: int = 8
+    train_unembed: bool = False
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelRequest(Wire):
+    """What a training run began with."""
+
+    base_model: str
+    lora_config: LoraConfig | None = None
+    save_dir: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
 class TrainingRun(Wire):
     training_run_id: str
     base_model: str
@@ -63,6 +81,16 @@ class ParsedCheckpointTwinklePath(Wire):
     training_run_id: str
     checkpoint_type: str
     checkpoint_id: str
+
+
+class ResolvedLoadPath(Wire):
+    """What the ``name`` of a load means: a checkpoint of a run, or a directory that the server allows."""
+
+    checkpoint_name: str
+    checkpoint_dir: str | None = None
+    is_twinkle_path: bool = False
+    training_run_id: str | None = None
+    checkpoint_id: str | None = None
 
 
 class DeleteCheckpointResponse(Wire):

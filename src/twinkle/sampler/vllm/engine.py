@@ -128,6 +128,9 @@ class Engine:
         if not self.dead:
             asyncio.run_coroutine_threadsafe(self._llm.remove_lora(lora_id), self._loop)
 
+    def reset_prefix_cache(self) -> None:
+        self._call(lambda: self._llm.reset_prefix_cache())
+
     def close(self) -> None:
         """End the engine's processes. What was under way never arrives."""
         if self._thread.is_alive():

@@ -101,6 +101,10 @@ class VllmSampler:
         left_out = f"; no LoRA on {', '.join(sorted(self._unapplied))}" if self._unapplied else ""
         return f"vLLM {vllm.__version__}: cache {self._limits.cache_tokens} tokens{left_out}; {self._scorer.memory}"
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what vLLM has computed of prompts."""
+        self._engine.reset_prefix_cache()
+
     def close(self) -> None:
         """End vLLM's processes and remove all files. Nothing can be sampled afterwards."""
         self._engine.close()

@@ -39,15 +39,15 @@ export function adapters(place, _path, report) {
   return { refresh };
 }
 
-// Beside the tenant's own ops these are sums over all tenants.
-function model(name, queue, status) {
+// Beside the tenant's own ops these are sums over all tenants. A model that is away says nothing of itself.
+function model(name, queue, status = {}) {
   const tiles = [
     ["own ops waiting", String(queue.own)],
     ["all ops waiting", String(queue.all)],
-    ["merge ratio", number(status.merge_ratio)],
-    ["adapters of all", String(status.adapters)],
-    ["tokens trained", status.trained_tokens.toLocaleString()],
-    ["tokens a second", number(status.training_tokens_per_second)],
+    ["merge ratio", known(status.merge_ratio, number)],
+    ["adapters of all", known(status.adapters, String)],
+    ["tokens trained", known(status.trained_tokens, (value) => value.toLocaleString())],
+    ["tokens a second", known(status.training_tokens_per_second, number)],
   ];
   return el(
     "div",
@@ -56,6 +56,8 @@ function model(name, queue, status) {
     el("dl", { class: "tiles" }, ...tiles.flatMap(([title, value]) => [el("div", {}, el("dt", {}, title), el("dd", {}, value))])),
   );
 }
+
+const known = (value, shown) => (value === undefined || value === null ? "–" : shown(value));
 
 const ADAPTERS = [
   ["Run", (run) => el("a", { href: `#runs/${part(run.training_run_id)}` }, run.training_run_id)],

@@ -54,6 +54,7 @@ SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
 _STEP = 0.01  # what every optimizer step adds to w₀
 _MAX_RANK = 512
+_NO_SPEC = LoraSpec(rank=1)  # of the base model, which is an adapter of zeros here
 _WEIGHTS, _STATE, _PROGRESS = "adapter.npz", "state.json", "trainer_state.json"
 _POLICY_INPUTS = ("logprobs", "advantages")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -255,12 +256,13 @@ class MockTrainer:
         return results
 
     def _pass(self, item: TrainItem, train: bool) -> TrainResult:
-        adapter = self._get(item.adapter_id)
+        if item.base_model and train:
+            raise InvalidInputError("base_model", True, "False: the base model is not trained")
+        adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
         _check_item(item, self.vocab_size, self.max_length)
-        weights = np.zeros(SIZE, np.float32) if item.base_model else adapter.weights
         self._rows += sum(len(datum.tokens) for datum in item.data)
         phis = [_features_of(datum) for datum in item.data]
-        lps = [logprobs(weights, phi) for phi in phis]
+        lps = [logprobs(adapter.weights, phi) for phi in phis]
         metrics: Mapping[str, float] = {}
         if item.objective is None:
             parts = [_terms(item.loss, lp, datum) for lp, datum in zip(lps, item.data, strict=True)]

@@ -19,7 +19,7 @@ from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backend import ServedModel
 from twinkle.server.codec_template import CodecTemplate
 from twinkle.server.native.features import FIELDS
-from twinkle.server.native.verbs import SET_UP
+from twinkle.server.native.verbs import NO_ADAPTER, SET_UP
 from twinkle.server.templates import TemplateChoice, Templates
 from twinkle.server.types import NativePass, NativeVerb
 
@@ -70,7 +70,9 @@ class NativeAdapters(LoraVerbs):
         group_state.put_back(self.optimizer_group[adapter_name], values)
 
     def _group(self, adapter_name: str | None) -> OptimizerGroup:
-        """The library's own error would name the adapters of others."""
+        """The library's own error would name the adapters of others. That of no adapter lasts for one pass."""
+        if adapter_name == NO_ADAPTER:
+            return self._new_group(NO_ADAPTER, {}, 1)
         group = None if adapter_name is None else self.optimizer_group.get(adapter_name)
         if group is None:
             raise NotFoundError("adapter", str(adapter_name))

@@ -53,6 +53,7 @@ async def add_adapter(
     metadata = {"adapter_name": request.adapter_name}
     if request.save_dir is not None:
         metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
+    await _refuse_used_name(gateway, run_id, request.adapter_name)
     run = gateway.new_run(
         run_id,
         tenant_id,
@@ -70,7 +71,8 @@ async def add_adapter(
 
 async def run_verb(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, verb: str, fields: Mapping[str, Any], sent: bytes
-) -> Outcome:
+) -> tuple[int, Outcome]:
+    """(the request's number in the adapter's sequence, how it ended)."""
     verb_named(verb)
     run = await adapter_run(gateway, tenant_id, session_id, model, fields.get("adapter_name"))
     training = gateway.serving(run.model_name).training
@@ -84,8 +86,33 @@ async def run_verb(
             return await _chosen_template(gateway.serving(run.model_name), fields)
         return fields
 
-    request_id = await training.submit_verb(run.run_id, _number(fields), verb, sent, meant)
-    return await _outcome(gateway, run, request_id)
+    number = _number(fields)
+    request_id = await training.submit_verb(run.run_id, number, verb, sent, meant)
+    outcome = await _outcome(gateway, run, request_id)
+    return _place(request_id) if number is None else number, outcome
+
+
+async def forward_base(
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, fields: Mapping[str, Any]
+) -> Outcome:
+    """forward_only of the base model: a request that names no adapter."""
+    training = services_of(gateway, model).training
+    inputs = await _inputs(gateway, tenant_id, session_id, fields.get("inputs"))
+    most = gateway.config.limits.max_tokens_per_request
+    return await training.base_model.forward(tenant_id, {**fields, "inputs": inputs}, most)
+
+
+def is_of_base_model(verb: str, fields: Mapping[str, Any]) -> bool:
+    return verb == "forward_only" and fields.get("adapter_name") in (None, "")
+
+
+async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: str) -> None:
+    """It leaves the device, and its last state is kept as a checkpoint for a while. A second time changes nothing."""
+    services = services_of(gateway, model)
+    run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
+    if run.model_name != services.model.name:
+        raise NotFoundError("adapter", f"{adapter_name} of {model}")
+    await gateway.park(run, f"adapter {adapter_name} was removed")
 
 
 async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: object) -> RunRecord:
@@ -97,6 +124,15 @@ async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: 
     if run.model_name != services.model.name or services.training.run(run.run_id) is None:
         raise NotFoundError("adapter", f"{adapter_name} of {model}" + (f" ({run.note})" if run.note else ""))
     return run
+
+
+async def _refuse_used_name(gateway: Gateway, run_id: str, adapter_name: str) -> None:
+    """An adapter that was removed has its run and its checkpoints: they would be mistaken for another's."""
+    earlier = await gateway.store.runs.get(run_id)
+    if earlier is not None and earlier.state == "parked":
+        raise InvalidInputError(
+            "adapter_name", adapter_name, f"a name not used before in this session ({earlier.note})"
+        )
 
 
 def _number(fields: Mapping[str, Any]) -> int | None:
@@ -131,14 +167,18 @@ async def _chosen_template(services: Services, fields: Mapping[str, Any]) -> Map
 
 async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:
     """However long it takes, unless the server ends."""
-    parts = ids.split_request_id(request_id)
-    assert parts is not None, request_id
     training = gateway.serving(run.model_name).training
     while not gateway.stopping:
-        outcome = await training.wait(request_id, run.run_id, parts[1], _WAIT_SECONDS)
+        outcome = await training.wait(request_id, run.run_id, _place(request_id), _WAIT_SECONDS)
         if outcome is not None:
             return outcome
     raise ShuttingDownError
+
+
+def _place(request_id: str) -> int:
+    parts = ids.split_request_id(request_id)
+    assert parts is not None, request_id
+    return parts[1]
 
 
 def read_fields(body: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
 from twinkle_client import types
 
+NO_ADAPTER = ""  # what stands for the base model where an adapter's id is expected
 _PLUGIN = re.compile(r"[a-z]+://")
 
 
@@ -64,12 +65,12 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "forward": Verb(types.ForwardRequest, OpKind.FORWARD, _Forward, takes_rows=True),
-    "forward_only": Verb(types.ForwardRequest, OpKind.FORWARD, _ForwardOnly, takes_rows=True),
+    "forward_only": Verb(types.ForwardOnlyRequest, OpKind.FORWARD, _ForwardOnly, takes_rows=True),
     "forward_backward": Verb(types.ForwardRequest, OpKind.FORWARD_BACKWARD, _ForwardBackward, takes_rows=True),
     "backward": Verb(types.AdapterRequest, OpKind.FORWARD_BACKWARD, _Window),
     "calculate_loss": Verb(types.AdapterRequest, options=None, takes_rows=True),
     "clip_grad_norm": Verb(types.ClipGradNormRequest, options=_Window),
-    "clip_grad_and_step": Verb(types.ClipGradNormRequest, options=_Step),
+    "clip_grad_and_step": Verb(types.ClipGradAndStepRequest, options=_Step),
     "step": Verb(types.AdapterRequest, options=_Step),
     "zero_grad": Verb(types.AdapterRequest, options=_Window),
     "lr_step": Verb(types.AdapterRequest, options=_Window),
@@ -82,7 +83,7 @@ VERBS: Mapping[str, Verb] = {
     "apply_patch": Verb(types.ApplyPatchRequest, options=None),
     "calculate_metric": Verb(types.CalculateMetricRequest),
     "get_train_configs": Verb(types.AdapterRequest),
-    "get_state_dict": Verb(types.AdapterRequest),
+    "get_state_dict": Verb(types.GetStateDictRequest),
     "save": Verb(types.SaveRequest, OpKind.SAVE),
     "load": Verb(types.LoadRequest, OpKind.LOAD),
     "resume_from_checkpoint": Verb(types.ResumeFromCheckpointRequest, OpKind.LOAD),

@@ -265,6 +265,8 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> types.TrainingRun:
         training_run_id=run.run_id,
         base_model=run.base_model,
         model_owner=run.tenant_id,
+        # Of a run of Tinker's protocol it is a label like others: nothing is written there.
+        save_dir=run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
         is_lora=True,
         corrupted=run.state == "failed",
         lora_rank=run.spec.rank,

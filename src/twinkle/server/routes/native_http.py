@@ -9,6 +9,7 @@ from twinkle.server.routes.http import gateway_of, tenant_of
 
 SESSION_HEADER = "x-twinkle-session-id"
 IDEMPOTENCY_HEADER = "x-idempotency-key"
+NUMBER_HEADER = "X-Twinkle-Seq-Id"  # of an answer: the number that the request has in its adapter's sequence
 # Of requests with rows. Parsing lets no other thread work: so much takes a quarter of a second, for two million tokens.
 ROWS_BYTES = 16 * 2**20
 

@@ -11,7 +11,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.native import requests
 from twinkle.server.native.verbs import verb_named
 from twinkle.server.routes.http import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of, json_response
-from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, ROWS_BYTES, caller_of, native_tenant_of
+from twinkle.server.routes.native_http import IDEMPOTENCY_HEADER, NUMBER_HEADER, ROWS_BYTES, caller_of, native_tenant_of
 from twinkle.server.types import Outcome
 from twinkle.server.wire import fields
 from twinkle_client import types
@@ -26,7 +26,7 @@ async def create(request: Request, model: str) -> Response:
     await native_tenant_of(request)
     await body_of(request, JSON_BYTES)
     requests.services_of(gateway_of(request), model)
-    return json_response(types.OkResponse().model_dump())
+    return json_response(types.CreateResponse().model_dump())
 
 
 @router.post(f"{_MODEL}/add_adapter_to_model")
@@ -39,6 +39,15 @@ async def add_adapter_to_model(request: Request, model: str) -> Response:
     if outcome.failed:
         return _answer(outcome)
     return json_response(types.AddAdapterResponse(adapter_name=run_id).model_dump())
+
+
+@router.post(f"{_MODEL}/remove_adapter")
+async def remove_adapter(request: Request, model: str) -> Response:
+    caller = await caller_of(request)
+    wanted = fields.parse(types.RemoveAdapterRequest, await body_of(request, JSON_BYTES))
+    gateway = gateway_of(request)
+    await requests.remove_adapter(gateway, caller.tenant_id, caller.session_id, model, wanted.adapter_name)
+    return json_response(types.RemoveAdapterResponse().model_dump())
 
 
 @router.post(f"{_MODEL}/upload_to_hub")
@@ -74,8 +83,13 @@ async def run_verb(request: Request, model: str, verb: str) -> Response:
     gateway, read = gateway_of(request), partial(requests.read_fields, body)
     small = len(body) < SMALL_BODY
     wanted = read() if small else await gateway.reading.in_thread(caller.tenant_id, read)
-    outcome = await requests.run_verb(gateway, caller.tenant_id, caller.session_id, model, verb, wanted, body)
-    return _answer(outcome)
+    if requests.is_of_base_model(verb, wanted):
+        return _answer(await requests.forward_base(gateway, caller.tenant_id, caller.session_id, model, wanted))
+    number, outcome = await requests.run_verb(gateway, caller.tenant_id, caller.session_id, model, verb, wanted, body)
+    answer = _answer(outcome)
+    # By this a client knows of a refusal that it has a place in the sequence. What is refused earlier has none.
+    answer.headers[NUMBER_HEADER] = str(number)
+    return answer
 
 
 def _answer(outcome: Outcome) -> Response:

@@ -52,7 +52,7 @@ async def create(request: Request) -> Response:
     await native_tenant_of(request)
     _services(request)
     await body_of(request, JSON_BYTES)
-    return wire_response(types.OkResponse())
+    return wire_response(types.SamplerCreateResponse())
 
 
 @router.post("/set_template")
@@ -63,7 +63,7 @@ async def set_template(request: Request) -> Response:
     choice = (await _read(SetTemplate, request, JSON_BYTES)).choice(model)
     await asyncio.to_thread(services.templates.get, choice)  # what cannot be built is refused now
     await choose_template(gateway.store, await gateway.session(caller.session_id, caller.tenant_id), model, choice)
-    return wire_response(types.SetTemplateResponse())
+    return wire_response(types.SamplerSetTemplateResponse())
 
 
 @router.post("/sample")

@@ -1,0 +1,57 @@
+"""The options of training scripts: ``args = CLI.from_args()`` at a script's head.
+
+args        what there is to set, in groups
+registry    which group and field a key means
+casting     texts as values of a field's type
+sources     where settings come from: ``.env``, the environment, a YAML file, the command line
+resolver    one source after another into the groups
+"""
+
+from twinkle.cli.args import (
+    Args,
+    CheckpointArgs,
+    DatasetArgs,
+    InfraArgs,
+    LoraArgs,
+    LossArgs,
+    ModelArgs,
+    OptimizerArgs,
+    RLArgs,
+    SamplerArgs,
+    SamplingArgs,
+    SchedulerArgs,
+    ServerArgs,
+    TemplateArgs,
+    TrainingArgs,
+)
+from twinkle.cli.casting import ValueCaster
+from twinkle.cli.registry import ConfigRegistry
+from twinkle.cli.resolver import CLI, ConfigResolver
+from twinkle.cli.sources import CLISource, ConfigSource, DotEnvSource, EnvVarSource, YamlSource
+
+__all__ = [
+    "CLI",
+    "Args",
+    "CLISource",
+    "CheckpointArgs",
+    "ConfigRegistry",
+    "ConfigResolver",
+    "ConfigSource",
+    "DatasetArgs",
+    "DotEnvSource",
+    "EnvVarSource",
+    "InfraArgs",
+    "LoraArgs",
+    "LossArgs",
+    "ModelArgs",
+    "OptimizerArgs",
+    "RLArgs",
+    "SamplerArgs",
+    "SamplingArgs",
+    "SchedulerArgs",
+    "ServerArgs",
+    "TemplateArgs",
+    "TrainingArgs",
+    "ValueCaster",
+    "YamlSource",
+]

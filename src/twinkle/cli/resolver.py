@@ -1,0 +1,76 @@
+"""One source after another into the groups; later ones win."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from twinkle.cli.args import Args
+from twinkle.cli.casting import ValueCaster
+from twinkle.cli.registry import ConfigRegistry, normalized
+from twinkle.cli.sources import CLISource, DotEnvSource, EnvVarSource, YamlSource
+from twinkle.logger import get_logger
+
+__all__ = ["CLI", "ConfigResolver"]
+
+
+class ConfigResolver:
+    """Puts settings into ``args``; what is nobody's goes to ``args.extra``."""
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self.registry = ConfigRegistry(args.groups)
+
+    def apply(self, mapping: Mapping[str, Any], cast_strings: bool = False) -> None:
+        """Set what ``mapping`` names; a value that a field does not take is an error. ``cast_strings``: texts of
+        ``extra``, whose type nobody knows, are read as numbers and the like."""
+        for key, value in mapping.items():
+            found = self.registry.resolve(key)
+            if normalized(key) == "use_megatron":
+                self._choose_backend(value)
+            elif found is not None:
+                group = self.args.groups[found[0]]
+                hint = get_type_hints(type(group))[found[1]]
+                setattr(group, found[1], ValueCaster.coerce_to_field(key, value, hint))
+            else:
+                self._warn_of_near_miss(key)
+                cast = ValueCaster.auto_cast(value) if cast_strings and isinstance(value, str) else value
+                self.args.extra[normalized(key)] = cast
+
+    def _choose_backend(self, value: Any) -> None:
+        """Scripts for both backends take Megatron unless the strategy is this one."""
+        if not ValueCaster.coerce_to_field("use_megatron", value, bool):
+            self.args.model.strategy = "native_fsdp"
+
+    def _warn_of_near_miss(self, key: str) -> None:
+        near = difflib.get_close_matches(normalized(key), self.registry.all_keys(), n=1, cutoff=0.85)
+        if near:
+            get_logger().warning(f"option {key!r} is nobody's and goes to args.extra; did you mean {near[0]!r}?")
+
+
+class CLI:
+    """What the head of a training script calls."""
+
+    @staticmethod
+    def from_args(
+        argv: Sequence[str] | None = None,
+        env_file: str | Path | None = None,
+        config_file: str | Path | None = None,
+    ) -> Args:
+        """Defaults, then ``.env``, then ``TWINKLE_…`` variables, then a YAML file, then the command line.
+
+        argv: None is this program's. config_file: a YAML file; ``--config`` names another. (``config`` of the server's
+        group is ``--server-config``.)
+        """
+        args = Args()
+        resolver = ConfigResolver(args)
+        said = CLISource(argv).load()
+        yaml_file = said.pop("config", config_file)
+        known = resolver.registry
+        dot_env = {key: value for key, value in DotEnvSource(env_file).load().items() if known.resolve(key) is not None}
+        resolver.apply(dot_env)
+        resolver.apply(EnvVarSource(known).load())
+        if yaml_file is not None:
+            resolver.apply(YamlSource(yaml_file, known).load())
+        resolver.apply(said, cast_strings=True)
+        return args

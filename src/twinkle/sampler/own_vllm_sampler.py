@@ -1,0 +1,146 @@
+"""vLLM as a script's own sampler: the engine of the server, in one call.
+
+The weights of adapters come by ``receive_weights`` or lie in directories; each change is a version of its own, so
+nothing that vLLM keeps of a prompt belongs to other weights. What is asked of a prompt is computed by a second copy of
+the base model, with which vLLM is also compared when it starts.
+"""
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from twinkle.data_format import SampleResponse
+from twinkle.errors import InvalidInputError, MissingDependencyError
+from twinkle.infra import DeviceMesh, remote_class, remote_function
+from twinkle.model.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.components import build_template
+from twinkle.model.trainer import Trainer
+from twinkle.sampler.features import as_sampling_params
+from twinkle.sampler.in_one_call import AdapterVersions, Inputs, Params, own_prompts, sample_in_one_call
+
+if TYPE_CHECKING:
+    from twinkle.template import Template
+
+__all__ = ["vLLMSampler"]
+
+_at_once = remote_function(dispatch="all", collect="first", lazy_collect=False)
+_RESERVE = 0.02  # of a GPU's memory: what neither vLLM nor the copy of the model counts
+
+
+@remote_class()
+class vLLMSampler:  # noqa: N801 - the name that scripts use
+    """Generates with a base model and with adapters for it.
+
+    engine_args: vLLM's own, by name; see :mod:`twinkle.sampler.vllm.engine_args`. On a GPU
+    ``gpu_memory_utilization`` is needed: it says what vLLM takes, and the copy of the model gets the rest.
+    device_mesh: how workers share the inputs; every worker has an engine of its own on all devices that it sees.
+    template: encodes trajectories, and puts prompt and completion together. dtype: "bf16" or "fp32", as the trainer's.
+    memory_budget_bytes: for the copy of the model, where the rest of the GPU is not right. memory_dir: a directory in
+    memory, where versions of adapters lie for vLLM's processes.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        engine_args: Mapping[str, Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        template: "Template | type[Template] | str" = "Template",
+        dtype: str | None = None,
+        memory_budget_bytes: int | None = None,
+        memory_dir: str | Path | None = None,
+    ) -> None:
+        if find_spec("vllm") is None:
+            raise MissingDependencyError("vllm", "vllm", "vLLMSampler")
+        from twinkle.sampler.vllm import VllmSampler
+        from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
+
+        self.model_id = model_id
+        self.device_mesh = device_mesh
+        self.set_template(template)
+        told = dict(engine_args or {})
+        budget = memory_budget_bytes
+        if torch.cuda.is_available():
+            budget = _rest_of_gpu(told) if budget is None else budget
+            told.setdefault("tensor_parallel_size", torch.cuda.device_count())
+        trainer = Trainer.from_pretrained(model_id, dtype=dtype, memory_budget_bytes=budget)
+        self._memory_dir = MEMORY_DIR if memory_dir is None else Path(memory_dir)
+        self.engine = VllmSampler(trainer, self.template.tokenizer, engine_args=told, memory_dir=self._memory_dir)
+        atexit.register(self.engine.close)
+        self._versions = AdapterVersions(self.engine, trainer)
+
+    @_at_once
+    def set_template(self, template_cls: "Template | type[Template] | str", **options: Any) -> None:
+        """A class or name is made for the sampler's model, unless ``model_id`` says another; further keywords are its
+        constructor's."""
+        if isinstance(template_cls, str | type):
+            options.setdefault("model_id", self.model_id)
+        self.template: Template = build_template(template_cls, options)
+
+    @_at_once
+    def receive_weights(self, adapter_name: str, weights: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
+        """From now on sample with these weights where ``adapter_name`` is asked for, until others come.
+
+        They are what a model's ``get_state_dict`` and ``get_peft_config_dict`` return.
+        """
+        directory = Path(tempfile.mkdtemp(prefix="twinkle-received-", dir=self._memory_dir))
+        try:
+            (directory / CONFIG).write_text(json.dumps(dict(peft_config)))
+            save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, directory / WEIGHTS)
+            self._versions.receive(adapter_name, lambda version: self.engine.load_version(version, str(directory)))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    @remote_function(dispatch=own_prompts, collect="flatten", lazy_collect=False)
+    def sample(
+        self,
+        inputs: Inputs,
+        sampling_params: Params = None,
+        adapter_name: str | None = "",
+        adapter_path: str | None = None,
+        *,
+        return_encoded: bool = False,
+        use_base_model: bool = False,
+    ) -> list[SampleResponse]:
+        """As :meth:`LocalSampler.sample <twinkle.sampler.local_sampler.LocalSampler.sample>`, with adapters that were
+        received or lie in a directory. An adapter that cannot be applied is an error.
+
+        use_base_model: without any adapter, whatever else is named. return_encoded: may be said; responses always have
+        the encoded feature.
+        """
+        params = as_sampling_params(sampling_params)
+        if isinstance(inputs, Sequence) and not inputs:  # of a worker, where there are fewer inputs than workers
+            return []
+        named = ("", None) if use_base_model else (adapter_name, adapter_path)
+        with self._versions.chosen(*named) as version:
+            return sample_in_one_call(self.engine, self.template, inputs, params, version)
+
+    @_at_once
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed of prompts. Results do not depend on it: each version has a cache of its own."""
+        self.engine.reset_prefix_cache()
+
+    @_at_once
+    def shutdown(self) -> None:
+        """End vLLM's processes. Nothing can be sampled afterwards."""
+        atexit.unregister(self.engine.close)
+        self.engine.close()
+
+
+def _rest_of_gpu(engine_args: Mapping[str, Any]) -> int:
+    """What vLLM leaves of the memory of this process's first GPU."""
+    share = engine_args.get("gpu_memory_utilization")
+    if not isinstance(share, float) or not 0 < share < 1 - _RESERVE:
+        allowed = f"a number between 0 and {1 - _RESERVE}, so that a copy of the model fits beside it"
+        raise InvalidInputError("engine_args.gpu_memory_utilization", share, allowed)
+    _, total = torch.cuda.mem_get_info()
+    return int((1 - share - _RESERVE) * total)

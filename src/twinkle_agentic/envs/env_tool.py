@@ -1,0 +1,85 @@
+"""An environment as a tool: a call is an action, its answer what is seen then."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle.data_format import Tool as ToolInfo
+from twinkle_agentic.envs.env import Env, StepResult
+from twinkle_agentic.tools.tool import Tool
+
+__all__ = ["EnvTool"]
+
+_ANYTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass
+class _Episode:
+    """What came of an environment's actions so far; all tools of one environment share it."""
+
+    last_result: StepResult | None = None
+    reward: float = 0.0
+
+    def has(self, result: StepResult) -> None:
+        self.last_result = result
+        self.reward += result.reward
+
+
+class EnvTool(Tool):
+    """``parameters``: a JSON schema of the arguments. The environment must have been reset."""
+
+    def __init__(
+        self,
+        env: Env,
+        tool_name: str = "env_action",
+        description: str = "Act in the environment.",
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.env = env
+        self.tool_name = tool_name
+        self._description = description
+        self._parameters = dict(_ANYTHING if parameters is None else parameters)
+        self._episode = _Episode()
+
+    @classmethod
+    def from_env(cls, env: Env) -> list["EnvTool"]:
+        """One for each action that the environment names; one for all of them if it names none."""
+        tools = [_from_info(env, info) for info in env.tools()] or [cls(env)]
+        for tool in tools:
+            tool._episode = tools[0]._episode
+        return tools
+
+    @property
+    def last_result(self) -> StepResult | None:
+        return self._episode.last_result
+
+    @property
+    def done(self) -> bool:
+        return self.last_result is not None and self.last_result.done
+
+    @property
+    def episode_reward(self) -> float:
+        """The sum of all rewards so far."""
+        return self._episode.reward
+
+    def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:
+        if self.done:
+            return "Error: the episode is over"
+        result = self.env.step(tool_name, arguments)
+        self._episode.has(result)
+        return result.observation
+
+    def tool_info(self) -> ToolInfo:
+        return {
+            "type": "function",
+            "function": {
+                "name": self.tool_name,
+                "description": self._description,
+                "parameters": self._parameters,
+            },
+        }
+
+
+def _from_info(env: Env, info: ToolInfo) -> EnvTool:
+    function: Mapping[str, Any] = info["function"]
+    return EnvTool(env, function["name"], function.get("description") or "", function.get("parameters"))

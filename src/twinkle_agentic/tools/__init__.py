@@ -1,0 +1,6 @@
+"""What a model can call."""
+
+from twinkle_agentic.tools.tool import Tool
+from twinkle_agentic.tools.tool_manager import ToolManager
+
+__all__ = ["Tool", "ToolManager"]

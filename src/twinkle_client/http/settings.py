@@ -1,0 +1,76 @@
+"""Which server the functions of :mod:`twinkle_client.http` ask, as whom, and in which session."""
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from twinkle_client.current_client import current_client
+from twinkle_client.environment import read_environment
+from twinkle_client.transport import with_api
+
+__all__ = [
+    "get_api_key",
+    "get_base_url",
+    "get_request_id",
+    "get_session_id",
+    "set_api_key",
+    "set_base_url",
+    "set_request_id",
+    "set_session_id",
+]
+
+
+@dataclass
+class _Said:
+    """What a script has set here; None: nothing."""
+
+    base_url: str | None = None
+    api_key: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+
+
+_said = _Said()
+
+
+def set_base_url(url: str | None) -> None:
+    _said.base_url = url
+
+
+def get_base_url() -> str:
+    """With /api/v1."""
+    client = current_client()
+    if _said.base_url is not None or client is None:
+        return with_api(_said.base_url or read_environment().server_url)
+    return client.base_url
+
+
+def set_api_key(key: str | None) -> None:
+    _said.api_key = key
+
+
+def get_api_key() -> str:
+    client = current_client()
+    if _said.api_key is not None or client is None:
+        return _said.api_key or read_environment().server_token
+    return client.api_key
+
+
+def set_session_id(session_id: str | None) -> None:
+    _said.session_id = session_id
+
+
+def get_session_id() -> str | None:
+    client = current_client()
+    return _said.session_id if _said.session_id is not None or client is None else client.session_id
+
+
+def set_request_id(request_id: str | None) -> None:
+    _said.request_id = request_id
+
+
+def get_request_id() -> str:
+    """By which some servers send all requests of a program to the same process; ours needs none."""
+    if _said.request_id is None:
+        _said.request_id = f"{time.strftime('%Y%m%d_%H%M%S')}-{secrets.token_hex(4)}"
+    return _said.request_id

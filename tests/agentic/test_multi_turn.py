@@ -1,0 +1,202 @@
+"""Conversations with tools: tokens stay as they were sampled, and what is learnt is what the model said."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parents[1] / "template"), str(Path(__file__).parents[1] / "model")]
+from conversations import save_tokenizer
+from layouts import QWEN3_SOURCE
+from plain_training import LORA, MODEL
+
+from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
+from twinkle.errors import InvalidInputError
+from twinkle.model import MultiLoraTransformersModel
+from twinkle.sampler import LocalSampler
+from twinkle.template import Qwen3Template
+from twinkle_agentic.rollout import MultiTurnRollout, extend_with_bridge
+from twinkle_agentic.tools import Tool, ToolManager
+
+END = "<|im_end|>"
+
+
+class Named(Tool):
+    """Answers with what it was given, by a function."""
+
+    def __init__(self, name, answer):
+        self.name, self.answer = name, answer
+
+    def __call__(self, tool_name, arguments):
+        return self.answer(**arguments)
+
+    def tool_info(self):
+        return {"type": "function", "function": {"name": self.name, "description": "", "parameters": {}}}
+
+
+TOOLS = ToolManager([Named("add", lambda a, b: str(a + b)), Named("find", lambda what: f"{what}\n\nis here")])
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    special = ("<|im_start|>", END, "<|endoftext|>")
+    folder = save_tokenizer(tmp_path_factory.mktemp("qwen") / "model", special, QWEN3_SOURCE, None, END)
+    return Qwen3Template(str(folder), enable_thinking=False)
+
+
+def call_text(name, **arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+class Scripted:
+    """Says line after line, as tokens that the tokenizer itself would not have chosen where ``letters`` is set."""
+
+    def __init__(self, template, lines, letters=False):
+        self.template, self.lines, self.letters = template, [list(each) for each in lines], letters
+        self.said = [[] for _ in lines]
+        self.rounds = []
+
+    def sample(self, inputs, sampling_params=None, adapter_name=""):
+        self.rounds.append((len(inputs), sampling_params, adapter_name))
+        return [SampleResponse([self._say(feature)]) for feature in inputs]
+
+    def _say(self, feature):
+        number = feature["number"]
+        text = self.lines[number].pop(0)
+        encode = self.template.tokenizer.encode
+        pieces = list(text) if self.letters else [text]
+        tokens = [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
+        tokens += encode(END, add_special_tokens=False)
+        self.said[number].append(tokens)
+        return SampledSequence(
+            "stop",
+            tokens,
+            [[(token, -0.25)] for token in tokens],
+            self.template.decode(tokens),
+            self.template.concat_input_feature(feature, tokens),
+        )
+
+
+def question(number, text="What is 2 + 3, and where is the cat?"):
+    return {"messages": [{"role": "user", "content": text}], "tools": TOOLS.tool_infos(), "number": number}
+
+
+LINES = [
+    [
+        call_text("add", a=2, b=3) + "\n" + call_text("find", what="the cat"),  # two calls in one turn
+        call_text("find", what="Paris"),
+        "5, and it is here.",
+    ],
+    ["I know: 5."],
+]
+
+
+@pytest.mark.parametrize("letters", [False, True])
+def test_two_tools_over_three_turns(template, letters):
+    sampler = Scripted(template, LINES, letters)
+    rollout = MultiTurnRollout(sampler, template, TOOLS, SamplingParams(max_tokens=50, logprobs=1), adapter_name="a")
+    first, second = rollout([question(0), question(1)])
+    assert [(count, name) for count, _, name in sampler.rounds] == [(2, "a"), (1, "a"), (1, "a")]
+    assert sampler.rounds[0][1]["max_tokens"] == 50
+    _assert_what_was_said_is_learnt(first, sampler.said[0])
+    _assert_what_was_said_is_learnt(second, sampler.said[1])
+    answers = [message["content"] for message in first["messages"] if message["role"] == "tool"]
+    assert answers == ["5", "the cat\n\nis here", "Paris\n\nis here"]
+    roles = [message["role"] for message in first["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert (first["turns"], first["stop_reason"], first["truncated"]) == (3, "stop", False)
+    assert (second["turns"], second["number"]) == (1, 1)
+    assert len(first["logprobs"]) == sum(len(tokens) for tokens in sampler.said[0])
+    # what the model read is what the chat template makes of the whole conversation, to the letter
+    whole = template.encode({**question(0), "messages": first["messages"]}, tokenize=False)["prompt"]
+    assert template.decode(first["input_ids"]) + "\n" == whole
+
+
+def _assert_what_was_said_is_learnt(trajectory, said):
+    ids, labels = list(trajectory["input_ids"]), list(trajectory["labels"])
+    assert len(ids) == len(labels) == trajectory["length"]
+    assert list(trajectory["position_ids"]) == list(range(len(ids)))
+    learnt = [place + 1 for place, label in enumerate(labels) if label != -100]
+    assert [ids[place] for place in learnt] == [labels[place - 1] for place in learnt]  # shifted by one
+    assert [ids[place] for place in learnt] == [token for tokens in said for token in tokens]
+    start = 0
+    for tokens in said:  # each turn stands there as it was sampled, in one piece
+        start = next(place for place in learnt if place >= start)
+        assert ids[start : start + len(tokens)] == tokens
+        start += len(tokens)
+
+
+def test_a_bridge_begins_with_what_the_model_was_not_asked_for(template):
+    """The line break after the end of a turn is the chat template's."""
+    feature = template.encode(question(0), add_generation_prompt=True)
+    tokens = template.tokenizer.encode(call_text("add", a=1, b=2) + END, add_special_tokens=False)
+    said = template.concat_input_feature(feature, tokens)
+    grown = extend_with_bridge(said, [{"role": "tool", "content": "3"}], template)
+    bridge = template.decode(grown["input_ids"][len(said["input_ids"]) :])
+    assert bridge.startswith(
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert grown["input_ids"][: len(said["input_ids"])] == said["input_ids"].tolist()
+
+
+def test_traces(template, tmp_path):
+    seen = []
+    rollout = MultiTurnRollout(
+        Scripted(template, [*LINES, ["no"]]),
+        template,
+        TOOLS,
+        trace_dir=tmp_path / "traces",
+        trace_callback=seen.append,
+        success_callback=lambda trajectory: "5" in trajectory["messages"][-1]["content"],
+    )
+    done = rollout([question(0), question(1), question(2)], global_step=7)
+    assert [each["success"] for each in done] == [True, True, False]
+    lines = [json.loads(line) for line in (tmp_path / "traces" / "step-7.jsonl").read_text().splitlines()]
+    assert [(line["global_step"], line["turns"], line["success"]) for line in lines] == [
+        (7, 3, True),
+        (7, 1, True),
+        (7, 1, False),
+    ]
+    assert [line["messages"] for line in seen] == [each["messages"] for each in done]
+    assert "input_ids" not in lines[0]
+
+
+def test_mistakes(template):
+    sampler = Scripted(template, [LINES[0]])
+    for wrong, text in (
+        ({"template": None}, "template"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"max_trajectory_tokens": 0}, "max_trajectory_tokens"),
+        ({"sampling_params": SamplingParams(num_samples=2)}, "num_samples"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            MultiTurnRollout(sampler, **{"template": template, **wrong})
+    template.truncation_strategy = "split"
+    try:
+        with pytest.raises(InvalidInputError, match="a conversation must stay one row"):
+            MultiTurnRollout(sampler, template)
+    finally:
+        template.truncation_strategy = "raise"
+
+
+def test_with_a_model_of_this_process():
+    """A small random model says anything: here everything it says is a call, and the tool answers."""
+    model = MultiLoraTransformersModel(model_id=MODEL, mixed_precision="fp32", device="cpu", max_loras=1)
+    model.add_adapter_to_model("a", peft.LoraConfig(**LORA))
+    sampler = LocalSampler(model)
+    template = sampler.template
+    template.parse_tool_call = lambda text: [{"function": {"name": "add", "arguments": {"a": len(text), "b": 0}}}]
+    params = SamplingParams(max_tokens=40, seed=1, logprobs=1, stop=["e"])
+    rollout = MultiTurnRollout(sampler, template, TOOLS, params, max_turns=3, adapter_name="a")
+    (done,) = rollout([{"messages": [{"role": "user", "content": "go"}]}])
+    learnt = [label for label in done["labels"] if label != -100]
+    assert learnt == [pairs[0][0] for pairs in done["logprobs"]]
+    assert done["turns"] >= 2
+    assert done["messages"][2]["role"] == "tool"
+    row = model.forward_only(inputs=[done], adapter_name="a")["logps"][0]  # of the very tokens that are trained on
+    trained = row[torch.tensor(done["labels"]) != -100]
+    np.testing.assert_allclose(trained.numpy(), [pairs[0][1] for pairs in done["logprobs"]], atol=1e-5)
