@@ -253,12 +253,36 @@ def test_norms_and_progress(stub, model):
         assert model.clip_grad_norm(0.5) == norm
     stub.answer(f"{M}/clip_grad_and_step", {"result": "2.0"})
     assert model.clip_grad_and_step() == 2.0
+    stub.answer(f"{M}/clip_grad_and_step", {"result": None})
+    assert model.clip_grad_and_step() is None
     progress = {"cur_step": 10, "consumed_train_samples": 40, "gradient_accumulation_steps": 2}
     stub.answer(f"{M}/resume_from_checkpoint", {"result": progress})
     assert model.resume_from_checkpoint("twinkle://r/weights/n", resume_only_model=True) == progress
     assert sent(stub, "resume_from_checkpoint") == [
         {"name": "twinkle://r/weights/n", "resume_only_model": True, "adapter_name": "default"}
     ]
+
+
+@pytest.mark.parametrize("nothing", [None, {"result": None}], ids=["null", "result"])
+def test_servers_have_two_ways_to_say_nothing(stub, model, nothing):
+    for verb in VERBS:
+        stub.answer(f"{M}/{verb}", nothing)
+    said = [
+        model.set_loss("CrossEntropyLoss"),
+        model.set_optimizer("Adam", lr=1e-4),
+        model.set_lr_scheduler("LinearLR"),
+        model.set_template("Template"),
+        model.set_processor("InputProcessor"),
+        model.add_metric("LossMetric"),
+        model.apply_patch("Patch"),
+        model.backward(),
+        model.step(),
+        model.zero_grad(),
+        model.lr_step(),
+        model.clip_grad_and_step(),
+        model.load("twinkle://r/weights/n"),
+    ]
+    assert said == [None] * len(VERBS)
 
 
 def test_uploading(stub, model):

@@ -280,7 +280,7 @@ for _name, _body in {
     "10 000 objects deep": b'{"a":' * 10_000,
     "a number of 100 000 digits": b'{"model_id": "x", "seq_id": ' + b"9" * 100_000 + b"}",
 }.items():
-    for _path in ("optim_step", "create_session", "asample", "retrieve_future"):
+    for _path in ("optim_step", "create_session", "asample", "retrieve_future", "unload_model", "forward"):
         case(f"JSON {_path}: {_name}", "", lambda a, path=_path, body=_body: a.raw(path, body))
 
 case("model_id missing", "model_id", lambda a: a.post("optim_step", seq_id=1))
@@ -423,6 +423,103 @@ case("delete what is not there", "checkpoint", lambda a: _delete(a, "weights/ck"
 
 def _delete(a: Attacker, where: str) -> httpx.Response:
     return a.tenant.http.delete(f"training_runs/{a.model}/checkpoints/{where}")
+
+
+case("archive by a wrong kind", "checkpoint", lambda a: _archive(a, "state.db/x"))
+case("archive by a wrong name", "checkpoint", lambda a: _archive(a, "weights/%2e%2e"))
+case("archive by a long name", "checkpoint", lambda a: _archive(a, "weights/" + "x" * 4000))
+case("archive of what is not there", "checkpoint", lambda a: _archive(a, "weights/ck"))
+case("archive of an odd run", "", lambda a: a.get("training_runs/..%2f..%2fetc/checkpoints/weights/ck/archive"))
+case("archive by another method", "", lambda a: a.raw(f"training_runs/{a.model}/checkpoints/weights/ck/archive", b"{}"))
+case("an archive's address that is none", "not signed", lambda a: a.get("archives/" + "A" * 3000))
+case("unload nothing", "model_id", lambda a: a.post("unload_model"))
+case("unload null", "model_id", lambda a: a.post("unload_model", model_id=None))
+case("unload a number", "model_id", lambda a: a.post("unload_model", model_id=2**70))
+case("unload a list", "model_id", lambda a: a.post("unload_model", model_id=["x"]))
+case("unload what nobody has", "model", lambda a: a.post("unload_model", model_id="s:train:0"))
+case("unload another type", "type", lambda a: a.post("unload_model", model_id=a.model, type="optim_step"))
+case("unload beyond the limit", "larger than", lambda a: a.raw("unload_model", b" " * (JSON_LIMIT + 1)))
+case("unload in protobuf", "body", lambda a: a.raw("unload_model", training_body(a.model, 1)))
+case(
+    "unload, packed",
+    "body",
+    lambda a: a.raw("unload_model", _gzip(json.dumps({"model_id": a.model}).encode()), **{"Content-Encoding": "gzip"}),
+)
+case("unload a future that nobody asked for", "unknown", lambda a: a.poll(f"{a.model}:{10**18 - 1}"))
+
+
+def _archive(a: Attacker, where: str) -> httpx.Response:
+    return a.get(f"training_runs/{a.model}/checkpoints/{where}/archive")
+
+
+# --- passes in JSON ---------------------------------------------------------------------------------------------------
+
+_NUMBERS = {"target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]}}
+_ADVANTAGES = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+
+
+def _passes(
+    *inputs: object,
+    path: str = "forward_backward",
+    loss: object = "importance_sampling",
+    config: object = None,
+    tokens: object = (1, 2),
+    **headers: str,
+) -> Callable[[Attacker], httpx.Response]:
+    """A datum for each of ``inputs``, which are added to the targets of two tokens."""
+
+    def attack(a: Attacker) -> httpx.Response:
+        chunks = {"chunks": [{"tokens": tokens}]}
+        data = [{"model_input": chunks, "loss_fn_inputs": {**_NUMBERS, **more}} for more in inputs]
+        asked = {"data": data, "loss_fn": loss, "loss_fn_config": config}
+        body = {"model_id": a.model, "seq_id": 1, f"{path}_input": asked}
+        return a.raw(path, json.dumps(body).encode(), **headers)
+
+    return attack
+
+
+_REF = {"ref_logps": [-1.0, -2.0]}
+for _name, _value in {"2": 2.0, "-1": -1.0, "NaN": float("nan"), "text": "yes", "true": True, "null": None}.items():
+    _config = {"disable_lora": _value}
+    case(f"disable_lora {_name}", "disable_lora", _passes({}, path="forward", loss="cross_entropy", config=_config))
+case("train the base model", "disable_lora", _passes({}, loss="cross_entropy", config={"disable_lora": 1.0}))
+case("DPO of one answer", "pairs", _passes(_REF))
+case("DPO with half a reference", "data[1]", _passes(_REF, {}))
+case("DPO with another loss", "importance_sampling", _passes(_REF, _REF, loss="cross_entropy"))
+case("DPO with a short reference", "ref_logps", _passes(_REF, {"ref_logps": [-1.0]}))
+case("DPO with a reference in rows", "ref_logps", _passes(_REF, {"ref_logps": {"data": [-1.0, -2.0], "shape": [2, 1]}}))
+case("DPO with NaN", "ref_logps", _passes(_REF, {"ref_logps": [-1.0, float("nan")]}))
+case("DPO with 1e39", "ref_logps", _passes(_REF, {"ref_logps": [-1.0, -1e39]}))
+case(
+    "DPO with rewards beyond all numbers",
+    "infinity",
+    _passes({"ref_logps": [-3e38] * 2}, _REF, config={"dpo_beta": 3.0}),
+)
+case("DPO without tokens", "data[0]", _passes(_REF, _REF, tokens=[]))
+case("DPO with other weights", "weights", _passes({**_REF, "weights": [1.0]}, _REF))
+case("DPO beta 0", "dpo_beta", _passes(_REF, _REF, config={"dpo_beta": 0.0}))
+case("DPO beta endless", "infinity", _passes(_REF, _REF, config={"dpo_beta": 3e38}))
+case("DPO beta as text", "dpo_beta", _passes(_REF, _REF, config={"dpo_beta": "0.1"}))
+case("DPO sft weight -1", "dpo_sft_weight", _passes(_REF, _REF, config={"dpo_sft_weight": -1.0}))
+case("DPO of another type", "dpo_loss_type", _passes(_REF, _REF, config={"dpo_loss_type": 1.0}))
+case("DPO without a reference", "ref_logps", _passes(_ADVANTAGES, config={"dpo_beta": 0.1}))
+case("JSON: a loss that is a number", "loss_fn", _passes({}, loss=5))
+case("JSON: a custom loss", "loss_fn", _passes({}, loss="custom"))
+case("JSON: config a list", "loss_fn_config", _passes({}, config=[1]))
+case("JSON: sizes beyond memory", "shape", _passes({"weights": {"data": [], "shape": [2**62, 0]}}))
+case("JSON: sizes beyond 64 bits", "shape", _passes({"weights": {"data": [], "shape": [10**30, 0]}}))
+case("JSON: five dimensions", "shape", _passes({"weights": {"data": [], "shape": [0] * 5}}))
+case("JSON: a number of 400 digits", "weights", _passes({"weights": {"data": [10**400, 1], "shape": [2]}}))
+case("JSON: a token of 400 digits", "tokens", _passes({}, tokens=[10**400]))
+case("JSON: weights of text", "weights", _passes({"weights": ["1", "1"]}))
+case("JSON: inputs null", "weights", _passes({"weights": None}))
+case("JSON: packed badly", "body", _passes({}, **{"Content-Encoding": "gzip"}))
+case("JSON: packed in an unknown way", "Content-Encoding", _passes({}, **{"Content-Encoding": "deflate"}))
+case(
+    "JSON: the wrong envelope",
+    "forward_input",
+    lambda a: a.raw("forward", _json_pass(a.model)[:-1] + b', "forward_backward_input": {}}'),
+)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -186,6 +186,30 @@ def test_a_refused_evaluation_leaves_the_way_back_open(native):
     assert native.verb("clip_grad_and_step", adapter_name="a") > 0
 
 
+def test_verbs_without_a_result_answer_null(native):
+    native.add_adapter("a", seed=1, gradient_accumulation_steps=2)
+
+    def content(verb: str, **body: object) -> object:
+        answer = native.post(verb, adapter_name="a", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    assert content("set_loss", loss_cls="CrossEntropyLoss") is None
+    assert content("set_optimizer", optimizer_cls="AdamW", lr=0.05) is None
+    assert content("set_lr_scheduler", scheduler_cls="LinearLR") is None
+    assert content("set_processor", processor_cls="InputProcessor") is None
+    path = content("save", name="ck", save_optimizer=True)["twinkle_path"]
+    assert content("add_metric", metric_cls="LossMetric") is None
+    assert content("forward", inputs=rows(1))["result"]["logps"]
+    assert content("calculate_loss")["result"] > 0
+    assert content("backward") is None
+    for verb in ("step", "zero_grad", "lr_step"):
+        assert content(verb) is None
+    assert content("clip_grad_and_step") is None  # inside the window there is no norm
+    assert content("load", name=path) is None
+    assert content("resume_from_checkpoint", name=path)["result"]["cur_step"] == 0
+
+
 def test_metrics_begin_anew_once_they_are_told(native):
     set_up(native)
     native.verb("add_metric", adapter_name="a", metric_cls="CompletionRewardMetric", is_training=True)

@@ -43,6 +43,7 @@ def native(verb: str, body: object, kind: str = "model") -> HttpRequest:
     [
         (request("/api/v1/optim_step", {"model_id": RUN, "seq_id": 1}), OfRun(RUN)),
         (request("/api/v1/forward", {"model_id": RUN}), OfRun(RUN)),
+        (request("/api/v1/unload_model", {"model_id": RUN}), OfRun(RUN)),
         (request("/api/v1/forward_backward", training_body(RUN, 1)), OfRun(RUN)),
         (
             request("/api/v1/forward_backward", zstandard.compress(training_body(RUN, 1)), content_encoding="zstd"),

@@ -21,18 +21,20 @@ from twinkle.server import routes as server_routes
 from twinkle.server.app import make_app
 from twinkle.server.config import default_config
 from twinkle.server.routes.http import PREFIX
+from twinkle.server.unloading import UNLOAD_NUMBER
 from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files, which are the same for everyone; what it shows has routes of its own.
 PAGES = {("GET", "/dashboard"), ("GET", "/dashboard/"), ("GET", "/dashboard/{part}")}
 # The first have nothing of a tenant's to tell, and whoever watches the server has no key. What is fetched by a signed
-# address has its own tests, in test_downloads.py.
+# address has its own tests, in test_downloads.py and test_archives.py.
 PUBLIC = {
     ("GET", "/healthz"),
     ("GET", "/healthz/ready"),
     ("GET", "/healthz/deep"),
     ("GET", "/status"),
     ("POST", "/telemetry"),
+    ("GET", "/archives/{token}"),
     ("GET", "/downloads/{token}/{file}"),
     ("GET", "/traces/{token}"),
     *PAGES,
@@ -283,6 +285,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
             {"source_path": _own_checkpoint(tenant), "session_id": ids.session, "model_seq_id": 7},
         ),
     ],
+    ("POST", "/unload_model"): [_posts("unload_model", lambda ids: {"model_id": ids.model})],
     ("POST", "/weights_info"): [
         _posts("weights_info", lambda ids: {"tinker_path": ids.checkpoint}),
         _posts("weights_info", lambda ids: {"tinker_path": ids.named_sampler}),
@@ -291,6 +294,7 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
         _posts("retrieve_future", lambda ids: {"request_id": ids.request}),
         _posts("retrieve_future", lambda ids: {"request_id": f"{ids.model}:0"}),
         _posts("retrieve_future", lambda ids: {"request_id": f"{ids.model}:999"}),
+        _posts("retrieve_future", lambda ids: {"request_id": f"{ids.model}:{UNLOAD_NUMBER}"}),
         _posts("retrieve_future", lambda ids: {"request_id": ids.sample}),
         _posts("retrieve_future", lambda ids: {"request_id": f"{ids.sampler}:999"}),
         _posts("retrieve_future", lambda ids: {"request_id": ids.loss}),
@@ -340,6 +344,11 @@ ATTACKS: dict[tuple[str, str], list[Attack]] = {
     ],
     ("POST", f"{_PATH}/publish"): [lambda tenant, ids: tenant.post(f"{_of_run(ids.checkpoint)}/publish", {})],
     ("DELETE", f"{_PATH}/publish"): [_deletes(lambda ids: f"{_of_run(ids.checkpoint)}/publish")],
+    ("GET", f"{_PATH}/archive"): [
+        _gets(lambda ids: f"{_of_run(ids.checkpoint)}/archive"),
+        _gets(lambda ids: f"{_of_run(ids.named_sampler)}/archive"),
+        _gets(lambda ids: f"{_of_run(ids.exported)}/archive"),
+    ],
     ("GET", f"{_PATH}/external_weights_urls"): [
         _gets(lambda ids: f"{_of_run(ids.exported)}/external_weights_urls"),
         _gets(lambda ids: f"{_of_run(ids.checkpoint)}/external_weights_urls"),

@@ -115,8 +115,13 @@ def test_training_and_sampling_in_json(tenant):
         theirs = pb.ForwardBackwardOutput.FromString(tenant.result(packed))
         assert content["metrics"] == dict(theirs.metrics)
         (record,) = theirs.loss_fn_outputs
+        (output,) = content["loss_fn_outputs"]
+        assert set(record.fields) == {"logprobs"}
         expected = np.frombuffer(record.fields["logprobs"].data, "<f4").tolist()
-        assert content["loss_fn_outputs"] == [{"logprobs": {"data": expected, "dtype": "float32", "shape": [3]}}]
+        assert output["logprobs"] == {"data": expected, "dtype": "float32", "shape": [3]}
+        assert output["elementwise_loss"]["shape"] == [3]
+        assert output["elementwise_loss"]["data"] == pytest.approx([-expected[0], -expected[1] / 2, 0.0])
+        assert sum(output["elementwise_loss"]["data"]) == pytest.approx(content["metrics"]["loss:sum"])
     assert len(fetch(tenant, forward)["loss_fn_outputs"]) == 1
 
     published = json.loads(tenant.result(tenant.publish(old, 6)))
@@ -166,3 +171,114 @@ def test_numbers_beyond_64_bits_are_refused():
     op = decode_json_pass(json.dumps(body).encode(), OpKind.FORWARD_BACKWARD)
     assert isinstance(op.payload, Refused)
     assert "64 bits" in op.payload.message
+
+
+# --- a reference model ------------------------------------------------------------------------------------------------
+
+
+def answer(tokens: list[int], weights: list[float], **inputs: Any) -> dict[str, Any]:
+    given = {"target_tokens": tokens[1:], "weights": weights, **inputs}
+    return {"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": given}
+
+
+def rows_of(content: dict[str, Any]) -> list[list[float]]:
+    return [each["logprobs"]["data"] for each in content["loss_fn_outputs"]]
+
+
+PAIR = [answer([1, 2, 3, 4], [0.0, 1.0, 1.0]), answer([1, 2, 9], [0.0, 1.0])]
+
+
+def test_a_forward_without_the_adapter(tenant):
+    """However far it was trained. Without one the mock is undecided between two."""
+    model = tenant.model()
+    config = {"disable_lora": 1.0}
+    expected = [pytest.approx([-np.log(2)] * length) for length in (3, 2)]
+    for seq in (1, 3):
+        tenant.submit("forward_backward", request(model, seq, data=PAIR))
+        tenant.optim_step(model, seq + 1)
+    adapted = fetch(tenant, tenant.submit("forward", request(model, 5, "forward_input", data=PAIR)))
+    asked = request(model, 6, "forward_input", data=PAIR, loss_fn_config=config)
+    plain = fetch(tenant, tenant.submit("forward", asked))
+    off = request(model, 7, "forward_input", data=PAIR, loss_fn_config={"disable_lora": 0.0})
+    assert rows_of(plain) == expected
+    assert rows_of(adapted) != expected
+    assert rows_of(fetch(tenant, tenant.submit("forward", off))) == rows_of(adapted)
+
+
+def test_dpo_as_older_scripts_ask_for_it(tenant):
+    """forward without the adapter, its log-probabilities as ref_logps, importance_sampling: the loss of DPO."""
+    model = tenant.model()
+    asked = request(model, 1, "forward_input", data=PAIR, loss_fn_config={"disable_lora": 1.0})
+    reference = rows_of(fetch(tenant, tenant.submit("forward", asked)))
+    pairs = copy.deepcopy(PAIR)
+    for each, row in zip(pairs, reference, strict=True):
+        each["loss_fn_inputs"]["ref_logps"] = row
+    config = {"dpo_beta": 0.5, "dpo_sft_weight": 0.25}
+    metrics = []
+    for seq in (2, 4, 6, 8):
+        dpo = request(model, seq, data=pairs, loss_fn="importance_sampling", loss_fn_config=config)
+        content = fetch(tenant, tenant.submit("forward_backward", dpo))
+        policy = rows_of(content)
+        sums = [
+            sum(lp * w for lp, w in zip(row, d["loss_fn_inputs"]["weights"], strict=True))
+            for row, d in zip(policy, PAIR, strict=True)
+        ]
+        refs = [
+            sum(lp * w for lp, w in zip(row, d["loss_fn_inputs"]["weights"], strict=True))
+            for row, d in zip(reference, PAIR, strict=True)
+        ]
+        margin = 0.5 * ((sums[0] - refs[0]) - (sums[1] - refs[1]))
+        expected = np.log1p(np.exp(-margin)) - 0.25 * sums[0] / 2
+        assert content["metrics"]["loss:sum"] == pytest.approx(expected, abs=1e-5)
+        assert content["metrics"]["loss:mean"] == content["metrics"]["loss:sum"]
+        assert content["metrics"]["rewards/margins:mean"] == pytest.approx(margin, abs=1e-5)
+        metrics.append(content["metrics"])
+        tenant.json(tenant.optim_step(model, seq + 1))
+    margins = [each["rewards/margins:mean"] for each in metrics]
+    assert margins == sorted(margins)
+    assert [each["rewards/accuracies:mean"] for each in metrics] == [float(margin > 0) for margin in margins]
+    evaluated = request(model, 10, "forward_input", data=pairs, loss_fn="importance_sampling", loss_fn_config=config)
+    content = fetch(tenant, tenant.submit("forward", evaluated))
+    assert content["metrics"]["rewards/margins:mean"] > margins[-1]
+
+
+def test_both_forms_know_a_reference():
+    """An SDK that sends protobuf may run the same scripts."""
+    chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.array([1, 2, 3], "<i4").tobytes()))
+    inputs = {
+        "target_tokens": pb.Tensor(dense=np.array([2, 3, 4], "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[3]),
+        "ref_logps": pb.Tensor(dense=np.array([-1, -2, -3], "<f4").tobytes(), dtype=pb.DTYPE_FLOAT32, shape=[3]),
+    }
+    datum = pb.Datum(model_input=[chunk], loss_fn_inputs=inputs)
+    packed = pb.ForwardBackwardRequest(
+        model_id="m", seq_id=1, loss_fn="importance_sampling", data=[datum, datum], loss_fn_config={"dpo_beta": 0.25}
+    )
+    op = decode_forward_backward(packed.SerializeToString())
+    assert isinstance(op.payload, TrainPass), op.payload
+    assert op.payload.preference is not None
+    assert (op.payload.preference.beta, op.payload.preference.sft_weight) == (0.25, 0.0)
+    assert [row.tolist() for row in op.payload.preference.ref_logps] == [[-1, -2, -3]] * 2
+    assert not op.payload.base_model
+    forward = pb.ForwardBackwardRequest(
+        model_id="m",
+        seq_id=1,
+        loss_fn="importance_sampling",
+        data=[datum] * 2,
+        forward_only=True,
+        loss_fn_config={"disable_lora": 1.0},
+    )
+    op = decode_forward_backward(forward.SerializeToString())
+    assert isinstance(op.payload, TrainPass), op.payload
+    assert op.payload.base_model
+
+
+def test_weights_that_the_loss_does_not_read_are_no_danger(tenant):
+    """Each target's part of the loss is −logprob · weight, which may be beyond all numbers."""
+    model = tenant.model()
+    far = {"weights": [3e38, 1.0, 0.0], "logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
+    data = [answer([1, 2, 3, 4], **far), answer([1, 2, 3, 4], **{**far, "weights": [-3e38, 1.0, 0.0]})]
+    for seq in (1, 2):  # the more the model is trained, the less likely is what it was trained away from
+        content = fetch(
+            tenant, tenant.submit("forward_backward", request(model, seq, data=data, loss_fn="importance_sampling"))
+        )
+        assert len(content["loss_fn_outputs"]) == 2

@@ -68,6 +68,17 @@ class Datum:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """What DPO needs beside pairs of answers, chosen and rejected in turn: a reference's log-probabilities of the
+    targets, (T,) a datum; how dear it is to leave it; and how much the chosen answers count by themselves.
+    """
+
+    ref_logps: Sequence[FloatArray]
+    beta: float = 0.1
+    sft_weight: float = 0.0
+
+
+@dataclass(frozen=True)
 class TokenValues:
     """What the model says of the targets of one sequence: logprobs of their shape, the others (T,).
 

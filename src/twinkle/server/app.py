@@ -8,6 +8,7 @@ from fastapi import FastAPI
 import twinkle
 from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
+    archives,
     audit,
     auth,
     billing,
@@ -31,6 +32,7 @@ from twinkle.server.routes import (
     sessions,
     system,
     training,
+    unloading,
 )
 from twinkle.server.routes.http import install_error_handlers
 from twinkle.server.routes.uploads import UploadCounter
@@ -59,6 +61,8 @@ def make_app(
         session_search,
         checkpoint_actions,
         downloads,
+        archives,
+        unloading,
         auth,
         audit,
         native_model,

@@ -28,7 +28,7 @@ from twinkle.server.execution import failure_of, unexpected
 from twinkle.server.external_weights import prepare_export
 from twinkle.server.files import DataDir, copy_whole, size_of
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
-from twinkle.server.native.codec import succeeded
+from twinkle.server.native.codec import answered, succeeded
 from twinkle.server.native.host import NativeHost
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.tenant_turns import TenantTurns
@@ -381,7 +381,7 @@ class Checkpoints:
             return progress
 
         progress = await self._compute.run(resume)
-        return succeeded({"result": progress if load.verb == "resume_from_checkpoint" else None})
+        return answered(progress if load.verb == "resume_from_checkpoint" else None)
 
 
 def _write_files(write: Callable[[Path], None], directory: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from twinkle.errors import TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
-from twinkle.server.native.codec import succeeded
+from twinkle.server.native.codec import answered
 from twinkle.server.native.host import NativeHost
 from twinkle.server.native.measuring import measure_pass, measure_verb
 from twinkle.server.run_measurements import RunMeasurements, counted
@@ -26,6 +26,7 @@ from twinkle.server.types import (
 )
 from twinkle.server.wire import responses
 from twinkle.server.wire.training import encode_training_result
+from twinkle.server.wire.training_json import is_json
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class Execution:
             case TrainPass(data, loss, loss_config) as sent:
 
                 def encode_sent(result: TrainResult) -> Outcome:
-                    outcome = encode_training_result(result)
+                    # Clients that send JSON read each target's part of the loss, too.
+                    outcome = encode_training_result(result, data if is_json(op.body) else ())
                     if trains and "loss:sum" in result.metrics:
                         summed = result.metrics["loss:sum"]
                         self._measurements.passed(op.adapter_id, summed, counted(sent), sent.tokens)
@@ -72,14 +74,17 @@ class Execution:
 
                 if sent.custom is not None:
                     return _Pass(_custom_item(op.adapter_id, sent), encode_sent)
-                return _Pass(TrainItem(op.adapter_id, data, loss, loss_config), encode_sent)
+                if sent.preference is not None:
+                    return _Pass(_preference_item(op.adapter_id, sent), encode_sent)
+                item = TrainItem(op.adapter_id, data, loss, loss_config, base_model=sent.base_model)
+                return _Pass(item, encode_sent)
             case NativePass() as asked:
                 native = self._native.adapters
                 prepared = native.prepare(op.adapter_id, asked)
 
                 def encode(result: TrainResult) -> Outcome:
                     outputs = prepared.absorb(result)
-                    outcome = succeeded({"result": native.pass_result(op.adapter_id, outputs)})
+                    outcome = answered(None if asked.verb == "backward" else native.pass_result(op.adapter_id, outputs))
                     if trains:
                         measure_pass(self._measurements, prepared.item, outputs)
                     return outcome
@@ -107,7 +112,7 @@ class Execution:
         if isinstance(result, TrainFailure):
             return failure_of(result.error, op.request_id)
         try:
-            if isinstance(op.payload, TrainPass):
+            if isinstance(op.payload, TrainPass) and not op.payload.base_model:
                 self._recorder.passed(prepared.item, result)
             return prepared.encode(result)
         except TwinkleError as error:
@@ -150,7 +155,7 @@ class Execution:
                 native = self._native.adapters
                 result = native.run(op.adapter_id, asked)
                 measure_verb(self._measurements, op, asked.verb, native.optimizer_group[op.adapter_id])
-                return succeeded({"result": result})
+                return answered(result)
             case OptimStep(params):
                 try:
                     metrics = self._trainer.optim_step(op.adapter_id, params)
@@ -179,6 +184,14 @@ def _custom_item(adapter_id: str, asked: TrainPass) -> TrainItem:
     assert custom is not None
     assert custom.graph is not None, "it was looked up when the op was accepted"
     return TrainItem(adapter_id, asked.data, objective=GraphObjective.of(custom.graph, asked.data, custom.inputs))
+
+
+def _preference_item(adapter_id: str, asked: TrainPass) -> TrainItem:
+    from twinkle.model.preference_objective import PreferenceObjective  # torch, as above
+
+    assert asked.preference is not None
+    objective = PreferenceObjective(asked.data, asked.preference)
+    return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.base_model)
 
 
 def _rounds(ops: Sequence[Op]) -> list[list[int]]:

@@ -52,6 +52,7 @@ from twinkle.server.types import (
     SamplingSessionRecord,
     SessionRecord,
 )
+from twinkle.server.unloading import Unloading
 from twinkle.server.wire.sampling import Encode
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Gateway:
         self.identity = Identity(config.auth, store.keys)
         self.checkpoint_actions = CheckpointActions(store, files)
         self.signed_urls = SignedUrls(store)
+        self.unloading = Unloading(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
@@ -212,6 +214,7 @@ class Gateway:
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
             await self.park(run, f"session {session.session_id} {session.state}")
+        await self.unloading.go_on()
 
     async def park(self, run: RunRecord, why: str) -> None:
         """Those of a base model that is not served now have to wait until it is."""
@@ -388,6 +391,7 @@ class Gateway:
     def release_waiters(self) -> None:
         """Answer every long poll now: the server is about to end."""
         self.stopping = True
+        self.unloading.release_waiters()
         if self.processors is not None:
             self.processors.release_waiters()
         for entry in self.services.values():

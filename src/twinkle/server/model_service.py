@@ -247,6 +247,13 @@ class ModelService:
         """Take an adapter off the device and keep its last state; see :meth:`~twinkle.server.parking.Parking.park`."""
         return await self._parking.park(run, why, keep_seconds)
 
+    async def finish_accepted(self, run_id: str) -> None:
+        """Returns when all that was accepted for an adapter until now has ended, unless the server ends before."""
+        adapter = self._adapters.get(run_id)
+        accepted = set() if adapter is None else set(adapter.ops)
+        while adapter is not None and not accepted.isdisjoint(adapter.ops) and not self._runner.stopping:
+            await adapter.next_end()
+
     async def live_version(self, run_id: str) -> LiveVersion | None:
         """The adapter as it is now, for sampling; None if it is not (any more) here."""
         adapter = self._adapters.get(run_id)

@@ -46,6 +46,7 @@ _BODIES: Mapping[str, type[BaseModel]] = {
     f"{PREFIX}/twinkle/finish_session": types.FinishSessionRequest,
     f"{PREFIX}/twinkle/session_heartbeat": types.SessionHeartbeatRequest,
     f"{PREFIX}/twinkle/weights_info": types.WeightsInfoRequest,
+    f"{PREFIX}/unload_model": requests.UnloadModelRequest,
     f"{PREFIX}/weights_info": requests.WeightsInfoRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,

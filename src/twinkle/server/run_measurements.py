@@ -106,7 +106,9 @@ class RunMeasurements:
 
 
 def counted(asked: TrainPass) -> float:
-    """What the loss of a pass is a sum over."""
+    """What the loss of a pass is a sum over; one of pairs is a mean already."""
+    if asked.preference is not None:
+        return 1.0
     if asked.loss == "cross_entropy":
         weights = [datum.targets.size if datum.weights is None else np.abs(datum.weights).sum() for datum in asked.data]
         return float(sum(weights))

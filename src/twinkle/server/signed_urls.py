@@ -8,7 +8,7 @@ from twinkle.errors import ForbiddenError
 from twinkle.server.signed_tokens import read_token, write_token
 from twinkle.server.state import Store
 
-Use = Literal["external_weights", "trace"]
+Use = Literal["archive", "external_weights", "trace"]
 
 _PURPOSE = "addresses"
 _VALID_SECONDS = 3600.0

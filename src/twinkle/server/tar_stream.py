@@ -4,6 +4,7 @@ import asyncio
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,16 +16,25 @@ _END = bytes(2 * _BLOCK)
 class TarStream:
     """All files are open from the beginning: what is deleted meanwhile is sent whole all the same."""
 
-    def __init__(self, directory: Path, name: str, modified: float) -> None:
-        """``name``: of the directory inside the archive. Blocks."""
+    def __init__(self, directory: Path, name: str, modified: float, last: str | None = None) -> None:
+        """``name``: of the directory inside the archive; empty: the files lie at its top. ``last``: an empty file that
+        is added behind all others, by which a reader knows that nothing is missing. Blocks.
+        """
         self._open = ExitStack()
         self._members: list[tuple[bytes, BinaryIO, int]] = []  # header, content, its length
+        self._modified = int(modified)
         for file in sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()):
             content = self._open.enter_context(file.open("rb"))
-            length = file.stat().st_size
-            info = tarfile.TarInfo(f"{name}/{file.relative_to(directory).as_posix()}")
-            info.size, info.mtime, info.mode = length, int(modified), 0o644
-            self._members.append((info.tobuf(tarfile.PAX_FORMAT), content, length))
+            inside = file.relative_to(directory).as_posix()
+            self._add(f"{name}/{inside}" if name else inside, content, file.stat().st_size)
+        self.empty = not self._members
+        if last is not None:
+            self._add(last, BytesIO(), 0)
+
+    def _add(self, path: str, content: BinaryIO, length: int) -> None:
+        info = tarfile.TarInfo(path)
+        info.size, info.mtime, info.mode = length, self._modified, 0o644
+        self._members.append((info.tobuf(tarfile.PAX_FORMAT), content, length))
 
     @property
     def size(self) -> int:
@@ -38,7 +48,7 @@ class TarStream:
                 while left:
                     piece = await asyncio.to_thread(content.read, min(left, _PIECE))
                     if not piece:
-                        raise OSError(f"{content.name} became shorter while it was sent")
+                        raise OSError("a file became shorter while it was sent")
                     left -= len(piece)
                     yield piece
                 yield bytes(_padding(length))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from twinkle.loss.graph.nodes import LossGraph
-from twinkle.model.types import AdamParams, Datum, LoraSpec
+from twinkle.model.types import AdamParams, Datum, LoraSpec, Preference
 
 Metadata = Mapping[str, str]
 
@@ -69,12 +69,17 @@ class CustomLossUse:
 
 @dataclass(frozen=True)
 class TrainPass:
-    """One forward or forward_backward request. ``custom`` comes in the place of a named loss."""
+    """One forward or forward_backward request. ``custom`` or ``preference`` comes in the place of a named loss.
+
+    ``base_model``: without the adapter, in a forward alone.
+    """
 
     data: tuple[Datum, ...]
     loss: str
     loss_config: Mapping[str, float]
     custom: CustomLossUse | None = None
+    preference: Preference | None = None
+    base_model: bool = False
 
     @property
     def tokens(self) -> int:

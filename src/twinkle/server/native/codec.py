@@ -96,6 +96,11 @@ def succeeded(content: object) -> Outcome:
     return Outcome(Encoding.JSON, json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode())
 
 
+def answered(result: object) -> Outcome:
+    """Of a verb; one that has nothing to tell answers null."""
+    return succeeded(None if result is None else {"result": result})
+
+
 def finite(value: object) -> object:
     """JSON has neither NaN nor infinity: they become null."""
     if isinstance(value, float):

@@ -32,6 +32,7 @@ _OF_MODEL_ID = frozenset(
         "save_weights",
         "save_weights_external",
         "save_weights_for_sampler",
+        "unload_model",
     )
 )
 _POLLS = frozenset(f"{PREFIX}/{name}" for name in ("retrieve_future", "retrieve_futures"))

@@ -20,6 +20,7 @@ from twinkle.server.routes.http import (
     tenant_of,
 )
 from twinkle.server.types import Outcome
+from twinkle.server.unloading import UNLOAD_NUMBER
 from twinkle.server.wire import fields, responses
 from twinkle.server.wire.json_results import as_json
 from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
@@ -106,4 +107,6 @@ async def _outcome(gateway: Gateway, request_id: str, tenant_id: str) -> Outcome
     if ids.is_custom_loss(owner):
         return await gateway.custom_losses.outcome(request_id, tenant_id)
     run = await gateway.run(owner, tenant_id)
+    if seq == UNLOAD_NUMBER:
+        return await gateway.unloading.outcome(run, seconds)
     return await gateway.serving(run.model_name).training.wait(request_id, owner, seq, seconds)

@@ -22,6 +22,7 @@ from twinkle.server.routes.http import (
 from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields
 from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
+from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.requests import (
     CreateModelRequest,
     GetInfoRequest,
@@ -34,7 +35,7 @@ from twinkle.server.wire.requests import (
     to_op,
 )
 from twinkle.server.wire.training import decode_forward_backward, decompress
-from twinkle.server.wire.training_json import decode_json_pass, is_json
+from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
 
 router = APIRouter(prefix=PREFIX)
 
@@ -95,6 +96,8 @@ async def _pass(request: Request, kind: OpKind) -> Response:
     def decode() -> Op:
         body = decompress(raw, encoding, limits.max_request_bytes)
         if kind is OpKind.FORWARD or is_json(body):
+            if len(body) > MOST_BYTES:
+                raise BodyTooLargeError(MOST_BYTES)
             op = decode_json_pass(body, kind, max_tokens=limits.max_tokens_per_request)
         else:
             op = decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)

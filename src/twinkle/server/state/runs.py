@@ -27,6 +27,11 @@ _GET = select(RUNS).where(_OF_ID)
 _BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
 _OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
 _IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
+_LIVE_NOTED = (
+    select(RUNS)
+    .where(RUNS.c.state == "live", RUNS.c.note == bindparam("note"))
+    .order_by(RUNS.c.created_at, RUNS.c.run_id)
+)
 _LEFT_BEHIND = (
     select(RUNS)
     .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
@@ -54,6 +59,7 @@ _LIST = (
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
 _SET_STATE = update(RUNS).where(_OF_ID).values(state=bindparam("state"), note=bindparam("note"))
+_NOTE_LIVE = update(RUNS).where(_OF_ID, RUNS.c.state == "live").values(note=bindparam("note"))
 _TOUCH = (
     update(RUNS).where(_OF_ID, RUNS.c.last_request_at < bindparam("time")).values(last_request_at=bindparam("time"))
 )
@@ -93,6 +99,11 @@ class Runs:
         rows = await self._database.read(lambda cursor: cursor.rows(_LEFT_BEHIND, {}))
         return tuple(map(_run, rows))
 
+    async def live_noted(self, note: str) -> tuple[RunRecord, ...]:
+        """Live ones with this note, oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_NOTED, {"note": note}))
+        return tuple(map(_run, rows))
+
     async def live_by_replica(self, model_name: str) -> dict[str, int]:
         """How many live runs of a base model each replica of it has."""
         rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_BY_REPLICA, {"model_name": model_name}))
@@ -111,6 +122,10 @@ class Runs:
     async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
         parameters = {"id": run_id, "state": state, "note": note}
         await self._database.write(lambda cursor: cursor.execute(_SET_STATE, parameters))
+
+    async def note_live(self, run_id: str, note: str) -> None:
+        """Of a run that is live; one that has just left keeps the note that it left with."""
+        await self._database.write(lambda cursor: cursor.execute(_NOTE_LIVE, {"id": run_id, "note": note}))
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
         """Note the time of the newest request by run id."""

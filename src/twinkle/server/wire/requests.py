@@ -79,6 +79,11 @@ class GetInfoRequest(Request):
     type: Literal["get_info"] = "get_info"
 
 
+class UnloadModelRequest(Request):
+    model_id: Id
+    type: Literal["unload_model"] = "unload_model"
+
+
 class WeightsInfoRequest(Request):
     tinker_path: Text
 

@@ -42,6 +42,10 @@ def loaded(path: str, model_id: str) -> Outcome:
     return _success({"path": path, "model_id": model_id, "type": "load_weights"})
 
 
+def unloaded(model_id: str) -> Outcome:
+    return _success({"model_id": model_id, "type": "unload_model"})
+
+
 def created_loss(loss_id: str) -> Outcome:
     return _success({"loss_id": loss_id, "type": "create_custom_loss"})
 

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
@@ -17,6 +17,7 @@ from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
 from twinkle.server.types import CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.reference_passes import REF_LOGPS, named_pass
 from twinkle.server.wire.tensors import decode_tensor, read_array, sparse_bytes
 
 TARGETS = "target_tokens"
@@ -25,6 +26,7 @@ CUSTOM = "custom"  # a loss that the tenant created: its inputs have names of th
 LOSS_ID = "loss_id"
 # What the losses read besides targets and weights; all of it float32.
 EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", "sequence_ratio_mask")
+_KNOWN = (TARGETS, WEIGHTS, *EXTRAS, REF_LOGPS)
 
 MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config tells it otherwise
 MAX_TOKENS = 2**22
@@ -93,7 +95,7 @@ def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, max_tokens:
         return _custom_pass(request, _loss_id(request), left)
     config = _loss_config(request)
     data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(request.data))
-    return TrainPass(data, request.loss_fn, config)
+    return named_pass(data, request.loss_fn, config, trains=not request.forward_only)
 
 
 def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: "Allowance") -> TrainPass:
@@ -137,8 +139,8 @@ def _arrays(datum: pb.Datum, where: str, left: Allowance) -> dict[str, AnyArray]
 
 
 def check_input_name(name: str, where: str) -> None:
-    if name not in (TARGETS, WEIGHTS, *EXTRAS):
-        raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], (TARGETS, WEIGHTS, *EXTRAS))
+    if name not in _KNOWN:
+        raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], _KNOWN)
 
 
 def datum_of(tokens: IntArray, arrays: dict[str, AnyArray], where: str, left: Allowance) -> Datum:
@@ -266,29 +268,50 @@ def _unpack_gzip(body: bytes, limit: int) -> bytes:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def encode_training_result(result: TrainResult) -> Outcome:
-    """One record for each run of datums with the same K: all of a record's tensors share their trailing shape."""
+def encode_training_result(result: TrainResult, data: Sequence[Datum] = ()) -> Outcome:
+    """One record for each run of datums with the same K: all of a record's tensors share their trailing shape.
+
+    ``data``: what was sent by a client that also reads each target's part of the loss.
+    """
     _check_metrics(result.metrics)
-    records = [
-        _record([np.ascontiguousarray(array, "<f4") for array in run], shape)
-        for shape, run in groupby(result.logprobs, key=lambda array: array.shape[1:])
-    ]
+    columns = {"logprobs": result.logprobs}
+    if data:
+        columns["elementwise_loss"] = [*map(_elementwise_loss, result.logprobs, data)]
+    records = []
+    for shape, run in groupby(range(len(result.logprobs)), key=lambda number: result.logprobs[number].shape[1:]):
+        numbers = list(run)
+        records.append(_record({name: [arrays[n] for n in numbers] for name, arrays in columns.items()}, shape))
     output = pb.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=dict(result.metrics)
     )
     return Outcome(Encoding.PROTOBUF, output.SerializeToString())
 
 
-def _record(arrays: list[FloatArray], trailing_shape: tuple[int, ...]) -> pb.ArrayRecord:
+def _elementwise_loss(logprobs: FloatArray, datum: Datum) -> FloatArray:
+    """−logprob · weight, whatever the loss was; finite, as JSON knows nothing else."""
+    if datum.weights is None:
+        return -logprobs
+    with np.errstate(over="ignore"):
+        product = -logprobs * datum.weights.reshape(logprobs.shape)
+    largest = np.finfo(np.float32).max
+    return np.clip(product, -largest, largest)
+
+
+def _record(columns: Mapping[str, list[FloatArray]], trailing_shape: tuple[int, ...]) -> pb.ArrayRecord:
+    fields = {name: _batched(arrays, trailing_shape) for name, arrays in columns.items()}
+    return pb.ArrayRecord(type_tag="ArrayRecord", fields=fields, num_datums=len(columns["logprobs"]))
+
+
+def _batched(given: list[FloatArray], trailing_shape: tuple[int, ...]) -> pb.BatchedTensor:
+    arrays = [np.ascontiguousarray(array, "<f4") for array in given]
     offsets = np.zeros(len(arrays) + 1, "<i8")
     np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
-    tensor = pb.BatchedTensor(
+    return pb.BatchedTensor(
         data=b"".join(array.tobytes() for array in arrays),
         offsets=offsets.tobytes(),
         dtype=pb.DTYPE_FLOAT32,
         trailing_shape=trailing_shape,
     )
-    return pb.ArrayRecord(type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(arrays))
 
 
 def _check_metrics(metrics: dict[str, float]) -> None:

@@ -9,8 +9,11 @@ from pydantic import BeforeValidator, Field
 from twinkle.errors import InvalidInputError, UserError
 from twinkle.server.types import Op, OpKind, Refused, TrainPass
 from twinkle.server.wire.fields import Id, Request, SequenceNumber, TokenIds, parse
+from twinkle.server.wire.reference_passes import named_pass
 from twinkle.server.wire.training import CUSTOM, MAX_DATUMS, MAX_TOKENS, Allowance, check_input_name, datum_of
 
+# The parser lets no other thread work: so much takes half a second, and SDKs send 5 MB at a time.
+MOST_BYTES = 16 * 2**20
 _INTEGERS = ("target_tokens",)  # what a bare list means
 
 
@@ -77,7 +80,8 @@ def decode_json_pass(body: bytes, kind: OpKind, *, max_tokens: int = MAX_TOKENS)
             raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
         left = Allowance(tokens=max_tokens, sparse_bytes=0)
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
-        payload = TrainPass(data, asked.loss_fn, asked.loss_fn_config or {})
+        trains = kind is OpKind.FORWARD_BACKWARD
+        payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
     except UserError as error:
         payload = Refused(str(error))
     return Op(place.model_id, place.seq_id, kind, payload, body)
@@ -102,5 +106,7 @@ def _array(name: str, tensor: _Tensor, field: str) -> Any:
         raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
     try:
         return np.array(tensor.data, dtype).reshape(shape)
+    except ValueError:  # of nothing at all there may be any number
+        raise InvalidInputError(f"{field}.shape", shape, "sizes that memory can hold") from None
     except OverflowError:
         raise InvalidInputError(f"{field}.data", "numbers beyond 64 bits", f"numbers that {dtype} can hold") from None
