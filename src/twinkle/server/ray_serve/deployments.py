@@ -16,6 +16,7 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server import relay
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
+from twinkle.server.config.sampler_process import has_own_process
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
@@ -35,7 +36,7 @@ _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 
 @serve.ingress()
 class GatewayReplica:
-    """A front door: of the server itself, or of a sampler that shares its model's process."""
+    """A front door: of the server itself, or of a sampler, whose engine is with its model or in an actor of its own."""
 
     async def __init__(self, config: ServerConfig, keeps_house: bool) -> None:  # type: ignore[misc]
         name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
@@ -152,7 +153,8 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
         ]
         first = serve.deployment(FirstProcessorReplica).options(name=names[0], **options)
         return first.bind(config, names[0], *others)
-    gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **_options(one, _LIGHT_CPUS), **_scale(one))
+    options = _options(one, _LIGHT_CPUS) if isinstance(one.args, ServerArgs) else _door_options(config, one)
+    gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **options, **_scale(one))
     return gateway.bind(config, isinstance(one.args, ServerArgs))
 
 
@@ -169,6 +171,14 @@ def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> di
         "ray_actor_options": actor,
         "graceful_shutdown_timeout_s": _SHUTDOWN_SECONDS,
     }
+
+
+def _door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
+    """Of a sampler's front door, which computes nothing: an engine of its own takes what the application asks for."""
+    options = _options(one, _LIGHT_CPUS)
+    (model,) = (each.model for each in config.served_models if each.sampler is one.args)
+    asked = {} if has_own_process(one, model) else options["ray_actor_options"]
+    return {**options, "ray_actor_options": {"num_cpus": _LIGHT_CPUS, **asked, "num_gpus": 0.0}}
 
 
 def _scale(one: ApplicationSpec) -> Mapping[str, Any]:

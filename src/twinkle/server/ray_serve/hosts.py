@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway import Gateway, Services
-from twinkle.server.loading import load_served_model
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
@@ -34,9 +33,10 @@ from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.layout import Layout, layout_of
 from twinkle.server.ray_serve.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.ray_serve.remote_replica import RemoteReplica
+from twinkle.server.ray_serve.remote_sampler import RemoteSampler
 from twinkle.server.ray_serve.replica import Refusal
+from twinkle.server.ray_serve.replica_model import load_replica
 from twinkle.server.ray_serve.router import Router
-from twinkle.server.ray_serve.trainer_group import load_group
 from twinkle.server.relay import AsgiApp
 from twinkle.server.state import Claim, Store
 from twinkle.server.telemetry.start import Telemetry
@@ -152,10 +152,10 @@ class GatewayHost:
 class ModelHost:
     """One replica of a base model: its services, and the whole application for what concerns its adapters."""
 
-    def __init__(self, process: Process, name: str, services: Services, compute: Compute) -> None:
+    def __init__(self, process: Process, name: str, services: Services, computes: Sequence[Compute]) -> None:
         self._process = process
         self._services = services
-        self._compute = compute
+        self._computes = computes
         self.gateway = Gateway(
             process.config,
             process.store,
@@ -171,8 +171,7 @@ class ModelHost:
     @classmethod
     async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
         sys.setswitchinterval(_SWITCH_SECONDS)
-        load = load_group if served.model.processes > 1 else load_served_model
-        model = await asyncio.to_thread(load, served)
+        model = await asyncio.to_thread(load_replica, config, served)
         process = await Process.open(config)
         group = process.layout.models[served.name]
 
@@ -180,6 +179,7 @@ class ModelHost:
             return group.owner(run.run_id, run.replica) == name
 
         compute = Compute()
+        sampling = Compute() if isinstance(model.sampler, RemoteSampler) else compute
         services = services_on(
             model,
             config,
@@ -189,9 +189,10 @@ class ModelHost:
             process.tenants,
             process.telemetry,
             merge=served.model.merge,
+            sampling_compute=sampling,
             is_ours=is_ours,
         )
-        host = cls(process, name, services, compute)
+        host = cls(process, name, services, (compute, sampling))
         await host._start()
         return host
 
@@ -210,7 +211,8 @@ class ModelHost:
             await self._services.sampling.stop()
         await self._services.training.stop()
         await self.gateway.books.flush_usage()
-        self._compute.close()
+        for compute in self._computes:
+            compute.close()
         await self._process.close()
 
     @property
