@@ -74,7 +74,7 @@ def finished(sampler):
 
 def test_the_next_engine_has_what_the_last_one_had(engines):
     start, started = engines
-    sampler = RemoteSampler(start, Weights())
+    sampler = RemoteSampler(start(), start, Weights())
     for version in ("kept", "retired"):
         sampler.publish(version, "adapter")
     sampler.retire("retired")
@@ -100,7 +100,7 @@ def test_the_next_engine_has_what_the_last_one_had(engines):
 
 def test_versions_are_published_while_an_engine_is_dead(engines):
     start, started = engines
-    sampler = RemoteSampler(start, Weights())
+    sampler = RemoteSampler(start(), start, Weights())
     kill(started[0])
     sampler.publish("new", "adapter")
     assert ray.get(started[1].versions.remote()) == ["new"]
@@ -108,7 +108,7 @@ def test_versions_are_published_while_an_engine_is_dead(engines):
 
 def test_a_request_that_kills_every_engine_fails_and_others_do_not(engines):
     start, started = engines
-    sampler = RemoteSampler(start, Weights())
+    sampler = RemoteSampler(start(), start, Weights())
     sampler.submit(request("deadly", first=DEADLY))
     outcomes = finished(sampler)
     assert isinstance(outcomes["deadly"], SampleFailure)
@@ -120,7 +120,7 @@ def test_a_request_that_kills_every_engine_fails_and_others_do_not(engines):
 
 def test_a_version_whose_files_are_gone_is_lost_with_its_requests_only(engines):
     start, started = engines
-    sampler = RemoteSampler(start, Weights())
+    sampler = RemoteSampler(start(), start, Weights())
     sampler.load_version("gone", "/somewhere")
     with pytest.raises(CheckpointError, match="/somewhere is gone"):
         sampler.load_version("again", "/somewhere")
@@ -162,7 +162,7 @@ def test_what_an_application_asks_for(given, devices):
 def test_an_engine_takes_what_it_is_given_and_says_what_is_wrong(cluster):
     before = ray.available_resources()
     served = config(device_group={"name": "s", "device_type": "cpu"}).served_models[0]
-    engine, memory = start_engine(served, EngineDevices("cpu", 0.25, 2, {}, {}))
+    engine, memory = start_engine(served, EngineDevices("cpu", 0.25, 2, {}, {})).ready()
     assert "sampler: cache" in memory
     deadline = time.monotonic() + 30  # Ray's books are a little late
     while before["GPU"] - ray.available_resources().get("GPU", 0.0) != 2:

@@ -77,11 +77,11 @@ class _UnderWay:
 class RemoteSampler:
     """A :class:`~twinkle.sampler.types.Sampler` that may be used from several threads."""
 
-    def __init__(self, start: Callable[[], Any], trainer: TrainingBackend) -> None:
-        """start: brings up an engine, for as long as it takes; trainer: has the weights that are published."""
+    def __init__(self, engine: Any, start: Callable[[], Any], trainer: TrainingBackend) -> None:
+        """start: brings up the next engine, for as long as it takes; trainer: has the weights that are published."""
+        self._engine = engine
         self._start = start
         self._trainer = trainer
-        self._engine = start()
         self._lock = threading.Lock()  # held while anything below changes, and while an engine is replaced
         self._versions: dict[str, _Version] = {}
         self._requests: dict[str, _UnderWay] = {}

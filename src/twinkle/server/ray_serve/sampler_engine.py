@@ -121,18 +121,29 @@ def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedMode
     )
 
 
-def start_engine(served: ServedModelConfig, devices: EngineDevices) -> tuple[Any, str]:
-    """An actor that has loaded its engine, and its memory, for people. Blocks; says so when resources are missing."""
+@dataclass(frozen=True)
+class StartingEngine:
+    """An actor on its way up."""
+
+    actor: Any
+    loading: Any  # an ObjectRef
+    devices: EngineDevices
+
+    def ready(self) -> tuple[Any, str]:
+        """The actor, once it has loaded its engine, and its memory, for people. Blocks, and says so."""
+        while not ray.wait([self.loading], timeout=_PATIENCE_SECONDS)[0]:
+            logger.warning("the sampler's process is not ready: it loads, or the cluster has no %s", self.devices)
+        memory: str = raised(ray.get(self.loading))
+        return self.actor, memory
+
+
+def start_engine(served: ServedModelConfig, devices: EngineDevices) -> StartingEngine:
     actor = (
         ray.remote(SamplerEngine)
         .options(num_cpus=devices.num_cpus, num_gpus=devices.num_gpus, resources=dict(devices.resources))
         .remote({**twinkle_variables(), **devices.variables})
     )
-    loading = actor.load.remote(served, devices)
-    while not ray.wait([loading], timeout=_PATIENCE_SECONDS)[0]:
-        logger.warning("the sampler's process is not ready: it loads, or waits for %s in the cluster", devices)
-    memory: str = raised(ray.get(loading))
-    return actor, memory
+    return StartingEngine(actor, actor.load.remote(served, devices), devices)
 
 
 def raised(answer: object) -> Any:
