@@ -159,6 +159,21 @@ def test_what_an_application_asks_for(given, devices):
     assert devices_of(given, given.served_models[0]) == devices
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (config({"num_gpus": 1, "num_cpus": 4, "resources": {"fast": 1}}), {"num_cpus": 0.1}),
+        (config({"num_gpus": 0, "num_cpus": 4}), {"num_cpus": 4}),  # there is nobody else to take them
+        (config(), {"num_cpus": 0.1}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Serve's own, when it is imported
+def test_the_front_door_takes_no_gpu(given, taken):
+    from twinkle.server.ray_serve.deployments import door_options
+
+    assert door_options(given, given.applications[1])["ray_actor_options"] == {**taken, "num_gpus": 0}
+
+
 def test_an_engine_takes_what_it_is_given_and_says_what_is_wrong(cluster):
     before = ray.available_resources()
     served = config(device_group={"name": "s", "device_type": "cpu"}).served_models[0]

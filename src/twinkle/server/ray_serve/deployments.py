@@ -153,7 +153,7 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
         ]
         first = serve.deployment(FirstProcessorReplica).options(name=names[0], **options)
         return first.bind(config, names[0], *others)
-    options = _options(one, _LIGHT_CPUS) if isinstance(one.args, ServerArgs) else _door_options(config, one)
+    options = _options(one, _LIGHT_CPUS) if isinstance(one.args, ServerArgs) else door_options(config, one)
     gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **options, **_scale(one))
     return gateway.bind(config, isinstance(one.args, ServerArgs))
 
@@ -173,7 +173,7 @@ def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> di
     }
 
 
-def _door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
+def door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
     """Of a sampler's front door, which computes nothing: an engine of its own takes what the application asks for."""
     options = _options(one, _LIGHT_CPUS)
     (model,) = (each.model for each in config.served_models if each.sampler is one.args)
