@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from scripted_engine import DEADLY, ScriptedEngine
 from twinkle.errors import CheckpointError, TwinkleServerError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SamplingParams
 from twinkle.server.config import ServerConfig
+from twinkle.server.ray_serve.gpu_demand import gpus_wanted
 from twinkle.server.ray_serve.remote_sampler import RemoteSampler
 from twinkle.server.ray_serve.sampler_engine import EngineDevices, devices_of, start_engine
 
@@ -172,6 +174,19 @@ def test_the_front_door_takes_no_gpu(given, taken):
     from twinkle.server.ray_serve.deployments import door_options
 
     assert door_options(given, given.applications[1])["ray_actor_options"] == {**taken, "num_gpus": 0}
+
+
+def test_how_many_gpus_a_cluster_needs():
+    cookbook = Path(__file__).parents[2] / "cookbook/client/server"
+    assert gpus_wanted(ServerConfig.from_yaml(cookbook / "transformer/server_config_ray.yaml"), has_gpus=True) == 4
+    assert gpus_wanted(ServerConfig.from_yaml(cookbook / "mock/server_config_ray.yaml"), has_gpus=True) == 0
+    assert gpus_wanted(config(), has_gpus=True) == 0
+    assert gpus_wanted(config({"num_gpus": 0.5}), has_gpus=False) == 0.5
+    group = {"device_group": {"name": "m", "ranks": 4, "device_type": "cuda"}, "device_mesh": {"fsdp_size": 4}}
+    model, sampler = config().model_dump()["applications"]
+    spread = {**model, "args": {"model_id": TINY, "backend": "transformers", **group}}
+    together = ServerConfig.model_validate({"runtime": "ray", "applications": [spread, sampler]})
+    assert gpus_wanted(together, has_gpus=True) == 5
 
 
 def test_an_engine_takes_what_it_is_given_and_says_what_is_wrong(cluster):

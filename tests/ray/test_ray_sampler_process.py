@@ -40,7 +40,7 @@ SAMPLER = {"name": "sampler", "import_path": "sampler", "args": {"model_id": MOD
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     group = {"name": "model", "ranks": 2, "device_type": "cpu"}
     light = {"deployments": [{"ray_actor_options": {"num_cpus": 0}}]}
-    args = {**REAL, "device_group": group, "device_mesh": {"dp_size": 2}}
+    args = {**REAL, "device_group": group, "device_mesh": {"fsdp_size": 2}}
     applications = [
         {"name": "server", "import_path": "server", **light},
         {"name": "model", "import_path": "model", "args": args, **light},

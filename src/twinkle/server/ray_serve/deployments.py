@@ -19,6 +19,7 @@ from twinkle.server.config.applications import ApplicationSpec, ModelArgs, Proce
 from twinkle.server.config.sampler_process import has_own_process
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.fleet import ModelReport, TenantReport
+from twinkle.server.ray_serve.gpu_demand import gpus_of_replica
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
@@ -137,7 +138,9 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
     """What Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
     if isinstance(one.args, ModelArgs):
         (served,) = (each for each in config.served_models if each.model is one.args)
-        options = _options(one, _LIGHT_CPUS if one.args.backend == "mock" else 1.0, _gpus(one.args, has_gpus))
+        options = _options(
+            one, _LIGHT_CPUS if one.args.backend == "mock" else 1.0, gpus_of_replica(one, one.args, has_gpus)
+        )
         names = replica_names(one)
         others = [
             serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name)
@@ -188,14 +191,6 @@ def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
             return {"autoscaling_config": given.autoscaling_config.model_dump(exclude_none=True)}
         return {"num_replicas": given.num_replicas or 1}
     return {"num_replicas": 1}
-
-
-def _gpus(args: ModelArgs, has_gpus: bool) -> float:
-    """One for a model that is to be on a GPU: because it says so, or because it says nothing and there are some."""
-    if args.backend == "mock" or args.processes > 1:  # the processes of a group have their own
-        return 0.0
-    wanted = args.compute_device
-    return 1.0 if (has_gpus if wanted is None else wanted.startswith("cuda")) else 0.0
 
 
 def _log_to(config: ServerConfig, name: str) -> None:
