@@ -24,6 +24,7 @@ from tiny_models import take_step
 from twinkle.errors import AdapterNotFoundError, CapacityError, CheckpointError, InvalidInputError, NonFiniteError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem
 from twinkle.sampler import SampleFailure, SampleRequest, SampleResult, SamplingParams, TorchSampler
+from twinkle.sampler.received_weights import as_tensors
 
 BASE = toy_llama()
 
@@ -50,6 +51,19 @@ def test_training_on_does_not_change_a_version() -> None:
     np.testing.assert_array_equal(scores(sampler, "a"), before)
     trainer.remove_adapter("a")
     np.testing.assert_array_equal(scores(sampler, "a2"), after)
+
+
+def test_weights_from_another_process() -> None:
+    trainer, other = toy_trainer(), toy_trainer()
+    train(trainer, "a")
+    sampler = toy_sampler(other)
+    arrays = trainer.weights("a")
+    for array in arrays.values():
+        array.setflags(write=False)  # as they come out of shared memory
+    sampler.receive_version("received", trainer.peft_config("a"), as_tensors(arrays))
+    here = toy_sampler(trainer)
+    here.publish("new", "a")
+    np.testing.assert_array_equal(scores(sampler, "received"), scores(here, "new"))
 
 
 def test_turns_of_training_and_sampling_do_not_disturb_each_other() -> None:

@@ -10,6 +10,7 @@ from vllm_model import events, logprobs, make_adapter, peft_reference, prompt, r
 
 from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleServerError, UnsupportedError
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem
+from twinkle.sampler.received_weights import as_tensors
 
 if TYPE_CHECKING:
     from twinkle.sampler.vllm import VllmSampler
@@ -47,6 +48,14 @@ def test_training_on_does_not_change_a_version(sampler: "VllmSampler", trainer: 
     for name in ("one", "two"):
         sampler.retire(name)
     trainer.remove_adapter("trained")
+    assert files(sampler) == before
+
+
+def test_weights_from_another_process(sampler: "VllmSampler", trainer: Trainer) -> None:
+    before = files(sampler)
+    sampler.receive_version("received", trainer.peft_config("a"), as_tensors(trainer.weights("a")))
+    np.testing.assert_array_equal(greedy(sampler, "received"), greedy(sampler, "a"))
+    sampler.retire("received")
     assert files(sampler) == before
 
 

@@ -27,9 +27,13 @@ def services_on(
     telemetry: Telemetry,
     *,
     merge: bool,
+    sampling_compute: Compute | None = None,
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
 ) -> Services:
-    """``is_ours`` tells which runs of this base model are to be brought back here."""
+    """``is_ours`` tells which runs of this base model are to be brought back here.
+
+    ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
+    """
     limits = config.limits
     templates = Templates(model)
     training = ModelService(
@@ -49,7 +53,7 @@ def services_on(
         return Services(model, training, None, templates)
     sampling = SamplerService(
         model.sampler,
-        compute,
+        sampling_compute or compute,
         files,
         tenants=tenants,
         context=model.max_context_length,

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,31 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
     )
 
 
+def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":
+    """The sampler alone, on a copy of the base model: for a process whose devices nobody else uses.
+
+    gpus: over so many vLLM divides the model, if engine_args do not say how.
+    """
+    from twinkle import hub
+    from twinkle.model import Trainer
+
+    args, sampler, budget = served.model, served.sampler, None
+    assert sampler is not None, "there is something to load"
+    if sampler.sampler_type == "vllm":
+        engine_args = {**({"tensor_parallel_size": gpus} if gpus > 1 else {}), **(sampler.engine_args or {})}
+        sampler = sampler.model_copy(update={"engine_args": engine_args})
+        _check_vllm(sampler)
+        budget = _memory_beside_vllm(engine_args) if device == "cuda" else None
+    trainer = Trainer.from_pretrained(
+        args.model_id,
+        device=device,
+        dtype=args.dtype,
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+    )
+    return _make_sampler(sampler, trainer, hub.load_tokenizer(args.model_id), budget)
+
+
 def _make_sampler(
     args: SamplerArgs, trainer: "Trainer", tokenizer: "Tokenizer | None", budget: int | None
 ) -> "TorchSampler | VllmSampler":
@@ -84,6 +110,12 @@ def _make_sampler(
     sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
     atexit.register(sampler.close)
     return sampler
+
+
+def _memory_beside_vllm(engine_args: Mapping[str, object]) -> int:
+    from twinkle.sampler.vllm.engine_args import memory_beside
+
+    return memory_beside(engine_args)
 
 
 def _check_vllm(args: SamplerArgs) -> None:

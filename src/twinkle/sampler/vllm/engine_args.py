@@ -20,6 +20,7 @@ from twinkle.sampler.vllm import message
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
 
 _CPU_CACHE_BYTES = 2**30
+_SPARE_BYTES = 2**30  # what the drivers of two processes take of a GPU
 # Versions that may share a batch, and versions kept in host memory before their files are read again.
 _DEFAULTS: dict[str, object] = {"max_loras": 8, "max_cpu_loras": 64, "max_lora_rank": 32}
 # What cannot be set, and why.
@@ -70,6 +71,17 @@ def make_engine_args(
         allowed = "a fraction of the GPU that the trainer (memory_budget_gib of the model) leaves free"
         raise InvalidInputError("engine_args.gpu_memory_utilization", None, allowed)
     return AsyncEngineArgs(**{**defaults, **given, **_ours(folder, dtype)})
+
+
+def memory_beside(given: Mapping[str, object]) -> int:
+    """Bytes that an engine with these arguments leaves of its first GPU, where nobody else uses that."""
+    share = given.get("gpu_memory_utilization")
+    if not isinstance(share, int | float) or not 0 < share < 1:
+        allowed = (
+            "a fraction of the sampler's GPU, less than 1; what is left holds a copy of the model that scores prompts"
+        )
+        raise InvalidInputError("engine_args.gpu_memory_utilization", share, allowed)
+    return int(torch.cuda.mem_get_info()[1] * (1 - share)) - _SPARE_BYTES
 
 
 def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:

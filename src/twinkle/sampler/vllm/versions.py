@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -86,6 +86,13 @@ def copy_version(source: Path, directory: Path) -> None:
     shutil.copyfile(source / CONFIG, directory / CONFIG)
     tensors = load_file(source / WEIGHTS)
     save_file({name: tensor for name, tensor in tensors.items() if ".lora_" in name}, directory / WEIGHTS)
+
+
+def write_version(config: Mapping[str, object], weights: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """The same of weights that are in memory."""
+    directory.mkdir()
+    (directory / CONFIG).write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / WEIGHTS)
 
 
 def require_rank(rank: int, most: int) -> None:

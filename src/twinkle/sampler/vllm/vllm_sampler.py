@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import Tensor
+
 from twinkle.environment import set_variable_defaults
 from twinkle.errors import (
     InvalidInputError,
@@ -37,7 +39,7 @@ from twinkle.sampler.vllm.engine import Arrival, Broken, Ended, Engine
 from twinkle.sampler.vllm.engine_args import make_engine_args
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
-from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank
+from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank, write_version
 
 MEMORY_DIR = Path("/dev/shm")
 _WAIT_SECONDS = 0.02
@@ -126,6 +128,14 @@ class VllmSampler:
         self._scorer.load_version(version_id, directory)
         size = (source / checkpoint.WEIGHTS).stat().st_size
         self._install(version_id, size, lambda path: copy_version(source, path))
+
+    def receive_version(self, version_id: str, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
+        """As the torch sampler's: weights from elsewhere, and the contents of their adapter_config.json."""
+        require_rank(checkpoint.spec_of(config).rank, self._max_rank)
+        self._require_new(version_id)
+        self._scorer.receive_version(version_id, config, weights)
+        size = sum(tensor.nbytes for tensor in weights.values())
+        self._install(version_id, size, lambda path: write_version(config, weights, path))
 
     def retire(self, version_id: str) -> None:
         version = self._versions.pop(version_id, None)

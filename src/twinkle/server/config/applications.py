@@ -105,7 +105,7 @@ class ModelArgs(BaseModel):
 
 
 class SamplerArgs(BaseModel):
-    """Arguments of sampling on a base model (`import_path: sampler`). torch shares the trainer's weights."""
+    """Arguments of sampling on a base model (`import_path: sampler`). torch can share the trainer's weights."""
 
     model_config = STRICT
 
@@ -116,7 +116,8 @@ class SamplerArgs(BaseModel):
     engine_args: dict[str, object] | None = Field(
         default=None,
         description="Arguments of vLLM's engine under vLLM's names; only for vllm. It has weights of its own: on a GPU "
-        "`gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both must be set.",
+        "`gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both must be set; "
+        "in a process of its own the former is enough.",
     )
     memory_dir: Directory | None = Field(
         default=None,
@@ -124,7 +125,9 @@ class SamplerArgs(BaseModel):
     )
     nproc_per_node: int = Field(default=1, ge=1, description=_PROCESSES)
     device_group: DeviceGroup | None = Field(
-        default=None, description="Devices; the embedded runtime uses the model's."
+        default=None,
+        description="Devices; the embedded runtime uses the model's. On Ray a group with another name than the model's "
+        "gives the sampler a process of its own.",
     )
     device_mesh: DeviceMesh | None = Field(default=None, description=_MESH)
 

@@ -11,6 +11,7 @@ from twinkle.errors import InvalidInputError, UserError
 from twinkle.hub import parse_model_id
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, SamplerArgs, ServerArgs
 from twinkle.server.config.placement import DeviceGroup, DeviceMesh
+from twinkle.server.config.sampler_process import has_own_process
 from twinkle.server.config.sections import AuthConfig, HttpOptions
 from twinkle.server.config.serving import GATEWAY_PREFIX, PROCESSOR_PREFIX, is_path, served_models
 
@@ -20,6 +21,7 @@ Location = tuple[str | int, ...]
 Applications = Sequence[ApplicationSpec]
 
 _ONE_DEVICE = "1 (more processes or devices need runtime: ray)"
+_ONE_ENGINE = "a sampler has one engine for each replica of its model (more: num_replicas of the model)"
 _SAMPLERS_OF_BACKEND = {"transformers": ("torch", "vllm"), "megatron": ("vllm",), "mock": ("mock",)}
 _ONLY_FOR_VLLM = ("engine_args", "memory_dir")
 _NOT_FOR_MOCK = ("dtype", "device", "compiled", "memory_budget_gib")
@@ -47,15 +49,17 @@ def network_rules(http: HttpOptions, auth: AuthConfig) -> list[Broken]:
 
 def application_rules(applications: Applications, runtime: str = "embedded") -> list[Broken]:
     """All that is wrong with the applications taken together."""
+    on_ray = runtime == "ray"
     rules: list[Callable[[Applications], Iterator[Broken]]] = [
         _one_processor,
         _names_differ,
         _one_application_a_model,
         _routes,
-        _groups_of_processes if runtime == "ray" else _one_device,
+        _groups_of_processes if on_ray else _one_device,
         _model_ids,
         _mock_computes_nothing,
         _samplers_have_their_model,
+        _one_engine_a_sampler if on_ray else _samplers_share_devices,
         _model_names_differ,
         _supported_models_exist,
     ]
@@ -114,15 +118,13 @@ def _one_device(applications: Applications) -> Iterator[Broken]:
 
 
 def _groups_of_processes(applications: Applications) -> Iterator[Broken]:
-    """Of a model on Ray: data parallel and sharded, without a sampler; all else is one process."""
-    sampled = {one.args.model_id for one in applications if isinstance(one.args, SamplerArgs)}
+    """Of a model on Ray: data parallel and sharded."""
     for index, application in enumerate(applications):
         args, at = application.args, ("applications", index, "args")
         if not isinstance(args, ModelArgs) or args.processes == 1 or args.backend == "megatron":
             continue  # how Megatron divides a model is for its backend to check, once there is one
-        if args.backend == "mock" or args.model_id in sampled:
-            allowed = "1 process for a model with backend: mock or with a sampler"
-            yield Broken((*at, "device_group"), args.processes, allowed)
+        if args.backend == "mock":
+            yield Broken((*at, "device_group"), args.processes, "1 process for a model with backend: mock")
         if args.device_group is not None and args.device_group.processes != args.processes:
             allowed = f"{args.processes}, as many as device_mesh or nproc_per_node has"
             yield Broken((*at, "device_group", "ranks"), args.device_group.ranks, allowed)
@@ -192,10 +194,59 @@ def _sampler_rules(sampler: SamplerArgs, models: dict[str, ModelArgs], at: Locat
     if sampler.sampler_type not in matching:
         allowed = f"{' or '.join(matching)}, as the model's backend is {model.backend}"
         yield Broken((*at, "sampler_type"), sampler.sampler_type, allowed)
+
+
+def _samplers_share_devices(applications: Applications) -> Iterator[Broken]:
+    """All of them, as in one process."""
+    for index, sampler, model in _samplers(applications):
+        yield from _shares_device(sampler, model, ("applications", index, "args"))
+
+
+def _one_engine_a_sampler(applications: Applications) -> Iterator[Broken]:
+    """On Ray: one for each replica of the model, in its process or apart. What Megatron needs is for later."""
+    for index, sampler, model in _samplers(applications):
+        at = ("applications", index, "args")
+        if model.backend == "megatron":
+            continue
+        apart = has_own_process(applications[index], model)
+        if not apart:
+            yield from _shares_device(sampler, model, at)
+        if sampler.nproc_per_node > 1:
+            yield Broken((*at, "nproc_per_node"), sampler.nproc_per_node, f"1: {_ONE_ENGINE}")
+        most = 1 if sampler.device_group is None else sampler.device_group.gpus_per_worker
+        if most > 1 and not (apart and sampler.sampler_type == "vllm"):
+            allowed = "1 (more are for vLLM with a device_group of its own)"
+            yield Broken((*at, "device_group", "gpus_per_worker"), most, allowed)
+        yield from _one_engine(sampler, most, at)
+        names = {one.device_group.name for one in (sampler, model) if one.device_group is not None}
+        if model.processes > 1 and sampler.device_group and model.device_group and len(names) == 1:
+            allowed = "a group that is not the model's, whose processes train"
+            yield Broken((*at, "device_group", "name"), sampler.device_group.name, allowed)
+
+
+def _one_engine(sampler: SamplerArgs, gpus: int, at: Location) -> Iterator[Broken]:
+    group, mesh = sampler.device_group, sampler.device_mesh
+    if group is not None and group.processes not in (1, gpus):
+        yield Broken((*at, "device_group", "ranks"), group.ranks, f"{gpus}, as gpus_per_worker: {_ONE_ENGINE}")
+    for key in () if mesh is None else mesh.larger_than_one():
+        value = mesh.model_dump(mode="json")[key] if mesh is not None else None
+        if key not in ("world_size", "tp_size") or value != gpus:
+            allowed = f"{gpus}, as gpus_per_worker" if key in ("world_size", "tp_size") else "1"
+            yield Broken((*at, "device_mesh", key), value, f"{allowed}: {_ONE_ENGINE}")
+
+
+def _samplers(applications: Applications) -> Iterator[tuple[int, SamplerArgs, ModelArgs]]:
+    """Those that have a model, each with it."""
+    models = {one.args.model_id: one.args for one in applications if isinstance(one.args, ModelArgs)}
+    for index, application in enumerate(applications):
+        if isinstance(application.args, SamplerArgs) and application.args.model_id in models:
+            yield index, application.args, models[application.args.model_id]
+
+
+def _shares_device(sampler: SamplerArgs, model: ModelArgs, at: Location) -> Iterator[Broken]:
     wanted = sampler.device_group.device if sampler.device_group else None
     if wanted is not None and model.backend != "mock" and model.compute_device not in (None, wanted):
-        allowed = f"the device of the model: {model.compute_device}"
-        yield Broken((*at, "device_group"), wanted, allowed)
+        yield Broken((*at, "device_group"), wanted, f"the device of the model: {model.compute_device}")
 
 
 def _model_names_differ(applications: Applications) -> Iterator[Broken]:

@@ -16,8 +16,10 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server import relay
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
+from twinkle.server.config.sampler_process import has_own_process
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.fleet import ModelReport, TenantReport
+from twinkle.server.ray_serve.gpu_demand import gpus_of_replica
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
 from twinkle.server.ray_serve.replica import Refusal
@@ -45,7 +47,7 @@ _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 
 @serve.ingress()
 class GatewayReplica:
-    """A front door: of the server itself, or of a sampler that shares its model's process."""
+    """A front door: of the server itself, or of a sampler, whose engine is with its model or in an actor of its own."""
 
     async def __init__(self, config: ServerConfig, keeps_house: bool) -> None:  # type: ignore[misc]
         name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
@@ -146,7 +148,9 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
     """What Serve is to run for one entry of the configuration. ``has_gpus``: the cluster."""
     if isinstance(one.args, ModelArgs):
         (served,) = (each for each in config.served_models if each.model is one.args)
-        options = _options(one, _LIGHT_CPUS if one.args.backend == "mock" else 1.0, _gpus(one.args, has_gpus))
+        options = _options(
+            one, _LIGHT_CPUS if one.args.backend == "mock" else 1.0, gpus_of_replica(one, one.args, has_gpus)
+        )
         names = replica_names(one)
         others = [
             serve.deployment(ModelReplica).options(name=name, **options).bind(config, served, name)
@@ -162,7 +166,8 @@ def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) 
         ]
         first = serve.deployment(FirstProcessorReplica).options(name=names[0], **options)
         return first.bind(config, names[0], *others)
-    gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **_options(one, _LIGHT_CPUS), **_scale(one))
+    options = _options(one, _LIGHT_CPUS) if isinstance(one.args, ServerArgs) else door_options(config, one)
+    gateway = serve.deployment(GatewayReplica).options(name=GATEWAY, **options, **_scale(one))
     return gateway.bind(config, isinstance(one.args, ServerArgs))
 
 
@@ -177,6 +182,14 @@ def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> di
     return {**options, "ray_actor_options": actor}
 
 
+def door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
+    """Of a sampler's front door, which computes nothing: an engine of its own takes what the application asks for."""
+    options = _options(one, _LIGHT_CPUS)
+    (model,) = (each.model for each in config.served_models if each.sampler is one.args)
+    asked = {} if has_own_process(one, model) else options["ray_actor_options"]
+    return {**options, "ray_actor_options": {"num_cpus": _LIGHT_CPUS, **asked, "num_gpus": 0.0}}
+
+
 def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
     """Gateways keep nothing, and so may come and go."""
     for given in one.deployments[:1]:
@@ -184,14 +197,6 @@ def _scale(one: ApplicationSpec) -> Mapping[str, Any]:
             return {"autoscaling_config": given.autoscaling_config.model_dump(exclude_none=True)}
         return {"num_replicas": given.num_replicas or 1}
     return {"num_replicas": 1}
-
-
-def _gpus(args: ModelArgs, has_gpus: bool) -> float:
-    """One for a model that is to be on a GPU: because it says so, or because it says nothing and there are some."""
-    if args.backend == "mock" or args.processes > 1:  # the processes of a group have their own
-        return 0.0
-    wanted = args.compute_device
-    return 1.0 if (has_gpus if wanted is None else wanted.startswith("cuda")) else 0.0
 
 
 def _log_to(config: ServerConfig, name: str) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway import Gateway, Services
-from twinkle.server.loading import load_served_model
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
@@ -36,9 +35,10 @@ from twinkle.server.ray_serve.layout import Layout, layout_of
 from twinkle.server.ray_serve.own_devices import on_own_gpu
 from twinkle.server.ray_serve.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.ray_serve.remote_replica import RemoteReplica
+from twinkle.server.ray_serve.remote_sampler import RemoteSampler
 from twinkle.server.ray_serve.replica import Refusal
+from twinkle.server.ray_serve.replica_model import load_replica
 from twinkle.server.ray_serve.router import Router
-from twinkle.server.ray_serve.trainer_group import load_group
 from twinkle.server.state import Claim, Store
 from twinkle.server.state.directory_lock import DirectoryLock
 from twinkle.server.telemetry.start import Telemetry
@@ -168,12 +168,14 @@ class GatewayHost:
 class ModelHost:
     """One replica of a base model: its services, and the whole application for what concerns its adapters."""
 
-    def __init__(self, process: Process, name: str, services: Services, compute: Compute, lock: DirectoryLock) -> None:
+    def __init__(
+        self, process: Process, name: str, services: Services, computes: Sequence[Compute], lock: DirectoryLock
+    ) -> None:
         """``lock``: there is no other process of this name."""
         self._process = process
         self._lock = lock
         self._services = services
-        self._compute = compute
+        self._computes = computes
         self.gateway = Gateway(
             process.config,
             process.store,
@@ -189,8 +191,7 @@ class ModelHost:
     @classmethod
     async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
         sys.setswitchinterval(_SWITCH_SECONDS)
-        load = load_group if served.model.processes > 1 else load_served_model
-        model = await asyncio.to_thread(load, on_own_gpu(served))
+        model = await asyncio.to_thread(load_replica, config, on_own_gpu(served))
         lock = await asyncio.to_thread(_only_one, config.data_dir, name)
         process = await Process.open(config)
         group = process.layout.models[served.name]
@@ -199,6 +200,7 @@ class ModelHost:
             return group.owner(run.run_id, run.replica) == name
 
         compute = Compute()
+        sampling = Compute() if isinstance(model.sampler, RemoteSampler) else compute
         services = services_on(
             model,
             config,
@@ -208,9 +210,10 @@ class ModelHost:
             process.tenants,
             process.telemetry,
             merge=served.model.merge,
+            sampling_compute=sampling,
             is_ours=is_ours,
         )
-        host = cls(process, name, services, compute, lock)
+        host = cls(process, name, services, (compute, sampling), lock)
         await host._start()
         return host
 
@@ -229,7 +232,8 @@ class ModelHost:
             await self._services.sampling.stop()
         await self._services.training.stop()
         await self.gateway.books.flush_usage()
-        self._compute.close()
+        for compute in self._computes:
+            compute.close()
         await self._process.close()
         self._lock.release()
 

@@ -22,6 +22,7 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
 from twinkle.server.ray_serve.deployments import application_for
+from twinkle.server.ray_serve.gpu_demand import gpus_wanted
 from twinkle.server.ray_serve.layout import wanted_replicas
 
 DEFAULT_NAMESPACE = "twinkle_cluster"
@@ -78,9 +79,12 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
         proxy_location=config.proxy_location or "HeadOnly",
         http_options=HTTPOptions(host=_listening_host(http.host), port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
     )
-    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    wanted = gpus_wanted(config, gpus > 0)
+    if wanted > gpus:
+        _tell(f"the applications ask for {wanted:g} GPUs and the cluster has {gpus:g}: they wait until it has more")
     targets = [
-        serve.RunTarget(application_for(config, one, has_gpus), one.name, route, _SERVE_LOGGING)
+        serve.RunTarget(application_for(config, one, gpus > 0), one.name, route, _SERVE_LOGGING)
         for one, route in _served_at(config)
     ]
     try:
