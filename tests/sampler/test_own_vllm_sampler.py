@@ -1,7 +1,5 @@
 """vLLMSampler where there is no vLLM or no GPU; tests/vllm samples with it."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from twinkle.errors import InvalidInputError, MissingDependencyError
 from twinkle.sampler import own_vllm_sampler, vLLMSampler
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.skipif(own_vllm_sampler.has_vllm(), reason="vLLM is installed")
 def test_without_vllm_it_says_what_is_missing():
     with pytest.raises(MissingDependencyError, match="vLLMSampler needs the package 'vllm'"):
         vLLMSampler("random://llama-tiny")

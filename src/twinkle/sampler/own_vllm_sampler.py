@@ -59,7 +59,7 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         memory_budget_bytes: int | None = None,
         memory_dir: str | Path | None = None,
     ) -> None:
-        if find_spec("vllm") is None:
+        if not has_vllm():
             raise MissingDependencyError("vllm", "vllm", "vLLMSampler")
         from twinkle.sampler.vllm import VllmSampler
         from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
@@ -144,3 +144,9 @@ def _rest_of_gpu(engine_args: Mapping[str, Any]) -> int:
         raise InvalidInputError("engine_args.gpu_memory_utilization", share, allowed)
     _, total = torch.cuda.mem_get_info()
     return int((1 - share - _RESERVE) * total)
+
+
+def has_vllm() -> bool:
+    """Any folder of that name on the path counts as a package, too, but comes from no file."""
+    found = find_spec("vllm")
+    return found is not None and found.origin is not None
