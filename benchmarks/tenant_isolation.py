@@ -8,7 +8,8 @@ One server, three situations in turn, round after round, so that a slow minute o
     flood       one other tenant with as many adapters as it may have, which sends ten times what its queue takes,
                 larger bodies than are allowed, and asks for thousands of adapters more, whatever it is answered
 
-The other tenants are processes of their own, of the lowest priority. Times are medians of a forward_backward and the optim_step after it.
+The other tenants are processes of their own, of the lowest priority. Times are medians of a forward_backward and the
+optim_step after it.
 
     python benchmarks/tenant_isolation.py --json build/bench/tenant_isolation.json
 """
