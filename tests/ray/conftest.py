@@ -23,7 +23,14 @@ def cluster():
     os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parents[1] / "src")])
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TWINKLE_CPU_PG_CPUS_PER_PROC"] = "0.25"
-    ray.init(num_cpus=2, num_gpus=4, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        num_cpus=2,
+        num_gpus=4,
+        resources={"sampling": 1},
+        object_store_memory=100_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
     os.environ.clear()
