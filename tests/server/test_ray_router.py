@@ -345,3 +345,18 @@ def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
 
 async def unavailable(*_: object) -> None:
     raise DatabaseUnavailableError
+
+
+def test_an_adapter_that_nobody_has(run):
+    """A gateway serves no model itself, and would call the model unknown."""
+
+    async def check(cluster: Cluster) -> None:
+        session = (await cluster.post("twinkle/create_session", {})).json()["session_id"]
+        headers = {"X-Twinkle-Session-Id": session}
+        refused = await cluster.http.post("model/mock/twinkle/step", json={"adapter_name": "nobody"}, headers=headers)
+        assert (refused.status_code, "nobody" in refused.text) == (404, True)
+        body = {"adapter_name": "nobody", "inputs": [{"input_ids": [1]}]}
+        refused = await cluster.http.post("sampler/mock/twinkle/sample", json=body, headers=headers)
+        assert (refused.status_code, "nobody" in refused.text) == (404, True)
+
+    run(check)

@@ -47,9 +47,10 @@ _SAMPLES = ("sample", "sample_stream")
 
 @dataclass(frozen=True)
 class OfRun:
-    """An adapter that is there, or was."""
+    """An adapter that is there, or was. ``model``: any replica of it can say that there is no such adapter."""
 
     run_id: str
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -223,12 +224,12 @@ def _of_native(request: HttpRequest, kind: str, model: str, verb: str | None) ->
         return OfModel(model) if run_id is None else _of_adapter(run_id, model, verb)
     checkpoint = _checkpoint(fields.get("adapter_uri"))
     if checkpoint is not None:
-        return OfRun(checkpoint.run_id)
-    return OfModel(model) if run_id is None else OfRun(run_id)
+        return OfRun(checkpoint.run_id, model)
+    return OfModel(model) if run_id is None else OfRun(run_id, model)
 
 
 def _of_adapter(run_id: str, model: str, verb: str) -> Address:
-    return OfNewRun(run_id, model) if verb == "add_adapter_to_model" else OfRun(run_id)
+    return OfNewRun(run_id, model) if verb == "add_adapter_to_model" else OfRun(run_id, model)
 
 
 def _checkpoint(address: object) -> CheckpointPath | None:

@@ -35,8 +35,8 @@ class Directory:
     async def find(self, address: Address) -> str | None:
         """The replica's name. None: nobody has it, and whoever was asked can say so."""
         match address:
-            case OfRun(run_id):
-                return await self._of_run(run_id)
+            case OfRun(run_id, model):
+                return await self._of_run(run_id) or self._any_of(model)
             case OfSampler(sampling_session_id):
                 return await self._of_sampler(sampling_session_id)
             case OfNewRun(run_id, base_model, checkpoint):
@@ -48,7 +48,7 @@ class Directory:
                 return None if replicas is None else replicas.chosen(sampling_session_id)
             case OfModel(name, first):
                 replicas = self._replicas(name)
-                return None if replicas is None else replicas.names[0] if first else self._any(replicas)
+                return replicas.names[0] if replicas is not None and first else self._any_of(name)
             case OfOpenAiModel(name):
                 return await self._of_openai_model(name)
             case OfProcessors(session_id):
@@ -95,6 +95,10 @@ class Directory:
     def _model(self, base_model: str | None) -> str | None:
         known = None if base_model is None else known_name(base_model, self._names)
         return None if known is None else self._names[known]
+
+    def _any_of(self, base_model: str | None) -> str | None:
+        replicas = self._replicas(base_model)
+        return None if replicas is None else self._any(replicas)
 
     def _any(self, replicas: Replicas) -> str:
         """In turns."""
