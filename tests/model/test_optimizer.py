@@ -12,6 +12,7 @@ from reference import assert_numbers_close, assert_tensors_close, random_datum, 
 
 from twinkle.errors import InvalidInputError
 from twinkle.model import AdamParams, AdapterSnapshot, LoraSpec, Trainer, TrainItem
+from twinkle.model.optimizer import gradient_norm
 
 pytestmark = pytest.mark.matrix
 
@@ -208,3 +209,19 @@ def test_values_that_cannot_be(field: str, value: object, trainer: Trainer) -> N
 def test_bounds(field: str, value: float, trainer: Trainer) -> None:
     with pytest.raises(InvalidInputError, match=f"^{field}: got {value}, allowed: "):
         trainer.optim_step("a", replace(AdamParams(), **{field: value}))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 1_000_003])
+def test_norms_of_any_length(size: int, norm_type: float) -> None:
+    gradient_P = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3
+    wanted = np.linalg.norm(gradient_P.numpy().astype(np.float64), norm_type)
+    assert gradient_norm(gradient_P, norm_type) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 5000, 9999])
+def test_the_norm_shows_a_bad_value_anywhere(place: int, bad: float) -> None:
+    gradient_P = torch.ones(10_000)
+    gradient_P[place] = bad
+    assert not math.isfinite(gradient_norm(gradient_P))

@@ -12,6 +12,8 @@ from twinkle.errors import InvalidInputError, NonFiniteError
 from twinkle.model.adapter import Adapter
 from twinkle.model.types import AdamParams
 
+_PIECE = 512  # values of a gradient
+
 
 def check_adam_params(params: AdamParams) -> None:
     """Refuse what would poison the optimizer state."""
@@ -62,8 +64,14 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
 
 
 def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:
-    precise = torch.float64 if gradient_P.device.type == "cpu" else None
-    return float(torch.linalg.vector_norm(gradient_P, norm_type, dtype=precise))
+    """In fp64, but for the norms of short pieces: torch's reduction of one long row on a CPU is slow or inexact."""
+    if gradient_P.device.type != "cpu":
+        return float(torch.linalg.vector_norm(gradient_P, norm_type))
+    whole = gradient_P.numel() // _PIECE * _PIECE
+    norms = torch.linalg.vector_norm(gradient_P[:whole].view(-1, _PIECE), norm_type, dim=1).double()
+    if whole < gradient_P.numel():
+        norms = torch.cat([norms, torch.linalg.vector_norm(gradient_P[whole:], norm_type, dtype=torch.float64)[None]])
+    return float(torch.linalg.vector_norm(norms, norm_type))
 
 
 def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:
