@@ -9,7 +9,9 @@ before its clock starts):
     serial peft  Transformers + PEFT, one adapter after another
     ideal peft   Transformers + PEFT, one adapter with all sequences
 
-Losses and gradients of ours and PEFT's are compared before anything is timed. Times are medians after a warm-up.
+Losses and gradients of ours and PEFT's are compared before anything is timed. Times are medians after a warm-up. On a
+CPU the columns take turns, so that whatever else slows the machine down slows all of them; on CUDA ours go first and
+leave the memory to PEFT's.
 
     python benchmarks/multi_tenant.py --model demo --tenants 8 --seqs 1 --len 128 --dtype fp32 --json
     build/bench/cpu.json
@@ -51,14 +53,34 @@ TOLERANCE = {"fp32": 2e-4, "bf16": 0.15}
 Batch = list[Datum]
 
 
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """What is timed: forward_backward, then optimizer_steps. What comes before and after is not."""
+
+    forward_backward: Callable[[], object]
+    optimizer_steps: Callable[[], object]
+    zero: Callable[[], object]  # leaves no gradient
+    prepare: Callable[[], object] = lambda: None  # gradients for the adapters that this column does not train
+
+    def step(self) -> None:
+        self.forward_backward()
+        self.optimizer_steps()
+
+
 def main() -> None:
     args = parse_arguments()
     tenants = make_tenants(args)
     tokens = sum(len(datum.tokens) for data in tenants for datum in data)
     print(f"{args.model}: {args.tenants} tenants, {tokens} tokens, ranks {sorted(set(ranks(args)))}, {args.dtype}")
-    ours = run_ours(args, tenants)
-    theirs = {} if args.no_peft else run_peft(args, tenants, ours["reference"])
-    report = make_report(args, tokens, ours, theirs)
+    columns, reference = our_columns(args, tenants)
+    seconds: dict[str, dict[str, Any]] = {}
+    if not args.no_peft:
+        if args.device.startswith("cuda"):
+            seconds |= measure(args, columns)
+            columns.clear()
+            release_memory()
+        columns |= peft_columns(args, tenants, reference)
+    report = make_report(args, tokens, seconds | measure(args, columns))
     print_table(report)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +136,8 @@ def make_tenants(args: argparse.Namespace) -> list[Batch]:
 # --- our columns ------------------------------------------------------------------------------------------------------
 
 
-def run_ours(args: argparse.Namespace, tenants: list[Batch]) -> dict[str, object]:
+def our_columns(args: argparse.Namespace, tenants: list[Batch]) -> tuple[dict[str, Column], dict[str, Any]]:
+    """The columns, and the weights, losses and gradients to compare PEFT's with."""
     started = time.perf_counter()
     trainer = Trainer.from_pretrained(
         MODELS[args.model],
@@ -143,22 +166,26 @@ def run_ours(args: argparse.Namespace, tenants: list[Batch]) -> dict[str, object
         TrainItem(name, [Datum(data[0].tokens[:1], data[0].targets[:1])])
         for name, data in zip(names, tenants, strict=True)
     ]
-    columns = {}
-    for column, work, others in (("fused", items, []), ("ideal", everything, idle[:chosen] + idle[chosen + 1 :])):
+    others = idle[:chosen] + idle[chosen + 1 :]
 
-        def prepare(others: list[TrainItem] = others) -> None:
-            check(trainer.forward_backward(others))
+    def optimizer_steps() -> None:
+        for name in names:
+            trainer.optim_step(name, ADAM)
 
-        def step(work: list[TrainItem] = work) -> None:
-            check(trainer.forward_backward(work))
-            for name in names:
-                trainer.optim_step(name, ADAM)
-
-        columns[column] = timed(args, step, prepare)
-        columns[column]["forward_backward_s"] = timed(args, lambda work=work: trainer.forward_backward(work))["seconds"]
+    def zero_all() -> None:
         for name in names:
             trainer.zero_grad(name)
-    return {"columns": columns, "reference": reference}
+
+    columns = {
+        "fused": Column(lambda: check(trainer.forward_backward(items)), optimizer_steps, zero_all),
+        "ideal": Column(
+            lambda: check(trainer.forward_backward(everything)),
+            optimizer_steps,
+            zero_all,
+            prepare=lambda: check(trainer.forward_backward(others)),
+        ),
+    }
+    return columns, reference
 
 
 def make_b_nonzero(trainer: Trainer, name: str) -> None:
@@ -196,8 +223,7 @@ def check(results: Sequence[object]) -> list[TrainResult]:
 # --- PEFT's columns ---------------------------------------------------------------------------------------------------
 
 
-def run_peft(args: argparse.Namespace, tenants: list[Batch], reference: dict) -> dict[str, object]:
-    release_memory(args)
+def peft_columns(args: argparse.Namespace, tenants: list[Batch], reference: dict) -> dict[str, Column]:
     names = list(reference["weights"])
     model = make_peft_model(args, reference["weights"])
     parameters = {name: adapter_parameters(model, name) for name in names}
@@ -229,23 +255,14 @@ def run_peft(args: argparse.Namespace, tenants: list[Batch], reference: dict) ->
         parameters,
     )
     zero(parameters)
-    columns: dict[str, object] = {}
     compare(args, "ideal", reference["ideal"], [(chosen, backward(chosen, everything).item())], parameters)
     zero(parameters)
 
-    def serial_step() -> None:
+    def serial() -> None:
         for name, data in zip(names, tenants, strict=True):
             backward(name, data)
-            optimizers[name].step()
-            optimizers[name].zero_grad()
 
-    def serial_backward() -> None:
-        for name, data in zip(names, tenants, strict=True):
-            backward(name, data)
-        zero(parameters)
-
-    def ideal_step() -> None:
-        backward(chosen, everything)
+    def optimizer_steps() -> None:
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
@@ -255,11 +272,13 @@ def run_peft(args: argparse.Namespace, tenants: list[Batch], reference: dict) ->
             for parameter in parameters[name].values():
                 parameter.grad = torch.full_like(parameter, 1e-4)
 
-    columns["serial_peft"] = timed(args, serial_step)
-    columns["serial_peft"]["forward_backward_s"] = timed(args, serial_backward)["seconds"]
-    columns["ideal_peft"] = timed(args, ideal_step, give_gradients)
-    columns["ideal_peft"]["forward_backward_s"] = timed(args, lambda: backward(chosen, everything))["seconds"]
-    return {"columns": columns}
+    def zero_all() -> None:
+        zero(parameters)
+
+    return {
+        "serial_peft": Column(serial, optimizer_steps, zero_all),
+        "ideal_peft": Column(lambda: backward(chosen, everything), optimizer_steps, zero_all, give_gradients),
+    }
 
 
 def make_peft_model(args: argparse.Namespace, weights: dict[str, dict[str, np.ndarray]]) -> peft.PeftModel:
@@ -340,32 +359,47 @@ def zero(parameters: dict[str, dict[str, torch.nn.Parameter]]) -> None:
 # --- timing and report ------------------------------------------------------------------------------------------------
 
 
-def timed(args: argparse.Namespace, step: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> dict:
-    """Median seconds of a step after one warm-up, and its peak memory on CUDA."""
-    seconds = []
+def measure(args: argparse.Namespace, columns: dict[str, Column]) -> dict[str, dict[str, Any]]:
+    """Median seconds of a step and of its forward and backward pass, after one warm-up, and peak memory on CUDA."""
     cuda = args.device.startswith("cuda")
+    steps: dict[str, list[float]] = {name: [] for name in columns}
+    passes: dict[str, list[float]] = {name: [] for name in columns}
+    peaks: dict[str, float | None] = dict.fromkeys(columns)
     for _ in range(args.repeat + 1):
-        prepare()
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        step()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    return {"seconds": statistics.median(seconds[1:]), "peak_gib": peak}
+        for name, column in columns.items():
+            column.prepare()
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            steps[name].append(timed(column.step, cuda))
+            if cuda:
+                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+            passes[name].append(timed(column.forward_backward, cuda))
+            column.zero()
+    return {
+        name: {
+            "seconds": statistics.median(steps[name][1:]),
+            "forward_backward_s": statistics.median(passes[name][1:]),
+            "peak_gib": peaks[name],
+        }
+        for name in columns
+    }
 
 
-def release_memory(args: argparse.Namespace) -> None:
+def timed(work: Callable[[], object], cuda: bool) -> float:
+    start = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def release_memory() -> None:
     gc.collect()
-    if args.device.startswith("cuda"):
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
-def make_report(args: argparse.Namespace, tokens: int, ours: dict, theirs: dict) -> dict[str, object]:
-    columns = {**ours["columns"], **theirs.get("columns", {})}
+def make_report(args: argparse.Namespace, tokens: int, columns: dict[str, dict[str, Any]]) -> dict[str, object]:
     config = AutoConfig.from_pretrained(hub.resolve(MODELS[args.model]).path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -384,7 +418,7 @@ def make_report(args: argparse.Namespace, tokens: int, ours: dict, theirs: dict)
         "ideal_s": seconds["ideal"],
         "fused_over_ideal": seconds["ideal"] / seconds["fused"],
     }
-    if theirs:
+    if "serial_peft" in columns:
         report |= {
             "serial_peft_s": seconds["serial_peft"],
             "ideal_peft_s": seconds["ideal_peft"],
