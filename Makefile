@@ -38,7 +38,7 @@ TORCH_CPU := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench test-matrix $(MATRIX:%=test-matrix-%) test-cookbook test-kit test-vllm \
-	test-parallel test-postgres test-ray test-dashboard chaos fuzz soak clean
+	test-parallel test-postgres test-ray test-dashboard attack chaos damage fuzz soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +114,12 @@ soak: $(STAMP) ## twenty minutes of mixed load with kills: no leak, nothing lost
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
 	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
+
+attack: $(STAMP) ## known attacks on a real server with 3 GiB of memory: none kills it, each refusal names its limit
+	@$(VENV)/bin/pytest -q -s -m attack tests/attack
+
+damage: $(STAMP) ## flip bits of a data directory and cut its files, 350 starts, about an hour (DAMAGE_SEED repeats a run)
+	@$(VENV)/bin/pytest -q -s -m damage tests/damage
 
 fuzz: $(STAMP) ## changed requests, odd connections, requests made from our OpenAPI document, for some ten minutes
 	@$(VENV)/bin/pytest -q -s -m fuzz tests/fuzz

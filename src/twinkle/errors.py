@@ -220,16 +220,33 @@ class QuotaError(TwinkleServerError, RuntimeError):
 
     retry_after = 1  # seconds
 
-    def __init__(self, what: str, used: int, limit: int) -> None:
-        super().__init__(f"{what}: {used} of {limit} in use; wait until some are done, or ask for a higher limit")
+    def __init__(self, what: str, used: int, limit: int, key: str) -> None:
+        """``key`` names the limit: its key in the configuration, or the name of a limit that is fixed."""
+        super().__init__(
+            f"{what}: {used} of {limit} in use ({key}); wait until some are done, or ask for a higher limit"
+        )
+        self.key = key
 
 
 class RateLimitError(QuotaError):
     """A tenant's tokens of this minute are used up, or what is left is too little for this request."""
 
-    def __init__(self, what: str, limit: int, retry_after: int) -> None:
-        message = f"{what}: the limit of {limit} is reached; try again in {retry_after} s, or ask for a higher limit"
+    def __init__(self, what: str, limit: int, retry_after: int, key: str) -> None:
+        message = (
+            f"{what}: the limit of {limit} is reached ({key}); try again in {retry_after} s, or ask for a higher limit"
+        )
         TwinkleServerError.__init__(self, message)
+        self.retry_after = retry_after
+        self.key = key
+
+
+class OverloadedError(TwinkleServerError, MemoryError):
+    """The whole server is short of a resource for now, whoever asks: HTTP 503 with Retry-After."""
+
+    def __init__(self, what: str, used: int, limit: int, key: str, retry_after: int = 5) -> None:
+        """``key`` names the limit, as in :class:`QuotaError`."""
+        super().__init__(f"{what}: {used} of {limit} in use on this server ({key}); try again in {retry_after} s")
+        self.key = key
         self.retry_after = retry_after
 
 

@@ -115,7 +115,7 @@ def test_one_who_withdrew_everything_is_forgotten() -> None:
 
 def test_full_buckets_are_forgotten() -> None:
     now = [0.0]
-    rate = TokenRate("x", lambda: now[0])
+    rate = TokenRate("x", "max_x", lambda: now[0])
     for number in range(100):
         rate.charge(f"t{number}", 30, 60)
     rate.charge("debtor", 600, 60)

@@ -305,7 +305,7 @@ def test_answers_of_errors_are_kept_and_refusals_are_not() -> None:
                 await answers.once("a", b"", work("a", UserError("wrong")))
         for _ in range(2):
             with pytest.raises(QuotaError):
-                await answers.once("b", b"", work("b", QuotaError("things", 1, 1)))
+                await answers.once("b", b"", work("b", QuotaError("things", 1, 1, "max_things")))
         assert await answers.once("b", b"", work("b", None)) == b"b"
         assert calls == ["a", "b", "b", "b"]
         for number in range(100):

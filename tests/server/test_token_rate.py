@@ -25,7 +25,7 @@ def taken(rate: TokenRate, tokens: int, limit: int | None = 60, tenant: str = "t
 
 def test_a_minutes_worth_at_once_then_as_it_fills_up() -> None:
     clock = Clock()
-    rate = TokenRate("training tokens per minute", clock)
+    rate = TokenRate("training tokens per minute", "max_training_tokens_per_minute", clock)
     assert [taken(rate, 20) for _ in range(5)] == [True, True, True, False, False]
     with pytest.raises(RateLimitError, match="training tokens per minute: the limit of 60 is reached") as caught:
         rate.charge("t", 20, 60)
@@ -42,7 +42,7 @@ def test_a_minutes_worth_at_once_then_as_it_fills_up() -> None:
 
 def test_what_was_not_used_comes_back_and_what_was_used_beyond_is_owed() -> None:
     clock = Clock()
-    rate = TokenRate("x", clock)
+    rate = TokenRate("x", "max_x", clock)
     rate.charge("t", 60, 60)
     rate.give_back("t", 50, 60)
     assert taken(rate, 50)
@@ -56,7 +56,7 @@ def test_what_was_not_used_comes_back_and_what_was_used_beyond_is_owed() -> None
 
 def test_a_request_larger_than_a_minutes_worth_needs_all_and_leaves_a_debt() -> None:
     clock = Clock()
-    rate = TokenRate("x", clock)
+    rate = TokenRate("x", "max_x", clock)
     assert taken(rate, 1)
     assert not taken(rate, 600)
     clock.now += 1
@@ -71,7 +71,7 @@ def test_a_request_larger_than_a_minutes_worth_needs_all_and_leaves_a_debt() -> 
 @given(asked=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 60)), min_size=1, max_size=50))
 def test_no_window_sees_more_than_the_rate_and_a_minutes_worth(asked: list[tuple[float, int]]) -> None:
     clock = Clock()
-    rate = TokenRate("x", clock)
+    rate = TokenRate("x", "max_x", clock)
     got: list[tuple[float, int]] = []
     for pause, tokens in asked:
         clock.now += pause

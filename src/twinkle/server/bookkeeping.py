@@ -33,7 +33,7 @@ class Bookkeeping:
         limit = self._tenants.limits(tenant_id).checkpoint_bytes
         used = 0 if limit is None else await self._store.usage.storage_of(tenant_id)
         if limit is not None and used >= limit:
-            raise QuotaError("bytes of checkpoints", used, limit)
+            raise QuotaError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant")
 
     async def read_key_names(self) -> None:
         """For terms that are given by the name of a key."""

@@ -53,7 +53,7 @@ class CustomLosses:
         )
         made = await self._store.custom_losses.create(record, self._limit)
         if made is None:
-            raise QuotaError("custom losses", self._limit, self._limit)
+            raise QuotaError("custom losses", self._limit, self._limit, "max_custom_losses_per_tenant")
         if made.digest != record.digest:
             raise InvalidInputError("custom_loss_seq_id", number, "a number not used before in this session")
         return made.loss_id

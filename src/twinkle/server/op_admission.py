@@ -41,7 +41,7 @@ class OpAdmission:
         self.check_results(tenant_id)
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
         if waiting >= limits.queued_ops:
-            raise QuotaError("queued ops", waiting, limits.queued_ops)
+            raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
         self._tenants.training_rate.check(tenant_id, limits.training_tokens_per_minute)
 
     def check_results(self, tenant_id: str) -> None:
@@ -49,7 +49,7 @@ class OpAdmission:
         limit = self._tenants.limits(tenant_id).unfetched_bytes
         unfetched = self._futures.unfetched_bytes(tenant_id)
         if unfetched >= limit:
-            raise QuotaError("bytes of results not fetched", unfetched, limit)
+            raise QuotaError("bytes of results not fetched", unfetched, limit, "max_unfetched_result_bytes")
 
     @contextmanager
     def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
@@ -79,15 +79,20 @@ class OpAdmission:
             return  # all others of its adapter wait for it: without it they would wait in vain
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
         if waiting >= limits.queued_ops:
-            raise QuotaError("queued ops", waiting, limits.queued_ops)
+            raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
         queued = self._queued_bytes(tenant_id)
         if queued and queued + len(op.body) > limits.queued_bytes:
-            raise QuotaError("bytes of queued ops", queued, limits.queued_bytes)
+            raise QuotaError("bytes of queued ops", queued, limits.queued_bytes, "max_queued_bytes_per_tenant")
         # What waits and runs will have results, too, hardly ever larger than what was sent.
         coming = queued + (waiting + 1) * PROMISE_BYTES + len(op.body)
         unfetched = self._futures.unfetched_bytes(tenant_id)
         if waiting and unfetched + coming > limits.unfetched_bytes:
-            raise QuotaError("bytes of results not fetched, or on their way", unfetched, limits.unfetched_bytes)
+            raise QuotaError(
+                "bytes of results not fetched, or on their way",
+                unfetched,
+                limits.unfetched_bytes,
+                "max_unfetched_result_bytes",
+            )
 
     def _queued_bytes(self, tenant_id: str) -> int:
         own = (adapter for adapter in self._adapters.values() if adapter.run.tenant_id == tenant_id)

@@ -26,10 +26,12 @@ class SampleAdmission:
         limits = self._tenants.limits(tenant_id)
         under_way = self._under_way[tenant_id]
         if under_way >= limits.waiting_samples:
-            raise QuotaError("waiting samples", under_way, limits.waiting_samples)
+            raise QuotaError("waiting samples", under_way, limits.waiting_samples, "max_waiting_samples_per_tenant")
         unfetched = self._futures.unfetched_bytes(tenant_id)
         if unfetched >= limits.unfetched_bytes:
-            raise QuotaError("bytes of results not fetched", unfetched, limits.unfetched_bytes)
+            raise QuotaError(
+                "bytes of results not fetched", unfetched, limits.unfetched_bytes, "max_unfetched_result_bytes"
+            )
         self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:

@@ -44,8 +44,8 @@ class Tenants:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.usage = Usage()
-        self.training_rate = TokenRate("training tokens per minute", clock)
-        self.sampling_rate = TokenRate("sampling tokens per minute", clock)
+        self.training_rate = TokenRate("training tokens per minute", "max_training_tokens_per_minute", clock)
+        self.sampling_rate = TokenRate("sampling tokens per minute", "max_sampling_tokens_per_minute", clock)
         self._default = default or TenantTerms()
         self._special = dict(special or {})
         self._by_key_name: dict[str, TenantTerms] = {}

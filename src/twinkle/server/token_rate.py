@@ -29,10 +29,11 @@ class _Bucket:
 
 
 class TokenRate:
-    """``what`` names the limit in errors. Belongs to one event loop."""
+    """``what`` names the limit in errors, ``key`` in the configuration. Belongs to one event loop."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, what: str, key: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
+        self._key = key
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}  # of tenants that have a limit
 
@@ -44,7 +45,7 @@ class TokenRate:
         needed = min(tokens, limit)
         if bucket.level < needed:
             wait = (needed - bucket.level) * _MINUTE / limit
-            raise RateLimitError(self._what, limit, math.ceil(wait))
+            raise RateLimitError(self._what, limit, math.ceil(wait), self._key)
         bucket.level -= tokens
 
     def give_back(self, tenant_id: str, tokens: int, limit: int | None) -> None:

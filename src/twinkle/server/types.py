@@ -198,6 +198,20 @@ Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 
 
 @dataclass(frozen=True)
+class Price:
+    """What an op costs, known before anything of it is allocated. Limits, queues and the scheduler count it.
+
+    ``work`` is the time it takes on the device, in tokens of a plain pass: width, further passes and custom losses
+    count too. ``held_bytes`` is the memory of the op while it waits, ``result_bytes`` that of its result.
+    """
+
+    tokens: int = 0
+    work: int = 0
+    held_bytes: int = 0
+    result_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Op:
     """One request against an adapter. ``body`` is what the client sent, kept so that it can be replayed.
 
@@ -225,6 +239,10 @@ class Op:
         """What a pass computes; all others: 0."""
         return self.payload.tokens if isinstance(self.payload, TrainPass | NativePass) else 0
 
+    @cached_property
+    def price(self) -> Price:
+        return Price(self.tokens, self.tokens, len(self.body), 0)
+
     @property
     def is_step(self) -> bool:
         """Of the optimizer."""
@@ -239,6 +257,15 @@ class Op:
 
 def digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of one resource that the whole server shares: in use, and the limit. For /metrics and `status`."""
+
+    resource: str
+    used: int
+    limit: int
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------

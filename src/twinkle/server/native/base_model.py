@@ -58,7 +58,7 @@ class BaseModelPasses:
     def _waits(self, tenant_id: str) -> Iterator[None]:
         most, waiting = self._tenants.limits(tenant_id).queued_ops, self._waiting[tenant_id]
         if waiting >= most:
-            raise QuotaError("queued passes of the base model", waiting, most)
+            raise QuotaError("queued passes of the base model", waiting, most, "max_queued_ops_per_tenant")
         self._waiting[tenant_id] += 1
         try:
             yield

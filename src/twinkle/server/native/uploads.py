@@ -54,7 +54,7 @@ class Uploads:
                 return name
         running = sum(not upload.task.done() for upload in own.values())
         if running >= _AT_ONCE:
-            raise QuotaError("uploads at once", running, _AT_ONCE)
+            raise QuotaError("uploads at once", running, _AT_ONCE, "hub_uploads_per_tenant")
         request_id = f"upload_{secrets.token_hex(8)}"
         loop = asyncio.get_running_loop()
         task = loop.run_in_executor(self._threads, _push, repo_id, directory, address, token)

@@ -6,6 +6,7 @@ from twinkle.errors import (
     CapacityError,
     GoneError,
     InvalidInputError,
+    OverloadedError,
     QuotaError,
     ShuttingDownError,
     TwinkleError,
@@ -65,7 +66,7 @@ def refusal_of(error: TwinkleError) -> Refusal | None:
             return Refusal(413, text)
         case QuotaError():
             return Refusal(429, text, "rate_limit_error", code="rate_limit_exceeded")
-        case GoneError() | CapacityError() | ShuttingDownError() | DatabaseUnavailableError():
+        case GoneError() | CapacityError() | OverloadedError() | ShuttingDownError() | DatabaseUnavailableError():
             # The next try may go well.
             return Refusal(503, text, "server_error")
         case RequestError():

@@ -163,7 +163,9 @@ class ProcessorService:
         if worker is None:
             raise UnknownProcessorError("processor_id") if session.ended is None else WorkerEndedError(session.ended)
         if session.waiting >= _MOST_WAITING:
-            raise QuotaError("waiting requests of this session", session.waiting, _MOST_WAITING)
+            raise QuotaError(
+                "waiting requests of this session", session.waiting, _MOST_WAITING, "waiting_processor_calls"
+            )
         session.waiting += 1
         try:
             frame = await worker.ask(header, body, self._limits.call_seconds)
@@ -187,7 +189,7 @@ class ProcessorService:
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
         made = sum(other.live + other.being_made for other in of_tenant)
         if made >= self._limits.processors_per_tenant:
-            raise QuotaError("processors", made, self._limits.processors_per_tenant)
+            raise QuotaError("processors", made, self._limits.processors_per_tenant, "max_processors_per_tenant")
 
     async def _ensure_worker(self, session: _Session) -> None:
         async with session.starting:
@@ -209,10 +211,14 @@ class ProcessorService:
             raise ShuttingDownError
         taken = [other for other in self._sessions.values() if other.has_slot]
         if len(taken) >= self._limits.workers:
-            raise QuotaError("workers for processors on this server", len(taken), self._limits.workers)
+            raise QuotaError(
+                "workers for processors on this server", len(taken), self._limits.workers, "processor_workers"
+            )
         own = sum(other.tenant_id == session.tenant_id for other in taken)
         if own >= self._limits.workers_per_tenant:
-            raise QuotaError("sessions with processors", own, self._limits.workers_per_tenant)
+            raise QuotaError(
+                "sessions with processors", own, self._limits.workers_per_tenant, "max_processor_sessions_per_tenant"
+            )
         session.has_slot = True
 
     async def _end_if_empty(self, session: _Session) -> None:

@@ -17,6 +17,7 @@ from twinkle.errors import (
     GoneError,
     InvalidInputError,
     NotFoundError,
+    OverloadedError,
     QuotaError,
     ShuttingDownError,
     TwinkleError,
@@ -53,6 +54,7 @@ _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (SequenceConflictError, 409),
     (BodyTooLargeError, 413),
     (QuotaError, 429),
+    (OverloadedError, 503),
     (UserError, 400),
     (CapacityError, 503),
     (ShuttingDownError, 503),
@@ -152,9 +154,15 @@ def is_loopback(request: Request) -> bool:
 
 def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
     """For answers that a client may hope to be better soon. Both SDKs heed it."""
-    if isinstance(error, QuotaError):
+    if isinstance(error, QuotaError | OverloadedError):
         return {"Retry-After": str(error.retry_after)}
     return {"Retry-After": "1"} if status in (429, 503) else None
+
+
+def note_refusal(error: Exception) -> None:
+    """Count a request that met a limit in /metrics."""
+    if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
+        request_context.refused_by(error.key)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -162,6 +170,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwinkleError)
+        note_refusal(error)
         if isinstance(error, StorageFullError):  # its message names our directories
             logger.error("%s %s: %s", request.method, request.url.path, error)
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)

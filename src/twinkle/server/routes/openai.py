@@ -26,6 +26,7 @@ from twinkle.server.routes.http import (
     body_of,
     gateway_of,
     json_response,
+    note_refusal,
     tenant_of,
     when_to_retry,
 )
@@ -185,6 +186,7 @@ async def to_the_end(first: Json, chunks: AsyncGenerator[Json, None], request: R
 
 
 def _refusal(error: Exception, request: Request) -> Refusal:
+    note_refusal(error)
     refusal = refusal_of(error) if isinstance(error, TwinkleError) else None
     if refusal is None:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -29,7 +29,7 @@ class Upload:
         """``limit``: of all bodies of the tenant together; QuotaError if this one does not fit."""
         used = self.sizes[self.tenant_id]
         if used + size - self.size > limit and used > self.size:
-            raise QuotaError("bytes of requests under way", used, limit)
+            raise QuotaError("bytes of requests under way", used, limit, "max_uploading_bytes_per_tenant")
         if size > self.size:
             self.sizes[self.tenant_id] += size - self.size
             self.size = size

@@ -137,7 +137,7 @@ class Ops:
         accepted = await self._database.write(work)
         if accepted is None:
             assert most is not None
-            raise QuotaError("adapters", most, most)
+            raise QuotaError("adapters", most, most, "max_adapters_per_tenant")
         return accepted
 
     async def record_outcomes(self, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:

@@ -88,7 +88,7 @@ class Sessions:
         made = await self._database.write(work)
         if made is None:
             assert most is not None
-            raise QuotaError("active sessions", most, most)
+            raise QuotaError("active sessions", most, most, "max_sessions_per_tenant")
         return made
 
     async def get(self, session_id: str) -> SessionRecord | None:

@@ -46,6 +46,8 @@ class ObservedRequests:
         method: str = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.counter(instruments.HTTP_REQUESTS, method, route, str(status)).inc()
         self._metrics.histogram(instruments.HTTP_SECONDS, route, str(status)).observe(seconds)
+        if context.refused_by is not None:
+            self._metrics.counter(instruments.REFUSALS, context.refused_by).inc()
         context.span.end(method, route, status, context.request_id)
         logger.debug("%s %s %d %.1f ms", method, route, status, seconds * 1000)
 

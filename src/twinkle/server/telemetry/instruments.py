@@ -53,6 +53,12 @@ HTTP_SECONDS = Instrument(
 LONG_POLLS = Instrument(
     "twinkle_long_polls", "gauge", "Clients that wait for results now.", ("model", "queue"), read=True
 )
+REFUSALS = Instrument(
+    "twinkle_refusals_total",
+    "counter",
+    "Requests refused because a limit was reached. limit: its key in the configuration, as in SECURITY.md's table.",
+    ("limit",),
+)
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
@@ -197,6 +203,16 @@ DEVICE_MEMORY = Instrument(
 )
 HOST_MEMORY = Instrument(
     "twinkle_host_memory_bytes", "gauge", "Of the machine. kind: available or total.", ("kind",), read=True
+)
+BUDGET_USED = Instrument(
+    "twinkle_budget_used_bytes",
+    "gauge",
+    "What is in use of a resource with a limit for the whole server; resources as in SECURITY.md's table.",
+    ("resource",),
+    read=True,
+)
+BUDGET_LIMIT = Instrument(
+    "twinkle_budget_limit_bytes", "gauge", "The limit of the same resource.", ("resource",), read=True
 )
 DISK_FREE = Instrument("twinkle_disk_free_bytes", "gauge", "Where data_dir lies.", (), read=True)
 JOURNAL_BYTES = Instrument(

@@ -23,6 +23,7 @@ class RequestContext:
     http_id: str = field(default_factory=lambda: secrets.token_hex(8))
     span: RequestSpan = UNTRACED
     request_id: str | None = None
+    refused_by: str | None = None  # the limit that the request met
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("twinkle_request", default=None)
@@ -46,3 +47,10 @@ def about(request_id: str) -> None:
     context = _current.get()
     if context is not None:
         context.request_id = request_id
+
+
+def refused_by(limit: str) -> None:
+    """Note that the request now served was refused because of this limit."""
+    context = _current.get()
+    if context is not None:
+        context.refused_by = limit

@@ -10,6 +10,8 @@ class MalformedRequestError(UserError):
 class BodyTooLargeError(UserError):
     """The body is, or unpacks to, more than is accepted: HTTP 413."""
 
+    key = "max_request_bytes"
+
     def __init__(self, limit: int) -> None:
         super().__init__(f"body: larger than {limit} bytes, allowed: at most that")
         self.limit = limit
