@@ -65,6 +65,9 @@ def test_defaults_of_limits():
         "unfetched_result_seconds": 86400.0,
         "max_unfetched_result_bytes": 2**30,
         "sampler_version_retention_seconds": 86400.0,
+        "max_connections_per_address": 16384,
+        "max_header_bytes": 65536,
+        "max_long_polls_per_tenant": 8192,
         "audit_retention_seconds": 90 * 86400.0,
     }
 

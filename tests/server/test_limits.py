@@ -23,12 +23,13 @@ LIMITS = {
     "max_checkpoint_bytes_per_tenant": 1,
     "max_unfetched_result_bytes": 120_000,
     "max_uploading_bytes_per_tenant": 1_000_000,
+    "max_long_polls_per_tenant": 5,
 }
 
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("strict"), mock_config(limits=LIMITS)).start()
+    server = Server(tmp_path_factory.mktemp("strict"), mock_config(limits=LIMITS, clients={"long_poll_seconds": 2.0})).start()
     yield server
     server.close()
 
@@ -74,6 +75,18 @@ def split(answers: list[httpx.Response], limit: str) -> list[dict[str, Any]]:
         assert int(answer.headers["Retry-After"]) >= 1
     assert refused, "nobody was refused"
     return [answer.json() for answer in answers if answer.status_code == 200]
+
+
+def test_requests_that_wait(guest: Tenant, other: Tenant) -> None:
+    waiting = guest.forward_backward(guest.model(), 2)  # number 1 is missing
+    body = {"request_id": waiting}
+    answers = at_once(guest, "retrieve_future", [body] * 20)
+    assert sorted({answer.status_code for answer in answers}) == [408, 429]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) == 15
+    assert all("requests that wait for results: 5 of 5 in use" in answer.json()["detail"] for answer in refused)
+    assert other.poll(other.forward_backward(other.model(), 1)).status_code == 200
+    assert guest.poll(waiting).status_code == 408, "their places are free again"
 
 
 def test_sessions(guest: Tenant, other: Tenant) -> None:

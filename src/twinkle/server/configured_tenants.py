@@ -30,6 +30,7 @@ def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
         waiting_samples=limits.max_waiting_samples_per_tenant,
         unfetched_bytes=limits.max_unfetched_result_bytes,
         uploading_bytes=limits.max_uploading_bytes_per_tenant,
+        long_polls=limits.max_long_polls_per_tenant,
         training_tokens_per_minute=limits.max_training_tokens_per_minute,
         sampling_tokens_per_minute=limits.max_sampling_tokens_per_minute,
         checkpoint_bytes=limits.max_checkpoint_bytes_per_tenant,

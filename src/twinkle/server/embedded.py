@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -22,6 +24,7 @@ from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.config import ServerConfig
 from twinkle.server.configured_tenants import configured_tenants
+from twinkle.server.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.files import DataDir
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.loading import load_served_model
@@ -29,6 +32,7 @@ from twinkle.server.operator_desk import answer_operators
 from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.state import Store
+from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.start import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,10 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
     store = await Store.open(config.data_dir, config.database_url)
     try:
         models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
+        connections = Connections(
+            connections_within_open_files(config.limits.max_connections_per_address, config.limits.max_header_bytes),
+            lambda limit: telemetry.metrics.counter(instruments.REFUSALS, limit).inc(),
+        )
         app = make_app(
             lambda app: _running(app, config, store, models, telemetry, lambda why: server.fail(why)), telemetry
         )
@@ -63,8 +71,10 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             app,
             log_config=None,
             access_log=False,
+            http=cast("type[asyncio.Protocol]", partial(BoundedProtocol, connections)),
+            ws="none",
             timeout_keep_alive=75,
-            backlog=4096,
+            backlog=connections.limits.backlog,
             timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
             lifespan="on",
         )

@@ -32,6 +32,7 @@ from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.identity import Identity
 from twinkle.server.ids import CheckpointPath
+from twinkle.server.long_polls import LongPolls
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
 from twinkle.server.processors.service import Processors
@@ -93,6 +94,7 @@ class Gateway:
         self.books = Bookkeeping(store, self.tenants)
         self.reading = TenantTurns()  # large bodies, in threads
         self.copying = TenantTurns(at_once=1)  # checkpoints
+        self.polls = LongPolls(self.tenants)
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads()

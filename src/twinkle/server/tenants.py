@@ -22,6 +22,7 @@ class TenantLimits:
     waiting_samples: int = 4096
     unfetched_bytes: int = 2**30
     uploading_bytes: int = 2**28  # of bodies that are being received and read
+    long_polls: int = 8192  # requests that wait for results
     training_tokens_per_minute: int | None = None
     sampling_tokens_per_minute: int | None = None
     checkpoint_bytes: int | None = None

@@ -195,6 +195,18 @@ class LimitsConfig(BaseModel):
     max_uploading_bytes_per_tenant: Count = Field(
         default=256 * 2**20, description="Bodies of requests that are not answered yet, from their first byte on."
     )
+    max_header_bytes: int = Field(
+        default=65_536,
+        ge=8192,
+        description="Request line and headers of one request, with or without a key. Not on Ray, see server.md.",
+    )
+    max_connections_per_address: Count = Field(
+        default=16_384,
+        description="Connections from one address (of IPv6: one /64 network), with or without a key. Not on Ray.",
+    )
+    max_long_polls_per_tenant: Count = Field(
+        default=8192, description="Requests that wait for results at one time; counted by each process for itself."
+    )
     max_sessions_per_tenant: Count = Field(default=1000, description="Sessions that are active.")
     max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")
     max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that wait to run.")

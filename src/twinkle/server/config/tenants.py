@@ -20,6 +20,9 @@ class SpecialLimits(BaseModel):
     max_uploading_bytes_per_tenant: Count | None = Field(
         default=None, description=f"Bodies of requests that are not answered yet; {_AS_FOR_ALL}"
     )
+    max_long_polls_per_tenant: Count | None = Field(
+        default=None, description=f"Requests that wait for results; {_AS_FOR_ALL}"
+    )
     max_sessions_per_tenant: Count | None = Field(default=None, description=f"Active sessions; {_AS_FOR_ALL}")
     max_adapters_per_tenant: Count | None = Field(default=None, description=f"Live adapters; {_AS_FOR_ALL}")
     max_queued_ops_per_tenant: Count | None = Field(default=None, description=f"Training ops that wait; {_AS_FOR_ALL}")

@@ -35,7 +35,9 @@ _LARGE_RESULT = 2**20
 async def retrieve_future(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     wanted = await parsed(RetrieveFutureRequest, request)
-    outcome = await _outcome(gateway_of(request), wanted.request_id, tenant_id)
+    gateway = gateway_of(request)
+    with gateway.polls.waiting(tenant_id):
+        outcome = await _outcome(gateway, wanted.request_id, tenant_id)
     if outcome is None:
         return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
     if not _reads_protobuf(request):
@@ -59,9 +61,10 @@ async def retrieve_futures(request: Request) -> Response:
     session = await gateway.sampling_session(target.sampling_session_id, tenant_id)
     longest = gateway.config.clients.long_poll_seconds
     timeout = longest if wanted.timeout is None else min(wanted.timeout, longest)
-    done = await gateway.completions(
-        session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
-    )
+    with gateway.polls.waiting(tenant_id):
+        done = await gateway.completions(
+            session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
+        )
     cursor = done[-1].place if done else wanted.prev_cursor
     return json_response({"completions": [_completion(one) for one in done], "cursor": cursor})
 
