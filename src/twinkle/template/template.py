@@ -44,6 +44,8 @@ Columns = dict[str, list[Any]]
 
 _logger = logging.getLogger(__name__)
 
+_MOST_CHARACTERS = 2**20  # of a generated text that is looked through for tool calls
+
 
 class Template:
     """Works with the chat template that a model's tokenizer brings along.
@@ -388,8 +390,10 @@ class Template:
         return features[0]
 
     def _assistant_message(self, tokens: Sequence[int]) -> Row:
-        text = self.decode(tokens, skip_special_tokens=True)
-        for written in (text, self.decode(tokens)):  # the tags around a call are special tokens in some vocabularies
+        text, whole = self.decode(tokens, skip_special_tokens=True), self.decode(tokens)
+        if len(whole) > _MOST_CHARACTERS:
+            return {"role": "assistant", "content": text}
+        for written in dict.fromkeys((text, whole)):  # the tags around a call are special tokens in some vocabularies
             calls = self.parse_tool_call(written)
             if calls:
                 content = self.clean_tool_call(written)
