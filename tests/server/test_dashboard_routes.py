@@ -19,6 +19,7 @@ from twinkle.server.ids import directory_name
 from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.routes import dashboard
 from twinkle.server.tar_stream import TarStream
+from twinkle.server.work_pools import FairPool
 
 FILES = Path(dashboard.__file__).parents[1] / "dashboard"
 
@@ -185,7 +186,7 @@ def test_large_files_are_sent_in_pieces_and_whole_when_deleted_meanwhile(tmp_pat
         (tmp_path / "ck" / name).unlink()
 
     async def sent() -> list[bytes]:
-        return [piece async for piece in stream.pieces()]
+        return [piece async for piece in stream.pieces(FairPool("test", 1, 1), "t")]
 
     pieces = asyncio.run(sent())
     assert max(map(len, pieces)) <= 2**20

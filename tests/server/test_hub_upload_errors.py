@@ -9,13 +9,14 @@ import pytest
 from twinkle.errors import UploadError
 from twinkle.hub import HubOperation
 from twinkle.server.native.uploads import Uploads
+from twinkle.server.work_pools import WorkPools
 
 ADDRESS = "twinkle://s-1/weights/ck"
 
 
 def told(directory: Path) -> str:
     async def scenario() -> str:
-        uploads = Uploads()
+        uploads = Uploads(WorkPools().hub)
         request_id = uploads.start("t", None, directory, ADDRESS, "hf://org/name", "token")
         while (status := uploads.status("t", request_id)).status == "running":
             await asyncio.sleep(0.01)

@@ -16,6 +16,7 @@ from twinkle.server.mock import MockTrainer
 from twinkle.server.native import uploads
 from twinkle.server.native.adapters import NativeAdapters
 from twinkle.server.types import NativeVerb
+from twinkle.server.work_pools import WorkPools
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, 3, 4, 5, 6, 7]},
@@ -202,7 +203,7 @@ def test_a_hub_that_does_not_answer_keeps_no_thread_of_others(monkeypatch):
     monkeypatch.setattr(uploads, "_push", lambda *_arguments: str(released.wait(60)))
 
     async def scenario() -> str:
-        hub = uploads.Uploads()
+        hub = uploads.Uploads(WorkPools().hub)
         for number in range(40):
             hub.start(f"tenant {number // 4}", None, Path(), "twinkle://r/weights/c", "org/name", "token")
         try:
@@ -211,6 +212,34 @@ def test_a_hub_that_does_not_answer_keeps_no_thread_of_others(monkeypatch):
             released.set()
 
     assert asyncio.run(scenario()) == "done"
+
+
+def test_one_tenant_does_not_hold_all_threads_for_hubs(monkeypatch):
+    released, begun = threading.Event(), threading.Semaphore(0)
+
+    def push(repo_id: str, *_arguments: object) -> str:
+        begun.release()
+        if repo_id == "greedy/name":
+            released.wait(60)
+        return repo_id
+
+    monkeypatch.setattr(uploads, "_push", push)
+
+    async def scenario() -> None:
+        hub = uploads.Uploads(WorkPools().hub)
+        try:
+            for _ in range(4):
+                hub.start("greedy", None, Path(), "twinkle://r/weights/c", "greedy/name", "token")
+            for _ in range(2):
+                assert await asyncio.to_thread(begun.acquire, timeout=30)
+            honest = hub.start("honest", None, Path(), "twinkle://r/weights/c", "honest/name", "token")
+            async with asyncio.timeout(30):
+                while hub.status("honest", honest).status != "completed":
+                    await asyncio.sleep(0.01)
+        finally:
+            released.set()
+
+    asyncio.run(scenario())
 
 
 def test_templates_are_not_built_in_the_compute_thread():

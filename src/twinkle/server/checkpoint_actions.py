@@ -1,7 +1,7 @@
 """What the owner of a checkpoint may do with it: delete it, change its expiry, let everybody read it."""
 
-import asyncio
 import time
+from functools import partial
 
 from twinkle.errors import NotFoundError
 from twinkle.server.checkpoint_access import expired
@@ -9,14 +9,16 @@ from twinkle.server.files import DataDir
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.state import Store
 from twinkle.server.types import CheckpointRecord
+from twinkle.server.work_pools import FairPool
 
 
 class CheckpointActions:
     """Every method answers for another tenant's checkpoint, public or not, as for one that does not exist."""
 
-    def __init__(self, store: Store, files: DataDir) -> None:
+    def __init__(self, store: Store, files: DataDir, threads: FairPool) -> None:
         self._store = store
         self._files = files
+        self._threads = threads
 
     async def delete(self, path: CheckpointPath, tenant_id: str) -> None:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
@@ -32,10 +34,10 @@ class CheckpointActions:
         """Files that samplers are pinned to stay until the sessions of all of them have ended."""
         await self._store.checkpoints.delete(record.run_id, record.kind, record.name, event)
         if not await self._store.sampling_sessions.refer_to(record.directory):
-            await asyncio.to_thread(self._files.remove, record.directory)
+            await self._threads.in_thread(record.tenant_id, partial(self._files.remove, record.directory))
         run = await self._store.runs.get(record.run_id)
         if run is not None and run.state != "live":  # nobody saves to it any more
-            await asyncio.to_thread(self._files.remove_empty, record.directory)
+            await self._threads.in_thread(record.tenant_id, partial(self._files.remove_empty, record.directory))
 
     async def set_ttl(self, path: CheckpointPath, tenant_id: str, ttl_seconds: int | None) -> None:
         """Counted from now; None: it stays."""

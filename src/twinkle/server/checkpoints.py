@@ -4,7 +4,6 @@ A checkpoint exists once its record is in the database, and its record comes aft
 after a crash finds its own record, or writes the same files anew.
 """
 
-import asyncio
 import errno
 import itertools
 import time
@@ -78,7 +77,8 @@ class Checkpoints:
         self._compute = compute
         self._files = files
         self._tenants = tenants
-        self._writing = TenantTurns()  # files: a tenant that saves much waits for itself
+        self._writing = TenantTurns()  # a tenant that saves much waits for itself; each holds a copy of an adapter
+        self._threads = tenants.pools.saving
         self._publishing: set[str] = set()  # sampling sessions that come into being
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
@@ -190,7 +190,7 @@ class Checkpoints:
         directory = self._files.checkpoint(path, op.seq)
         async with self._writing.turn(run.tenant_id):
             write = await self._compute.run(copy)
-            await asyncio.to_thread(_write_files, write, directory)
+            await self._threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
         now = time.time()
         record = CheckpointRecord(
             run_id=path.run_id,
@@ -208,12 +208,12 @@ class Checkpoints:
             replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
             if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
-                await asyncio.to_thread(self._files.remove, record.directory)
+                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
             raise
         if replaced is None or replaced.directory == record.directory:
             return record.size_bytes
         if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
-            await asyncio.to_thread(self._files.remove, replaced.directory)
+            await self._threads.in_thread(run.tenant_id, partial(self._files.remove, replaced.directory))
         return record.size_bytes
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
@@ -265,14 +265,15 @@ class Checkpoints:
         made = None
         try:
             async with self._writing.turn(record.tenant_id):
-                await asyncio.to_thread(_write_files, write, self._files.root / directory)
+                files = partial(_write_files, write, self._files.root / directory)
+                await self._threads.in_thread(record.tenant_id, files)
             record = replace(record, size_bytes=size_of(self._files.root / directory))
             made = await self._store.sampling_sessions.create(record, most_bytes=most)
             return made
         finally:
             if made is None or made.directory != directory:
                 await self._compute.run(lambda: self._retire(version_id))
-                await asyncio.to_thread(self._files.remove, directory)
+                await self._threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
 
     def _publish(self, version_id: str, adapter_id: str) -> Callable[[Path], None]:
         """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
@@ -354,13 +355,14 @@ class Checkpoints:
         for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
             await self._store.checkpoints.delete(old.run_id, old.kind, old.name, "checkpoint_replace")
             if not await self._store.sampling_sessions.refer_to(old.directory):
-                await asyncio.to_thread(self._files.remove, old.directory)
+                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, old.directory))
 
     async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         assert record is not None, "it was just written"
         target = save_dir / directory_name(path.run_id) / path.kind / path.name
-        await asyncio.to_thread(copy_whole, self._files.root / record.directory, target)
+        copy = partial(copy_whole, self._files.root / record.directory, target)
+        await self._threads.in_thread(record.tenant_id, copy)
 
     async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
         if load.path.startswith(("twinkle://", "tinker://")):

@@ -4,10 +4,10 @@ A loss is on disk before its future is told, and stays as long as anything of it
 session's loss, and so another tenant's, is unknown to a model.
 """
 
-import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 
 from twinkle.errors import InvalidInputError, NotFoundError, QuotaError, UserError
 from twinkle.loss.graph.nodes import LossGraph
@@ -26,6 +26,7 @@ from twinkle.server.types import (
 )
 from twinkle.server.wire import responses
 from twinkle.server.wire.custom_losses import decode_custom_loss
+from twinkle.server.work_pools import FairPool
 
 _SMALL_BODY = 16_384  # bytes: what is shorter is hashed in a fraction of a millisecond
 _KEPT_GRAPHS = 256
@@ -34,13 +35,14 @@ _KEPT_GRAPHS = 256
 class CustomLosses:
     """Those of all tenants; ``limit`` of one."""
 
-    def __init__(self, store: Store, limit: int) -> None:
+    def __init__(self, store: Store, limit: int, threads: FairPool) -> None:
         self._store = store
         self._limit = limit
+        self._threads = threads
 
     async def create(self, session: SessionRecord, number: int, body: bytes) -> str:
         """The id of the loss, which is that of its future as well. What is wrong with the graph is in the future."""
-        error = await asyncio.to_thread(_mistake, body)
+        error = await self._threads.in_thread(session.tenant_id, partial(_mistake, body))
         record = CustomLossRecord(
             loss_id=ids.custom_loss_id(session.session_id, number),
             session_id=session.session_id,
@@ -70,8 +72,9 @@ class CustomLosses:
 class LossGraphs:
     """Finds what the loss of an op stands for; losses never change, so that those in use are kept."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, threads: FairPool) -> None:
         self._store = store
+        self._threads = threads
         self._graphs: OrderedDict[str, LossGraph] = OrderedDict()
 
     async def resolved(self, op: Op, run: RunRecord) -> Op:
@@ -87,7 +90,7 @@ class LossGraphs:
             payload = Refused(str(error))
         resolved = replace(op, payload=payload)
         if len(op.body) > _SMALL_BODY:
-            await asyncio.to_thread(lambda: resolved.digest)  # it is kept
+            await self._threads.in_thread(run.tenant_id, lambda: resolved.digest)  # it is kept
         return resolved
 
     async def _graph(self, loss_id: str, session_id: str) -> LossGraph:
@@ -99,7 +102,7 @@ class LossGraphs:
             record = await self._store.custom_losses.get(loss_id)
             if record is None or record.session_id != session_id or record.error is not None:
                 raise unknown
-            graph = await asyncio.to_thread(decode_custom_loss, record.body)
+            graph = await self._threads.in_thread(record.tenant_id, partial(decode_custom_loss, record.body))
         self._graphs[loss_id] = graph
         self._graphs.move_to_end(loss_id)
         if len(self._graphs) > _KEPT_GRAPHS:

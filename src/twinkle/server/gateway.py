@@ -92,17 +92,17 @@ class Gateway:
         self.processors = processors
         self.tenants = tenants or Tenants()
         self.books = Bookkeeping(store, self.tenants)
-        self.reading = TenantTurns()  # large bodies, in threads
+        self.reading = self.tenants.pools.reading  # large bodies, in threads
         self.copying = TenantTurns(at_once=1)  # checkpoints
         self.polls = LongPolls(self.tenants)
         self.started_at = time.time()
         self.stopping = False
-        self.uploads = Uploads()
+        self.uploads = Uploads(self.tenants.pools.hub)
         self.replica = replica
         self.fleet: Fleet = fleet or LocalFleet(self)
-        self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant)
+        self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
         self.identity = Identity(config.auth, store.keys)
-        self.checkpoint_actions = CheckpointActions(store, files)
+        self.checkpoint_actions = CheckpointActions(store, files, self.tenants.pools.saving)
         self.signed_urls = SignedUrls(store)
         self.unloading = Unloading(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
@@ -394,6 +394,7 @@ class Gateway:
         """Answer every long poll now: the server is about to end."""
         self.stopping = True
         self.unloading.release_waiters()
+        self.tenants.pools.release_waiters()
         if self.processors is not None:
             self.processors.release_waiters()
         for entry in self.services.values():

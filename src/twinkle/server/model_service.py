@@ -5,13 +5,13 @@ The life of an op: ``submit`` journals it and hands it to the :class:`~twinkle.s
 journalled ops again, in order; clients find the same futures under the same ids.
 """
 
-import asyncio
 import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class ModelService:
         self._adapters = self._runner.adapters
         self._parking = Parking(self._runner, store, files)
         self._scheduler = self._runner.scheduler
-        self._loss_graphs = LossGraphs(store)
+        self._loss_graphs = LossGraphs(store, self._tenants.pools.reading)
         self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self._adapters)
         self._live_versions = LiveVersions(model, self._runner, compute)
         self.base_model = BaseModelPasses(model, self._runner.native, compute, self._tenants)
@@ -202,7 +202,7 @@ class ModelService:
             meant = await fields()
             async with adapter.numbering:
                 seq = max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
-                return await self.submit(await _understood(run_id, seq, verb, meant, sent))
+                return await self.submit(await self._understood(adapter.run, seq, verb, meant, sent))
         record = await self._store.ops.get(run_id, seq)
         if record is not None:
             if record.digest != digest(sent):
@@ -210,7 +210,7 @@ class ModelService:
             return f"{run_id}:{seq}"
         self._admission.check(adapter.run.tenant_id)
         try:
-            op = await _understood(run_id, seq, verb, await fields(), sent)
+            op = await self._understood(adapter.run, seq, verb, await fields(), sent)
         except UserError as error:  # its place in the sequence is taken all the same
             op = refused_op(run_id, seq, verb, str(error), sent)
         return await self.submit(op)
@@ -218,14 +218,29 @@ class ModelService:
     async def rows(self, run_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
         """What to train on: conversations go through the adapter's template first."""
         rows = as_rows(inputs)
+        run, text = self.run(run_id), self._tenants.pools.text
+        if run is None:
+            raise NotFoundError("model", run_id)
         if not are_encoded(rows):
             adapter = self._adapters.get(run_id)
             while adapter is not None and adapter.repeats and not self._runner.stopping:
                 await adapter.next_end()  # its template may be among what is done again after a restart
             if adapter is None or not await self._runner.load(adapter):
                 raise NotFoundError("model", run_id)
-            rows = await asyncio.to_thread(self._runner.native.adapters.encode, run_id, rows)
-        return await asyncio.to_thread(checked_rows, rows, max_tokens)
+            rows = await text.in_thread(run.tenant_id, partial(self._runner.native.adapters.encode, run_id, rows))
+        return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
+
+    async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
+        """Its body for the journal and its digest take a second for a million tokens: not on the event loop."""
+
+        def digested() -> Op:
+            op = verb_op(run.run_id, seq, verb, fields, sent)
+            assert op.digest, "it is kept"
+            return op
+
+        if "inputs" not in fields and len(sent) < _SMALL_BODY:
+            return digested()
+        return await self._tenants.pools.reading.in_thread(run.tenant_id, digested)
 
     async def _comes_too_late(self, op: Op) -> bool:
         """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
@@ -358,17 +373,6 @@ class ModelService:
 
     def _trained_tokens(self) -> int:
         return self._scheduler.numbers().all_tokens
-
-
-async def _understood(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
-    """Its body for the journal and its digest take a second for a million tokens: not on the event loop."""
-
-    def digested() -> Op:
-        op = verb_op(run_id, seq, verb, fields, sent)
-        assert op.digest, "it is kept"
-        return op
-
-    return digested() if "inputs" not in fields and len(sent) < _SMALL_BODY else await asyncio.to_thread(digested)
 
 
 def _conflict(op: Op) -> str:

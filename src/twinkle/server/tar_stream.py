@@ -1,12 +1,14 @@
 """A directory as a tar file that is never whole anywhere: headers and pieces of files, one after another."""
 
-import asyncio
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
+
+from twinkle.server.work_pools import FairPool
 
 _PIECE = 2**20  # bytes in memory at a time
 _BLOCK = 512
@@ -40,13 +42,14 @@ class TarStream:
     def size(self) -> int:
         return sum(len(header) + length + _padding(length) for header, _, length in self._members) + len(_END)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self, threads: FairPool, tenant_id: str) -> AsyncIterator[bytes]:
+        """Yield the archive; files are read in the tenant's share of ``threads``."""
         with self._open:
             for header, content, length in self._members:
                 yield header
                 left = length
                 while left:
-                    piece = await asyncio.to_thread(content.read, min(left, _PIECE))
+                    piece = await threads.in_thread(tenant_id, partial(content.read, min(left, _PIECE)))
                     if not piece:
                         raise OSError("a file became shorter while it was sent")
                     left -= len(piece)

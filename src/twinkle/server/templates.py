@@ -1,9 +1,8 @@
-"""Templates that tenants chose. A choice is small and kept; templates are built from it when needed."""
+"""Templates that tenants chose. A choice is small and kept; a template is made from it whenever it is needed."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -13,9 +12,10 @@ from twinkle.server.backend import ServedModel
 from twinkle.server.codec_template import CodecTemplate
 from twinkle.server.wire.fields import Parameters
 
+if TYPE_CHECKING:
+    from twinkle.template import Template
+
 TEMPLATES = ("DeepseekV4Template", "Qwen3Template", "Qwen3_5Template", "Template")
-# Built ones that are kept: each holds a tokenizer, some ten to hundred megabytes.
-_KEPT = 32
 
 Text = Annotated[str, Field(max_length=65_536)]
 
@@ -61,40 +61,39 @@ class SetTemplate(TemplateChoice):
 
 
 class Templates:
-    """Built templates of one model; those who chose the same share one. Used from several threads."""
+    """The templates of one model. Used from several threads.
+
+    A tokenizer takes most of a second to load and up to a hundred megabytes: each template class loads its own once,
+    and every choice of options is a small object over it.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._built: OrderedDict[TemplateChoice, SamplingTemplate] = OrderedDict()
-        self._lock = threading.Lock()
+        self._loaded: dict[str, Template] = {}  # one of each class
+        self._loading = {name: threading.Lock() for name in TEMPLATES}
 
     def get(self, choice: TemplateChoice) -> SamplingTemplate:
-        """Loading a tokenizer takes a while: not for the event loop."""
-        with self._lock:
-            if choice not in self._built:
-                self._built[choice] = _build(self._model, choice)
-            self._built.move_to_end(choice)
-            while len(self._built) > _KEPT:
-                self._built.popitem(last=False)
-            return self._built[choice]
+        """Return the template that was chosen. The first one of its class loads a tokenizer: not for the event loop."""
+        if self._model.tokenizer_dir is None:
+            if self._model.text is None:
+                raise UnsupportedError(f"{self._model.name} has no tokenizer, and without one there is no text")
+            return CodecTemplate(self._model.text)
+        with self._loading[choice.template_cls]:
+            if choice.template_cls not in self._loaded:
+                self._loaded[choice.template_cls] = self._load(choice.template_cls, self._model.tokenizer_dir)
+        loaded = self._loaded[choice.template_cls]
+        chosen: SamplingTemplate = loaded.with_options(**choice.model_dump(exclude={"template_cls"}))
+        return chosen
 
+    def _load(self, name: str, folder: str) -> "Template":
+        from twinkle.model.components import build_template  # where there is a tokenizer there is torch
 
-def _build(model: ServedModel, choice: TemplateChoice) -> SamplingTemplate:
-    folder = model.tokenizer_dir
-    if folder is None:
-        if model.text is None:
-            raise UnsupportedError(f"{model.name} has no tokenizer, and without one there is no text")
-        return CodecTemplate(model.text)
-    from twinkle.model.components import build_template  # where there is a tokenizer there is torch
-
-    options = choice.model_dump(exclude={"template_cls"})
-    try:
-        built = build_template(choice.template_cls, {"model_id": folder, **options})
-    except UserError as error:  # they name the folder, which is nobody's business
-        raise UnsupportedError(str(error).replace(folder, model.name)) from error
-    built.model_id = model.name  # that is what its errors name
-    template: SamplingTemplate = built
-    return template
+        try:
+            loaded: Template = build_template(name, {"model_id": folder})
+        except UserError as error:  # they name the folder, which is nobody's business
+            raise UnsupportedError(str(error).replace(folder, self._model.name)) from error
+        loaded.model_id = self._model.name  # that is what its errors name
+        return loaded
 
 
 def _plain(name: str) -> str:

@@ -1,17 +1,14 @@
-"""Work in threads, a few pieces of a tenant's at a time: whoever sends much waits for itself, not before others.
+"""Turns: a few pieces of a tenant's work at a time. A tenant that sends much waits for itself and holds up nobody else.
 
-All share the interpreter's pool of threads, which takes what comes first.
+A turn may span several awaits. Work for threads goes through :mod:`twinkle.server.work_pools`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 __all__ = ["TenantTurns"]
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -38,7 +35,3 @@ class TenantTurns:
             line.length -= 1
             if not line.length:
                 del self._lines[tenant_id]
-
-    async def in_thread(self, tenant_id: str, work: Callable[[], T]) -> T:
-        async with self.turn(tenant_id):
-            return await asyncio.to_thread(work)

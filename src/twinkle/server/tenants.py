@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from twinkle.server.standing import Standing
 from twinkle.server.token_rate import TokenRate
 from twinkle.server.usage import Usage
+from twinkle.server.work_pools import WorkPools
 
 __all__ = ["TenantLimits", "TenantTerms", "Tenants"]
 
@@ -45,6 +46,7 @@ class Tenants:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.usage = Usage()
+        self.pools = WorkPools()  # the threads that all services of this process share
         self.training_rate = TokenRate("training tokens per minute", "max_training_tokens_per_minute", clock)
         self.sampling_rate = TokenRate("sampling tokens per minute", "max_sampling_tokens_per_minute", clock)
         self._default = default or TenantTerms()

@@ -4,11 +4,11 @@ A copy shares nothing with its source, which may be deleted. The run that holds 
 be loaded from.
 """
 
-import asyncio
 import errno
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from twinkle.errors import InvalidInputError, StorageQuotaError, UnknownCheckpointError
 from twinkle.server import ids
@@ -153,14 +153,15 @@ async def _written(gateway: Gateway, source: _Source, copied: CheckpointRecord, 
         existing = await gateway.store.checkpoints.get(copied.run_id, copied.kind, copied.name)
         if existing is not None:
             return existing
-        await _copy_files(gateway, source, copied.directory)
+        await _copy_files(gateway, copied.tenant_id, source, copied.directory)
         return await _added(gateway, copied, most)
 
 
-async def _copy_files(gateway: Gateway, source: _Source, directory: str) -> None:
+async def _copy_files(gateway: Gateway, tenant_id: str, source: _Source, directory: str) -> None:
     root = gateway.files.root
     try:
-        await asyncio.to_thread(copy_whole, root / source.checkpoint.directory, root / directory)
+        copy = partial(copy_whole, root / source.checkpoint.directory, root / directory)
+        await gateway.tenants.pools.saving.in_thread(tenant_id, copy)
     except FileNotFoundError:  # deleted meanwhile
         raise UnknownCheckpointError(str(source.path)) from None
     except OSError as error:
@@ -176,7 +177,8 @@ async def _added(gateway: Gateway, record: CheckpointRecord, most: int | None) -
     except (CheckpointExistsError, StorageFullError, StorageQuotaError) as error:
         existing = await gateway.store.checkpoints.get(record.run_id, record.kind, record.name)
         if existing is None or existing.directory != record.directory:
-            await asyncio.to_thread(gateway.files.remove, record.directory)
+            remove = partial(gateway.files.remove, record.directory)
+            await gateway.tenants.pools.saving.in_thread(record.tenant_id, remove)
         if existing is None or not isinstance(error, CheckpointExistsError):
             raise
         return existing

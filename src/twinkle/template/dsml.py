@@ -8,13 +8,14 @@ unless there are tools. The wording of the tools' introduction is ours; tags and
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.data_format import ToolCall
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.template.chat_template import Rendered, RenderMessage, Span
+from twinkle.template.tools.scanning import Found, between, without
 
 __all__ = ["DSML_START", "DsmlRenderer", "clean_dsml", "parse_dsml"]
 
@@ -43,11 +44,10 @@ _MAX_EFFORT = (
     "Reasoning effort: maximum. Examine every step, every alternative and every edge case before you answer.\n\n"
 )
 
-_BLOCK = re.compile(rf"\s*{DSML_START}(.*?){DSML_END}", re.DOTALL)
-_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"]*)">(.*?)</｜DSML｜invoke>', re.DOTALL)
-_PARAMETER = re.compile(
-    r'<｜DSML｜parameter name="([^"]*)" string="(true|false)">((?:(?!</?｜DSML｜).)*)</｜DSML｜parameter>', re.DOTALL
-)
+_INVOKE, _INVOKE_END = re.compile(r'<｜DSML｜invoke name="([^"]*)">'), "</｜DSML｜invoke>"
+_PARAMETER = re.compile(r'<｜DSML｜parameter name="([^"]*)" string="(true|false)">')
+_PARAMETER_END = "</｜DSML｜parameter>"
+_ANY_TAG = re.compile(r"</?｜DSML｜")
 
 _EFFORTS = (None, "high", "max")
 _VARIABLES = ("drop_thinking", "enable_thinking", "reasoning_effort", "thinking")
@@ -56,26 +56,54 @@ _VARIABLES = ("drop_thinking", "enable_thinking", "reasoning_effort", "thinking"
 def parse_dsml(text: str) -> list[ToolCall]:
     """The calls in a text; none at all if anything in them is malformed."""
     calls: list[ToolCall] = []
-    for block in _BLOCK.findall(text):
-        for name, body in _INVOKE.findall(block):
+    for block in between(text, DSML_START, DSML_END):
+        invokes = list(_invokes(block.body))
+        for invoke in invokes:
+            parameters = list(_parameters(invoke.body))
             try:
-                arguments = {
-                    key: value if is_text == "true" else json.loads(value)
-                    for key, is_text, value in _PARAMETER.findall(body)
-                }
-            except json.JSONDecodeError:
+                arguments = {each.name: each.body if is_text else json.loads(each.body) for each, is_text in parameters}
+            except (ValueError, RecursionError):
                 return []
-            if _PARAMETER.sub("", body).strip():
+            if without(invoke.body, [each for each, _ in parameters]).strip():
                 return []
-            calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
-        if _INVOKE.sub("", block).strip():
+            calls.append({"type": "function", "function": {"name": invoke.name, "arguments": arguments}})
+        if without(block.body, invokes).strip():
             return []
     return calls
 
 
 def clean_dsml(text: str) -> str:
     """The text without its calls, and without the white space before them."""
-    return _BLOCK.sub("", text).rstrip()
+    kept, position = [], 0
+    for block in between(text, DSML_START, DSML_END):
+        kept.append(text[position : block.start].rstrip())
+        position = block.end
+    return ("".join(kept) + text[position:]).rstrip()
+
+
+def _invokes(block: str) -> Iterator[Found]:
+    position = 0
+    while (opening := _INVOKE.search(block, position)) is not None:
+        end = block.find(_INVOKE_END, opening.end())
+        if end < 0:
+            return
+        position = end + len(_INVOKE_END)
+        yield Found(opening.start(), position, opening[1], block[opening.end() : end])
+
+
+def _parameters(body: str) -> Iterator[tuple[Found, bool]]:
+    """Yield each parameter and whether it is text. Its value holds no tags."""
+    position = 0
+    while (opening := _PARAMETER.search(body, position)) is not None:
+        tag = _ANY_TAG.search(body, opening.end())
+        if tag is None:
+            return
+        if body.startswith(_PARAMETER_END, tag.start()):
+            position = tag.start() + len(_PARAMETER_END)
+            found = Found(opening.start(), position, opening[1], body[opening.end() : tag.start()])
+            yield found, opening[2] == "true"
+        else:
+            position = opening.start() + 1
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ turns the texts of a whole batch into tokens, and the characters of those parts 
 length, adds masks and positions and shifts the labels.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
@@ -43,6 +44,8 @@ Columns = dict[str, list[Any]]
 
 _logger = logging.getLogger(__name__)
 
+_MOST_CHARACTERS = 2**20  # of a generated text that is looked through for tool calls
+
 
 class Template:
     """Works with the chat template that a model's tokenizer brings along.
@@ -71,22 +74,45 @@ class Template:
     ) -> None:
         if not isinstance(model_id, str) or not model_id:
             raise InvalidInputError("model_id", model_id, "the id of a model or a local directory")
-        if truncation_strategy not in TRUNCATION_STRATEGIES:
-            raise UnknownNameError("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 0):
-            raise InvalidInputError("max_length", max_length, "a number of tokens, or None (or 0) for no limit")
         self.model_id = model_id
-        self.use_chat_template = use_chat_template
-        self.max_length = max_length
-        self.truncation_strategy = truncation_strategy
-        self.default_system = default_system
-        self.enable_thinking = enable_thinking
+        self._set_options(use_chat_template, max_length, truncation_strategy, default_system, enable_thinking)
         self._chat_templates: dict[bool, ChatTemplate] = {}
         self._folder = Path(HubOperation.download_model(model_id, ignore_model=True))
         self.is_mm = any((self._folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor"))
         self.tokenizer: PreTrainedTokenizerBase = self._load_tokenizer()
         if not self.tokenizer.is_fast:
             raise UnsupportedError(f"{model_id}: its tokenizer cannot say which characters a token stands for")
+
+    def with_options(
+        self,
+        use_chat_template: bool = True,
+        max_length: int | None = 8192,
+        truncation_strategy: str = "raise",
+        default_system: str | None = None,
+        enable_thinking: bool = True,
+    ) -> Self:
+        """Return a template with these options and the tokenizer of this one, which is not loaded again."""
+        other = copy.copy(self)
+        other._set_options(use_chat_template, max_length, truncation_strategy, default_system, enable_thinking)
+        return other
+
+    def _set_options(
+        self,
+        use_chat_template: bool,
+        max_length: int | None,
+        truncation_strategy: str,
+        default_system: str | None,
+        enable_thinking: bool,
+    ) -> None:
+        if truncation_strategy not in TRUNCATION_STRATEGIES:
+            raise UnknownNameError("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 0):
+            raise InvalidInputError("max_length", max_length, "a number of tokens, or None (or 0) for no limit")
+        self.use_chat_template = use_chat_template
+        self.max_length = max_length
+        self.truncation_strategy = truncation_strategy
+        self.default_system = default_system
+        self.enable_thinking = enable_thinking
 
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer
@@ -364,8 +390,10 @@ class Template:
         return features[0]
 
     def _assistant_message(self, tokens: Sequence[int]) -> Row:
-        text = self.decode(tokens, skip_special_tokens=True)
-        for written in (text, self.decode(tokens)):  # the tags around a call are special tokens in some vocabularies
+        text, whole = self.decode(tokens, skip_special_tokens=True), self.decode(tokens)
+        if len(whole) > _MOST_CHARACTERS:
+            return {"role": "assistant", "content": text}
+        for written in dict.fromkeys((text, whole)):  # the tags around a call are special tokens in some vocabularies
             calls = self.parse_tool_call(written)
             if calls:
                 content = self.clean_tool_call(written)

@@ -4,7 +4,6 @@ Such a pass has no place in any sequence and is in no journal: who did not hear 
 Otherwise it is like an op: within the tenant's limits, on the compute thread, counted as use.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ class BaseModelPasses:
         with self._waits(tenant_id):
             self._tenants.training_rate.check(tenant_id, limit)
             async with self._turns.turn(tenant_id):
-                rows = await self._rows(fields.get("inputs"), max_tokens)
+                rows = await self._rows(tenant_id, fields.get("inputs"), max_tokens)
                 asked = payload_of(_VERB, parse(_VERB, {**fields, "inputs": rows}), rows)
                 assert isinstance(asked, NativePass)
                 self._tenants.training_rate.charge(tenant_id, asked.tokens, limit)
@@ -67,12 +66,12 @@ class BaseModelPasses:
             if not self._waiting[tenant_id]:
                 del self._waiting[tenant_id]
 
-    async def _rows(self, inputs: object, max_tokens: int) -> tuple[Row, ...]:
+    async def _rows(self, tenant_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
         """Conversations go through the model's plain template: the chosen ones are those of adapters."""
-        rows = as_rows(inputs)
+        rows, text = as_rows(inputs), self._tenants.pools.text
         if not are_encoded(rows):
-            rows = await asyncio.to_thread(self._native.adapters.encode, NO_ADAPTER, rows)
-        return await asyncio.to_thread(checked_rows, rows, max_tokens)
+            rows = await text.in_thread(tenant_id, partial(self._native.adapters.encode, NO_ADAPTER, rows))
+        return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
 
     def _computed(self, asked: NativePass) -> Outcome:
         """In the compute thread."""

@@ -1,10 +1,10 @@
 """Native requests against adapters: from what a client sent to an op, and from its outcome to an answer."""
 
-import asyncio
 import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from twinkle.errors import InvalidInputError, NotFoundError, ShuttingDownError, UnknownNameError, UnsupportedError
@@ -49,7 +49,8 @@ async def add_adapter(
         raise InvalidInputError("gradient_accumulation_steps", options.gradient_accumulation_steps, "an integer ≥ 1")
     config = lora_config(request.config)
     spec = _spec(config, options.seed)
-    await asyncio.to_thread(services.model.trainer.check_adapter, spec)  # before its name is taken
+    check_adapter = partial(services.model.trainer.check_adapter, spec)
+    await gateway.reading.in_thread(tenant_id, check_adapter)  # before its name is taken
     metadata = {"adapter_name": request.adapter_name}
     if request.save_dir is not None:
         metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
@@ -83,7 +84,7 @@ async def run_verb(
             inputs = await _inputs(gateway, tenant_id, session_id, fields["inputs"])
             return {**fields, "inputs": await training.rows(run.run_id, inputs, limits.max_tokens_per_request)}
         if verb == "set_template":
-            return await _chosen_template(gateway.serving(run.model_name), fields)
+            return await _chosen_template(gateway, tenant_id, gateway.serving(run.model_name), fields)
         return fields
 
     number = _number(fields)
@@ -157,11 +158,13 @@ async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: obj
     return await gateway.processors.batch(tenant_id, session_id, reference.processor_id, reference.number)
 
 
-async def _chosen_template(services: Services, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _chosen_template(
+    gateway: Gateway, tenant_id: str, services: Services, fields: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """Checked, and built before the compute thread asks for it."""
     given = {name: value for name, value in fields.items() if name != "seq_id"}
     choice = check(SetTemplate, given).choice(services.model)
-    await asyncio.to_thread(services.templates.get, choice)
+    await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.templates.get, choice))
     return {"adapter_name": fields["adapter_name"], **choice.model_dump()}
 
 

@@ -4,19 +4,19 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from twinkle.errors import NotFoundError, QuotaError, TwinkleError, UnknownCheckpointError
+from twinkle.server.work_pools import FairPool
 from twinkle_client.types import UploadStatusResponse
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
 _MESSAGE = 1000  # characters
-_AT_ONCE = 4  # of one tenant
-_THREADS = 4  # a hub may keep a thread for minutes: these are not the ones that everything else runs in
+_UNFINISHED = 4  # of one tenant: those that run and those that wait for a thread
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Upload:
     key: str | None
     directory: Path
     address: str
-    task: asyncio.Future[str]
+    task: asyncio.Task[str]
 
     def said(self, error: BaseException) -> str:
         """What its tenant is told. Where our files lie is not its business, and who knows what others' errors say."""
@@ -40,9 +40,9 @@ class _Upload:
 class Uploads:
     """The uploads of all tenants, as long as the process lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: FairPool) -> None:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
+        self._threads = threads
 
     def start(
         self, tenant_id: str, key: str | None, directory: Path, address: str, repo_id: str, token: str | None
@@ -53,11 +53,11 @@ class Uploads:
             if key is not None and upload.key == key:
                 return name
         running = sum(not upload.task.done() for upload in own.values())
-        if running >= _AT_ONCE:
-            raise QuotaError("uploads at once", running, _AT_ONCE, "hub_uploads_per_tenant")
+        if running >= _UNFINISHED:
+            raise QuotaError("uploads at once", running, _UNFINISHED, "hub_uploads_per_tenant")
         request_id = f"upload_{secrets.token_hex(8)}"
-        loop = asyncio.get_running_loop()
-        task = loop.run_in_executor(self._threads, _push, repo_id, directory, address, token)
+        push = partial(_push, repo_id, directory, address, token)
+        task = asyncio.create_task(self._threads.in_thread(tenant_id, push))
         self._uploads[request_id] = _Upload(tenant_id, key, directory, address, task)
         while len(self._uploads) > _REMEMBERED and next(iter(self._uploads.values())).task.done():
             self._uploads.popitem(last=False)

@@ -1,9 +1,9 @@
 """From features to an answer, whole or line by line: all inputs of a request are sampled together."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from twinkle.data_format import SampleResponse, SamplingParams
@@ -17,6 +17,7 @@ from twinkle.server.sampler_service import SamplerService
 from twinkle.server.templates import SamplingTemplate
 from twinkle.server.text_codec import TextCodec
 from twinkle.server.types import SamplingSessionRecord
+from twinkle.server.work_pools import FairPool
 from twinkle_client.types import SampledSequenceModel, SampleResponseModel
 
 
@@ -25,6 +26,7 @@ class FeatureSampling:
     """A request, understood. ``most_bytes``: of its answer."""
 
     request_id: str
+    text: FairPool
     sampling: SamplerService
     session: SamplingSessionRecord
     template: SamplingTemplate
@@ -35,7 +37,7 @@ class FeatureSampling:
     async def answer(self) -> bytes:
         """JSON of a SampleResponseModelList."""
         results = await results_of(self.sampling, self.session, self._requests(stream=False))
-        return await asyncio.to_thread(self._assemble, results)
+        return await self.text.in_thread(self.session.tenant_id, partial(self._assemble, results))
 
     async def lines(self, codec: TextCodec) -> AsyncGenerator[Mapping[str, object], None]:
         """The text of the only input's only sample, as it becomes final."""

@@ -1,10 +1,10 @@
 """From prompts to an answer, whole or in chunks: all samples of all prompts of a request are generated together."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from twinkle.model.types import IntArray
 from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
@@ -14,6 +14,7 @@ from twinkle.server.openai.choices import Choice, Delta
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.text_codec import TextCodec
 from twinkle.server.types import SamplingSessionRecord
+from twinkle.server.work_pools import FairPool
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Generation:
     """A request, understood. ``prompts``: (T,) each; choice number i belongs to prompt i // samples."""
 
     request_id: str
+    text: FairPool
     sampling: SamplerService
     session: SamplingSessionRecord
     codec: TextCodec
@@ -33,7 +35,7 @@ class Generation:
     async def answer(self, form: Format) -> bytes:
         """JSON."""
         results = await results_of(self.sampling, self.session, self._requests(stream=False))
-        return await asyncio.to_thread(self._assemble, form, results)
+        return await self.text.in_thread(self.session.tenant_id, partial(self._assemble, form, results))
 
     async def chunks(self, form: Format, *, include_usage: bool) -> AsyncGenerator[Json, None]:
         """The answer as it comes into being."""

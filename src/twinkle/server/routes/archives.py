@@ -1,7 +1,7 @@
 """Checkpoints as tar files, for SDKs that knew no other download: an address that is signed, and what it names."""
 
-import asyncio
 from email.utils import formatdate
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -45,9 +45,11 @@ async def archive(request: Request, token: str) -> Response:
     if record is None or record.request_id != claims["request_id"] or expired(record):
         raise NotFoundError("checkpoint", str(path))
     directory = gateway.files.root / record.directory
-    tar = await asyncio.to_thread(TarStream, directory, "", record.created_at, _COMPLETE)
+    threads = gateway.tenants.pools.downloads
+    opened = partial(TarStream, directory, "", record.created_at, _COMPLETE)
+    tar = await threads.in_thread(record.tenant_id, opened)
     if tar.empty:  # it was deleted just now
         raise NotFoundError("checkpoint", str(path))
     title = f"{ids.directory_name(path.run_id)}-{path.kind}-{path.name}"
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{title}.tar"'}
-    return StreamingResponse(tar.pieces(), headers=headers, media_type="application/x-tar")
+    return StreamingResponse(tar.pieces(threads, record.tenant_id), headers=headers, media_type="application/x-tar")

@@ -1,7 +1,7 @@
 """What is fetched by a signed address, without a key: files of exported weights, traces of sessions."""
 
-import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -26,7 +26,8 @@ async def external_weights_urls(request: Request, run_id: str, kind: str, name: 
     if record.kind != "external_weights":
         raise NotFoundError("checkpoint of kind external_weights", str(path))
     token, expires = gateway.signed_urls.sign("external_weights", path=str(path), request_id=record.request_id)
-    names = await asyncio.to_thread(_file_names, gateway.files.root / record.directory)
+    listed = partial(_file_names, gateway.files.root / record.directory)
+    names = await gateway.tenants.pools.downloads.in_thread(tenant_id, listed)
     details = {"model_id": run_id, "tinker_path": str(path), "purpose": "download"}
     await gateway.store.audit.add(tenant_id, "checkpoint_read", details)
     urls = {file: f"{public_address(request)}{PREFIX}/downloads/{token}/{file}" for file in names}
@@ -43,7 +44,8 @@ async def download(request: Request, token: str, file: str) -> Response:
     if record is None or record.request_id != claims["request_id"] or expired(record):
         raise NotFoundError("checkpoint", str(path))
     directory = gateway.files.root / record.directory
-    if file not in await asyncio.to_thread(_file_names, directory):
+    listed = partial(_file_names, directory)
+    if file not in await gateway.tenants.pools.downloads.in_thread(record.tenant_id, listed):
         raise NotFoundError("file", file)
     return FileResponse(directory / file, media_type="application/octet-stream", filename=file)
 
@@ -66,7 +68,7 @@ async def trace(request: Request, token: str) -> Response:
     if session is None:
         raise NotFoundError("session", session_id)
     content = await session_trace(gateway.store, session)
-    body = await asyncio.to_thread(json.dumps, content)
+    body = await gateway.reading.in_thread(session.tenant_id, partial(json.dumps, content))
     headers = {"Content-Disposition": f'attachment; filename="{trace_file_name(session)}"'}
     return Response(body, headers=headers, media_type="application/json")
 

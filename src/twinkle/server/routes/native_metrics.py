@@ -1,8 +1,8 @@
 """Curves of training runs, of all protocols: what the server measured, and what clients log beside it."""
 
-import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -28,7 +28,8 @@ async def metrics(request: Request, run_id: str, since: Since = 0, limit: Limit 
     gateway = gateway_of(request)
     run = await gateway.run(run_id, tenant_id)
     points = await gateway.store.run_metrics.since(run.run_id, since, limit + 1)
-    return await asyncio.to_thread(_response, points[:limit], since, len(points) > limit)
+    answer = partial(_response, points[:limit], since, len(points) > limit)
+    return await gateway.reading.in_thread(tenant_id, answer)
 
 
 @router.post("")

@@ -1,8 +1,8 @@
 """What a tenant has: adapters and where they are, sessions, and checkpoints as files."""
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -100,6 +100,8 @@ async def archive(request: Request, run_id: str, kind: str, name: str) -> Respon
     path = CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
     record = await gateway.checkpoint(path, tenant_id)
     title = f"{ids.directory_name(run_id)}-{kind}-{name}"
-    tar = await asyncio.to_thread(TarStream, gateway.files.root / record.directory, title, record.created_at)
+    threads = gateway.tenants.pools.downloads
+    opened = partial(TarStream, gateway.files.root / record.directory, title, record.created_at)
+    tar = await threads.in_thread(tenant_id, opened)
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{title}.tar"'}
-    return StreamingResponse(tar.pieces(), headers=headers, media_type="application/x-tar")
+    return StreamingResponse(tar.pieces(threads, tenant_id), headers=headers, media_type="application/x-tar")

@@ -1,6 +1,5 @@
 """Sampling in our own protocol. Every route names the model in its path, which may hold slashes."""
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
@@ -61,7 +60,9 @@ async def set_template(request: Request) -> Response:
     gateway, services = gateway_of(request), _services(request)
     model = services.model
     choice = (await _read(SetTemplate, request, JSON_BYTES)).choice(model)
-    await asyncio.to_thread(services.templates.get, choice)  # what cannot be built is refused now
+    text = gateway.tenants.pools.text
+    # What cannot be built is refused now.
+    await text.in_thread(caller.tenant_id, partial(services.templates.get, choice))
     await choose_template(gateway.store, await gateway.session(caller.session_id, caller.tenant_id), model, choice)
     return wire_response(types.SamplerSetTemplateResponse())
 
@@ -152,16 +153,18 @@ class AskedSamples:
         """The weights last: they are to be those of now."""
         gateway, model, wanted = self._gateway, self._services.model, self._wanted
         choice = chosen_template(self._session, model)
-        template = await asyncio.to_thread(self._services.templates.get, choice)
+        text = gateway.tenants.pools.text
+        template = await text.in_thread(self._tenant_id, partial(self._services.templates.get, choice))
         assert self._services.sampling is not None, "checked before"
         self._services.sampling.admission.check(self._tenant_id)  # before the work of reading the inputs
         read = partial(encoded, wanted.inputs, template, self._params)
-        features = await gateway.reading.in_thread(self._tenant_id, read)
+        features = await text.in_thread(self._tenant_id, read)
         target = await target_of(
             gateway, self._services, self._tenant_id, self._session, wanted.adapter_uri, wanted.adapter_name
         )
         return FeatureSampling(
             request_id=f"sample-{secrets.token_hex(12)}",
+            text=text,
             sampling=gateway.sampler_of(target.session),
             session=target.session,
             template=template,

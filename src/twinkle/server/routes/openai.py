@@ -71,7 +71,8 @@ async def chat_completions(request: Request) -> Response:
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
     # In a thread, however short: compiling the template, the first time, takes milliseconds.
-    tokens = await gateway.reading.in_thread(tenant_id, functools.partial(codec.encode_chat, messages, tools))
+    text = gateway.tenants.pools.text
+    tokens = await text.in_thread(tenant_id, functools.partial(codec.encode_chat, messages, tools))
     form = ChatFormat(wanted.model, target.weights, codec, logprobs=top is not None)
     return await _answer(request, wanted, target, codec, [tokens], params, top, form, tools=bool(tools))
 
@@ -87,7 +88,8 @@ async def completions(request: Request) -> Response:
     target = await models.resolve(gateway, wanted.model, tenant_id)
     codec = _codec(target)
     gateway.sampler_of(target.session).admission.check(tenant_id)  # as above
-    tokens = await gateway.reading.in_thread(tenant_id, functools.partial(_encoded, codec, wanted.prompt))
+    text = gateway.tenants.pools.text
+    tokens = await text.in_thread(tenant_id, functools.partial(_encoded, codec, wanted.prompt))
     form = CompletionFormat(wanted.model, target.weights, codec, logprobs=top is not None)
     return await _answer(request, wanted, target, codec, tokens, params, top, form)
 
@@ -142,6 +144,7 @@ async def _answer(
     _check_sizes(prompts, wanted.samples, target.services.model.max_context_length)
     generation = Generation(
         request_id=form.id,
+        text=gateway_of(request).tenants.pools.text,
         sampling=gateway_of(request).sampler_of(target.session),
         session=target.session,
         codec=codec,

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from twinkle.model.types import TrainerNumbers
 from twinkle.server.gateway import Gateway, Services
@@ -30,7 +31,8 @@ async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Us
         for entry in gateway.services.values():
             waiting.update(entry.training.readings().waiting)
         readings += tenants.waiting(waiting)
-    return readings + await asyncio.to_thread(machine_readings, gateway.files.root)
+    monitoring = gateway.tenants.pools.monitoring
+    return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
 
 
 def _of_model(model: str, entry: Services) -> Iterator[Reading]:

@@ -4,11 +4,12 @@ import re
 
 from twinkle.data_format import ToolCall
 from twinkle.template.tools.parser import ToolCallParser, function_call
+from twinkle.template.tools.scanning import Found, tagged, without
 
 __all__ = ["ClineParser"]
 
-_OUTER = re.compile(r"<([a-z][a-z0-9_]*)>(.*?)</\1>", re.DOTALL)
-_INNER = re.compile(r"<([A-Za-z_]\w*)>(.*?)</\1>", re.DOTALL)
+_TOOL = r"[a-z][a-z0-9_]*"
+_ARGUMENT = r"[A-Za-z_]\w*"
 _RESULT = re.compile(r"\A\s*\[\w+ for '[^']*'\] Result:[ \t]*\n?")
 
 # Tags with an inside of their own that call nothing. What stands in them is not looked at either.
@@ -29,18 +30,20 @@ class ClineParser(ToolCallParser):
     def parse(self, text: str) -> list[ToolCall]:
         calls = []
         for match in self._matches(text):
-            arguments = {key: value.strip() for key, value in _INNER.findall(match[2])}
-            calls.append(function_call(match[1], arguments))
+            arguments = {argument.name: argument.body.strip() for argument in tagged(match.body, _ARGUMENT)}
+            calls.append(function_call(match.name, arguments))
         return calls
 
     def clean(self, text: str) -> str:
-        for match in reversed(self._matches(text)):
-            text = text[: match.start()] + text[match.end() :]
-        return text.rstrip()
+        return without(text, self._matches(text)).rstrip()
 
     def extract_tool_result(self, text: str) -> str | None:
         start = _RESULT.match(text)
         return text[start.end() :] if start else None
 
-    def _matches(self, text: str) -> list[re.Match[str]]:
-        return [match for match in _OUTER.finditer(text) if match[1] not in _NO_TOOLS and _INNER.search(match[2])]
+    def _matches(self, text: str) -> list[Found]:
+        return [match for match in tagged(text, _TOOL) if match.name not in _NO_TOOLS and _has_argument(match.body)]
+
+
+def _has_argument(body: str) -> bool:
+    return next(tagged(body, _ARGUMENT), None) is not None

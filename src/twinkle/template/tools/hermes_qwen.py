@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from twinkle.data_format import ToolCall
@@ -11,8 +12,10 @@ __all__ = ["HermesQwenParser"]
 
 # A model that was cut off leaves the last block open.
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_END_OF_FUNCTION = re.compile(r"</function>")
+_END_OF_PARAMETER = re.compile(r"</parameter>|(?=<parameter=)")
+_END_OF_NAME = re.compile(r"[>\s]")
 
 
 class HermesQwenParser(ToolCallParser):
@@ -31,11 +34,11 @@ class HermesQwenParser(ToolCallParser):
 
 
 def _calls(block: str) -> list[ToolCall]:
-    if "<function=" in block:
-        return [function_call(name, _parameters(body)) for name, body in _FUNCTION.findall(block)]
+    if _FUNCTION in block:
+        return [function_call(name, _parameters(body)) for name, body in _named(block, _FUNCTION, _END_OF_FUNCTION)]
     try:
         call = json.loads(block)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
         return []
     if not isinstance(call, dict):
         return []
@@ -52,11 +55,30 @@ def _arguments(value: object) -> dict[str, Any] | None:
 
 
 def _parameters(body: str) -> dict[str, Any]:
-    return {key: _json_or_text(value.strip("\n")) for key, value in _PARAMETER.findall(body)}
+    return {key: _json_or_text(value.strip("\n")) for key, value in _named(body, _PARAMETER, _END_OF_PARAMETER)}
+
+
+def _named(text: str, opening: str, end: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, body) of each ``<opening=name>body``, which ends at ``end`` or with the text.
+
+    A name that does not end in ``>`` makes no tag, nor do others that begin inside it: they would end the same way.
+    """
+    position = 0
+    while (start := text.find(opening, position)) >= 0:
+        name = start + len(opening)
+        stop = _END_OF_NAME.search(text, name)
+        if stop is None:
+            return
+        if stop[0] != ">" or stop.start() == name:
+            position = stop.start()
+            continue
+        closing = end.search(text, stop.end())
+        yield text[name : stop.start()], text[stop.end() : closing.start() if closing else len(text)]
+        position = closing.end() if closing else len(text)
 
 
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
