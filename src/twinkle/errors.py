@@ -220,11 +220,12 @@ class QuotaError(TwinkleServerError, RuntimeError):
 
     retry_after = 1  # seconds
 
-    def __init__(self, what: str, used: int, limit: int, key: str) -> None:
-        """``key`` names the limit: its key in the configuration, or the name of a limit that is fixed."""
-        super().__init__(
-            f"{what}: {used} of {limit} in use ({key}); wait until some are done, or ask for a higher limit"
-        )
+    def __init__(self, what: str, used: int, limit: int, key: str, advice: str = "wait until some are done") -> None:
+        """``key`` names the limit: its key in the configuration, or the name of a limit that is fixed.
+
+        ``advice``: what the tenant can do about it.
+        """
+        super().__init__(f"{what}: {used} of {limit} in use ({key}); {advice}, or ask for a higher limit")
         self.key = key
 
 

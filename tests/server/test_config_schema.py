@@ -60,6 +60,7 @@ def test_defaults_of_limits():
         "processor_memory_gib": 4.0,
         "processor_call_seconds": 600.0,
         "session_timeout_seconds": 1800.0,
+        "silent_session_seconds": 60.0,
         "parked_adapter_seconds": 7 * 24 * 3600.0,
         "result_retention_seconds": 600.0,
         "unfetched_result_seconds": 86400.0,

@@ -170,7 +170,9 @@ async def _running(
         await processors.start()
     housekeeping = asyncio.create_task(_keep_house(gateway))
     watching = asyncio.create_task(_watch(services.values(), fail))
+    running_time = asyncio.create_task(gateway.running_time.watch())
     yield
+    running_time.cancel()
     watching.cancel()
     housekeeping.cancel()
     await gateway.flush_heartbeats()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twinkle.server.adapter_status import AdapterStatus, QueueStatus
-from twinkle.server.types import SessionRecord
+from twinkle.server.types import RunRecord, SessionRecord
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -60,6 +60,10 @@ class Fleet(Protocol):
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Take what a session has off the devices: it ended."""
+        ...
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        """Take one adapter off its device, wherever it is, and keep its state; ``why`` is for errors about it."""
         ...
 
 
@@ -125,3 +129,6 @@ class LocalFleet:
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._gateway.release_session(session, state)
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        await self._gateway.park(run, why)

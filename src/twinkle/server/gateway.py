@@ -36,9 +36,11 @@ from twinkle.server.long_polls import LongPolls
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
 from twinkle.server.processors.service import Processors
+from twinkle.server.running_time import RunningTime
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.signed_urls import SignedUrls
+from twinkle.server.silent_sessions import SilentSessions
 from twinkle.server.state import Store
 from twinkle.server.templates import Templates
 from twinkle.server.tenant_turns import TenantTurns
@@ -82,9 +84,13 @@ class Gateway:
         tenants: Tenants | None = None,
         *,
         fleet: Fleet | None = None,
+        fleet_of_all: Fleet | None = None,
         replica: str = "",
     ) -> None:
-        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name."""
+        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name.
+
+        ``fleet_of_all``: of a replica, which answers for its own services only, the way to those of the others.
+        """
         self.config = config
         self.store = store
         self.services = services
@@ -100,6 +106,10 @@ class Gateway:
         self.uploads = Uploads(self.tenants.pools.hub)
         self.replica = replica
         self.fleet: Fleet = fleet or LocalFleet(self)
+        self.fleet_of_all: Fleet = fleet_of_all or self.fleet
+        limits = config.limits
+        self.running_time = RunningTime(min(limits.session_timeout_seconds, limits.silent_session_seconds))
+        self.silent_sessions = SilentSessions(self)
         self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
         self.identity = Identity(config.auth, store.keys)
         self.checkpoint_actions = CheckpointActions(store, files, self.tenants.pools.saving)
@@ -148,8 +158,9 @@ class Gateway:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
-        return await self.store.sessions.create(
-            session, idempotency_key, self.tenants.limits(session.tenant_id).sessions
+        most = self.tenants.limits(session.tenant_id).sessions
+        return await self.silent_sessions.with_session_room(
+            session.tenant_id, lambda: self.store.sessions.create(session, idempotency_key, most)
         )
 
     async def session(self, session_id: str, tenant_id: str) -> SessionRecord:
@@ -170,6 +181,14 @@ class Gateway:
         record = await self.session(session_id, tenant_id)
         self._heartbeats[session_id] = time.time()
         return record
+
+    def last_seen(self, session: SessionRecord) -> float:
+        """Return when a session was last heard of, as far as this process knows."""
+        return max(session.last_seen, self._heartbeats.get(session.session_id, 0.0))
+
+    def is_silent(self, session: SessionRecord) -> bool:
+        """Return whether an active session was not heard of for ``limits.silent_session_seconds``."""
+        return self.silent_sessions.is_silent(session, time.time())
 
     async def finish_session(
         self, session_id: str, tenant_id: str, reason: FinishReason = "success", detail: str | None = None
@@ -227,6 +246,18 @@ class Gateway:
                 for version_id in outdated:
                     entry.sampling.give_up_version(version_id)
 
+    async def park_anywhere(self, run: RunRecord, why: str) -> None:
+        """Park an adapter on whichever replica has it."""
+        if run.model_name in self.services and self.services[run.model_name].training.run(run.run_id) is not None:
+            await self.park(run, why)
+        else:
+            await self.fleet_of_all.park_run(run, why)
+
+    def requests_of(self, run_id: str) -> list[float]:
+        """Return when a run of our services was last asked for something: of any other run nothing."""
+        found = (entry.training.last_requests().get(run_id) for entry in self.services.values())
+        return [at for at in found if at is not None]
+
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def create_model(
@@ -277,7 +308,7 @@ class Gateway:
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
         await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
-        request_id = await training.create(run, op)
+        request_id = await self.silent_sessions.with_adapter_room(run, lambda: training.create(run, op))
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
             await self.park(run, f"session {session.session_id} {session.state}")
@@ -425,7 +456,15 @@ class Gateway:
         await self.store.audit.prune(now - limits.audit_retention_seconds)
 
     async def expire(self, now: float) -> None:
-        """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints."""
+        """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints.
+
+        If this process did not run in between, or the clock was set, nobody could be heard: all begin anew.
+        """
+        if self.running_time.take_interruption():
+            forgiven = await self.store.sessions.forgive_downtime(now)
+            await self.store.ops.forgive_downtime(now)
+            logger.warning("the server or its clock did not go on evenly: %d sessions count as heard of now", forgiven)
+            return
         limits = self.config.limits
         silent = await self.store.sessions.silent(now - limits.session_timeout_seconds)
         reports = (await self.fleet.reports()).values() if silent else ()

@@ -1,13 +1,15 @@
 """Looking for sessions among one's own."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twinkle.errors import InvalidInputError
 from twinkle.server.state import Store
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire.session_requests import SearchCursor, SearchSessionsRequest, Status
+
+IsSilent = Callable[[SessionRecord], bool]
 
 _AT_ONCE = 500  # records read from the database before others get their turn
 
@@ -20,14 +22,15 @@ class Found:
     more: bool
 
 
-async def search_sessions(store: Store, tenant_id: str, wanted: SearchSessionsRequest) -> Found:
+async def search_sessions(store: Store, tenant_id: str, wanted: SearchSessionsRequest, is_silent: IsSilent) -> Found:
+    """``is_silent`` tells which of the active sessions were not heard of for a while: those are not found as active."""
     last = None if wanted.cursor is None else await _last_of_page(store, tenant_id, wanted.cursor)
     if not _is_about(wanted, tenant_id):
         return Found((), False)
     found: list[SessionRecord] = []
     while True:
         page = await store.sessions.after(tenant_id, last, _AT_ONCE)
-        found += [session for session in page if _matches(session, wanted)]
+        found += [session for session in page if _matches(session, wanted, is_silent)]
         if len(found) > wanted.limit or len(page) < _AT_ONCE:
             break
         last = page[-1]
@@ -55,12 +58,12 @@ def _is_about(wanted: SearchSessionsRequest, tenant_id: str) -> bool:
     return tenant_id in wanted.owner.owner_urns
 
 
-def _matches(session: SessionRecord, wanted: SearchSessionsRequest) -> bool:
+def _matches(session: SessionRecord, wanted: SearchSessionsRequest, is_silent: IsSilent) -> bool:
     return (
         _is_named(session, wanted)
         and (wanted.project_ids is None or session.project_id in wanted.project_ids)
         and wanted.user_metadata.items() <= shown_metadata(session).items()
-        and (wanted.statuses is None or any(_has_status(session, status) for status in wanted.statuses))
+        and (wanted.statuses is None or any(_has_status(session, status, is_silent) for status in wanted.statuses))
     )
 
 
@@ -73,19 +76,19 @@ def _is_named(session: SessionRecord, wanted: SearchSessionsRequest) -> bool:
     return session.session_id == wanted.session_id or (bool(words) and all(word in name for word in words))
 
 
-def _has_status(session: SessionRecord, status: Status) -> bool:
+def _has_status(session: SessionRecord, status: Status, is_silent: IsSilent) -> bool:
     """Nothing cancels a session here, and no request fails one."""
     if status.type == "active":
-        return session.state == "active"
+        return session.state == "active" and not is_silent(session)
     if status.type == "client_finished" and session.state == "finished":
         return status.reasons is None or session.finish_reason in status.reasons
     return False
 
 
-def shown_status(session: SessionRecord) -> dict[str, object] | None:
-    """None of one that fell silent."""
+def shown_status(session: SessionRecord, is_silent: IsSilent) -> dict[str, object] | None:
+    """Return None for a session that fell silent, expired already or not: clients know no status for it."""
     if session.state == "active":
-        return {"type": "active"}
+        return None if is_silent(session) else {"type": "active"}
     if session.state == "finished":
         reason = {"type": session.finish_reason or "success"}  # of one that ended before reasons were kept
         return {"type": "client_finished", "reason": reason, "detail": session.finish_detail}

@@ -248,6 +248,11 @@ class LimitsConfig(BaseModel):
     session_timeout_seconds: Seconds = Field(
         default=1800.0, description="Silence after which a session expires and its adapters are parked on disk."
     )
+    silent_session_seconds: Seconds = Field(
+        default=60.0,
+        description="Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session makes "
+        "room: at the adapter limit its adapters are parked first, and samples that nobody asks for are cancelled.",
+    )
     parked_adapter_seconds: Seconds = Field(
         default=7 * _DAY, description="How long the adapters of an expired session stay on disk, ready to resume."
     )

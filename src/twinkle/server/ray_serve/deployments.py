@@ -26,7 +26,7 @@ from twinkle.server.ray_serve.replica import Refusal
 from twinkle.server.ray_serve.router import answered
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
 from twinkle.server.telemetry.json_logs import configure_logging
-from twinkle.server.types import SessionRecord
+from twinkle.server.types import RunRecord, SessionRecord
 
 # Each waiting future holds a request here: Serve's own default of 5 would stall everything.
 _ONGOING = 4096
@@ -90,6 +90,9 @@ class ModelReplica:
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await relay.to_the_end(self._host.release_session(session, state))
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        await relay.to_the_end(self._host.park_run(run, why))
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""

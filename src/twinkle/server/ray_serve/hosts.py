@@ -121,9 +121,11 @@ class GatewayHost:
         )
         self.entrance = process.entrance(process.app_of(self.gateway))
         self._housekeeping = asyncio.create_task(self._keep_house(keeps_house))
+        self._watching = asyncio.create_task(self.gateway.running_time.watch())
 
     async def stop(self) -> None:
         self._housekeeping.cancel()
+        self._watching.cancel()
         await self.gateway.flush_heartbeats()
         await self._process.store.leases.give_up(_LEASE, self._name)
         await self._process.close()
@@ -183,6 +185,7 @@ class ModelHost:
             process.files,
             process.remote_processors(),
             process.tenants,
+            fleet_of_all=process.remote_fleet(),
             replica=name,
         )
         self.app = process.app_of(self.gateway)
@@ -223,10 +226,12 @@ class ModelHost:
         if self._services.sampling is not None:
             await self._services.sampling.start()
         self._housekeeping = asyncio.create_task(self._keep_house())
+        self._watching = asyncio.create_task(self.gateway.running_time.watch())
 
     async def stop(self) -> None:
         """What runs is finished, and every adapter is on disk."""
         self._housekeeping.cancel()
+        self._watching.cancel()
         self.gateway.release_waiters()
         if self._services.sampling is not None:
             await self._services.sampling.stop()
@@ -254,6 +259,9 @@ class ModelHost:
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self.gateway.release_session(session, state)
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        await self.gateway.park(run, why)
 
     async def _keep_house(self) -> None:
         work = self.gateway.end_what_was_ending()

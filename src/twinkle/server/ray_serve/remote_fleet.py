@@ -13,7 +13,7 @@ from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.layout import Layout
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.replicas import Replicas
-from twinkle.server.types import SessionRecord
+from twinkle.server.types import RunRecord, SessionRecord
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,17 @@ class RemoteFleet:
         for name, result in zip(names, results, strict=True):
             if isinstance(result, BaseException):
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        """On the replica that has it. One that is away keeps it: the caller looks whether it has left."""
+        group = self._layout.models.get(run.model_name)
+        if group is None:
+            return  # its base model is not served now
+        name = group.owner(run.run_id, run.replica)
+        try:
+            await asyncio.wait_for(self._replicas[name].park_run(run, why), _RELEASE_SECONDS)
+        except (ReplicaGoneError, TimeoutError) as error:
+            logger.warning("%s did not park %s: %s", name, run.run_id, error)
 
     async def _metrics_of(self, name: str) -> Sequence[Metric] | None:
         try:

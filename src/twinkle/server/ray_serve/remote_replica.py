@@ -15,7 +15,7 @@ from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.layout import ReplicaAddress
 from twinkle.server.ray_serve.replica import Refusal, ReplicaGoneError
 from twinkle.server.relay import HttpHead, HttpReply, HttpRequest
-from twinkle.server.types import SessionRecord
+from twinkle.server.types import RunRecord, SessionRecord
 
 
 class RemoteReplica:
@@ -62,6 +62,9 @@ class RemoteReplica:
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._asked("release_session", session, state)
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        await self._asked("park_run", run, why)
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
         """Of a processor."""

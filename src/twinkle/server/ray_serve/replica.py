@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from twinkle.errors import TwinkleServerError
 from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.relay import HttpHead, HttpReply, HttpRequest
-from twinkle.server.types import SessionRecord
+from twinkle.server.types import RunRecord, SessionRecord
 
 
 class ReplicaGoneError(TwinkleServerError):
@@ -46,6 +46,10 @@ class Replica(Protocol):
         ...
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
+        """Of a model."""
+        ...
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
         """Of a model."""
         ...
 

@@ -64,7 +64,10 @@ def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, obj
 
 @router.get("/sessions")
 async def sessions(request: Request, limit: Few = 50, offset: Offset = 0) -> Response:
-    """Newest first. Times are seconds since the epoch."""
+    """List sessions, newest first. Times are seconds since the epoch.
+
+    The state ``silent`` is that of an active session which sent no heartbeat for a while and has not expired yet.
+    """
     tenant_id = await native_tenant_of(request)
     gateway = gateway_of(request)
     page = await gateway.store.sessions.list(tenant_id, limit, offset)
@@ -80,9 +83,9 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
     samplers = await gateway.store.sampling_sessions.of_session(session.session_id)
     return {
         "session_id": session.session_id,
-        "state": session.state,
+        "state": "silent" if gateway.is_silent(session) else session.state,
         "created_at": session.created_at,
-        "last_seen": session.last_seen,
+        "last_seen": gateway.last_seen(session),
         "sdk_version": session.sdk_version,
         "display_name": session.display_name,
         "project_id": session.project_id,

@@ -31,7 +31,7 @@ async def search(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     wanted = await parsed(SearchSessionsRequest, request)
     gateway = gateway_of(request)
-    found = await search_sessions(gateway.store, tenant_id, wanted)
+    found = await search_sessions(gateway.store, tenant_id, wanted, gateway.is_silent)
     content: dict[str, object] = {"sessions": [await _summary(gateway, session) for session in found.sessions]}
     if found.more:
         last = found.sessions[-1]
@@ -57,7 +57,7 @@ async def _summary(gateway: Gateway, session: SessionRecord) -> dict[str, object
         "created_at": iso_time(session.created_at),
         "owner": session.tenant_id,
         "project_id": session.project_id or "",
-        "status": shown_status(session),
+        "status": shown_status(session, gateway.is_silent),
         "checkpoints_count": count,
         "checkpoint_storage_bytes": size,
         "display_name": session.display_name,

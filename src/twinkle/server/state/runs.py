@@ -43,6 +43,12 @@ _COUNT_LIVE = (
     .select_from(RUNS.join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id))
     .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
 )
+_LIVE_OF_TENANT = (
+    select(RUNS)
+    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
+    .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
+    .order_by(RUNS.c.created_at, RUNS.c.run_id)
+)
 _LIVE_BY_REPLICA = (
     select(RUNS.c.replica, func.count().label("runs"))
     .where(RUNS.c.state == "live", RUNS.c.model_name == bindparam("model_name"))
@@ -97,6 +103,11 @@ class Runs:
     async def left_behind(self) -> tuple[RunRecord, ...]:
         """Live ones of sessions that have ended, oldest first."""
         rows = await self._database.read(lambda cursor: cursor.rows(_LEFT_BEHIND, {}))
+        return tuple(map(_run, rows))
+
+    async def live_of_tenant(self, tenant_id: str) -> tuple[RunRecord, ...]:
+        """Return the runs that count against a tenant's limit of adapters, oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_OF_TENANT, {"tenant_id": tenant_id}))
         return tuple(map(_run, rows))
 
     async def live_noted(self, note: str) -> tuple[RunRecord, ...]:

@@ -44,6 +44,11 @@ _AFTER = (
     .limit(bindparam("limit"))
 )
 _SILENT = select(SESSIONS).where(_ACTIVE, SESSIONS.c.last_seen < bindparam("before")).order_by(SESSIONS.c.last_seen)
+_SILENT_OF_TENANT = (
+    select(SESSIONS)
+    .where(_OF_TENANT, _ACTIVE, SESSIONS.c.last_seen < bindparam("before"))
+    .order_by(SESSIONS.c.last_seen)
+)
 _TOUCH = (
     update(SESSIONS)
     .where(_OF_ID, _ACTIVE, SESSIONS.c.last_seen < bindparam("seen"))
@@ -114,6 +119,12 @@ class Sessions:
     async def silent(self, before: float) -> tuple[SessionRecord, ...]:
         """Active sessions last seen before that time, longest silent first."""
         rows = await self._database.read(lambda cursor: cursor.rows(_SILENT, {"before": before}))
+        return tuple(map(_session, rows))
+
+    async def silent_of(self, tenant_id: str, before: float) -> tuple[SessionRecord, ...]:
+        """Return a tenant's active sessions last seen before that time, longest silent first."""
+        parameters = {"tenant_id": tenant_id, "before": before}
+        rows = await self._database.read(lambda cursor: cursor.rows(_SILENT_OF_TENANT, parameters))
         return tuple(map(_session, rows))
 
     async def touch(self, last_seen: Mapping[str, float]) -> None:
