@@ -157,6 +157,55 @@ def pick(logprobs_TV: Tensor, datum: Datum) -> Tensor:
     return logprobs_TV.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
 
 
+# --- what fp32 can be expected to give --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExactLogprobs:
+    """Log-probabilities of the next token in fp64, and how far a correct computation in fp32 may be away from them."""
+
+    values_TV: NDArray[np.float64]
+    bound_TV: NDArray[np.float64]
+
+    def rows(self, rows: NDArray[np.int64] | slice) -> "ExactLogprobs":
+        return ExactLogprobs(self.values_TV[rows], self.bound_TV[rows])
+
+    def at(self, ids_TK: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The values of some tokens of each position, and their bounds: (T, K) both."""
+        return np.take_along_axis(self.values_TV, ids_TK, axis=1), np.take_along_axis(self.bound_TV, ids_TK, axis=1)
+
+
+def exact_logprobs(model: PreTrainedModel, tokens: NDArray[np.int64], changes: int = 8) -> ExactLogprobs:
+    """Run the plain model in fp64, once as it is and ``changes`` times with weights that are a little wrong.
+
+    A sum of n products in fp32 is the exact sum of products whose factors are wrong by a relative error of about √n·u,
+    u = 2⁻²⁴: n roundings, up or down. So weights that are wrong by this much, at random, show what rounding does to the
+    result, with whatever the model makes larger or smaller on the way; and this is the same on every machine. The
+    bound of a position is five standard deviations of that: of some 10⁴ normal numbers none is further away. Where it
+    is less than what DESIGN allows (section 4, invariant 1), that is the bound.
+    """
+    generator = torch.Generator().manual_seed(0)
+    exact = copy.deepcopy(model).double()
+    weights = {name: parameter.detach().clone() for name, parameter in exact.named_parameters()}
+    length = max(len(tokens), *(size for weight in weights.values() for size in weight.shape[1:]))
+    scale = math.sqrt(length) * 2.0**-24
+
+    def logprobs() -> NDArray[np.float64]:
+        return exact(input_ids=torch.from_numpy(tokens)[None]).logits[0].double().log_softmax(-1).numpy()
+
+    with torch.no_grad():
+        values_TV = logprobs()
+        squares_TV = np.zeros_like(values_TV)
+        for _ in range(changes):
+            for name, parameter in exact.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(weights[name] * (1 + scale * noise))
+            squares_TV += np.square(logprobs() - values_TV)
+    deviation_T1 = np.sqrt(squares_TV.mean(axis=1, keepdims=True) / changes)
+    allowed_TV = TOLERANCE * np.maximum(1.0, np.abs(values_TV))
+    return ExactLogprobs(values_TV, np.maximum(allowed_TV, 5 * deviation_T1))
+
+
 # --- the losses of one sequence, as Tinker documents them -------------------------------------------------------------
 
 
@@ -292,6 +341,13 @@ def assert_numbers_close(ours: object, theirs: object, tolerance: float = TOLERA
     assert left.shape == right.shape
     excess = np.abs(left - right) / np.maximum(1.0, np.abs(right))
     assert (excess <= tolerance).all(), f"largest difference {excess.max()} above {tolerance}"
+
+
+def assert_within(ours: NDArray[np.float32], exact: NDArray[np.float64], bound: NDArray[np.float64]) -> None:
+    """Numbers in fp32, each with a bound of its own (:func:`exact_logprobs`)."""
+    assert ours.shape == exact.shape == bound.shape
+    excess = np.abs(ours - exact) / bound
+    assert (excess <= 1).all(), f"largest difference {excess.max()} times what rounding can do"
 
 
 def assert_logprobs_close(ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32]]) -> None:

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from reference import Reference, assert_numbers_close, toy_llama, with_random_weights
+from reference import (
+    ExactLogprobs,
+    Reference,
+    assert_numbers_close,
+    assert_within,
+    toy_llama,
+    with_random_weights,
+)
 from tiny_models import VOCAB, tiny_trainer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -18,6 +25,7 @@ from twinkle.sampler import (
     SampleRequest,
     SampleResult,
     SamplingParams,
+    TopLogprobs,
     TorchSampler,
 )
 
@@ -133,3 +141,15 @@ def assert_same_samples(ours: SampleResult, theirs: SampleResult) -> None:
         np.testing.assert_array_equal(left.tokens, right.tokens)
         assert_numbers_close(left.logprobs, right.logprobs)
         assert left.stop_reason == right.stop_reason
+
+
+def assert_likeliest(top: TopLogprobs, exact: ExactLogprobs) -> None:
+    """The likeliest tokens of all positions, from the first on. Of two that rounding can exchange either may be first:
+    a token is as likely as that of its place up to the bounds of both."""
+    ids_TK = top.token_ids
+    assert all(len(set(ids)) == len(ids) for ids in ids_TK.tolist())
+    wanted_TK = np.argsort(-exact.values_TV, axis=1, kind="stable")[:, : ids_TK.shape[1]]
+    values, bounds = exact.at(ids_TK)
+    wanted, wanted_bounds = exact.at(wanted_TK)
+    assert (np.abs(values - wanted) <= bounds + wanted_bounds).all()
+    assert_within(top.logprobs, values, bounds)

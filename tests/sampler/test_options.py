@@ -1,21 +1,42 @@
 """What may be asked beside tokens: of the prompt and of each sampled position, by the plain formulas."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from reference import TOLERANCE, assert_numbers_close, toy_llama, wide_llama
-from sampling import SPECS, next_logprobs, prompt, reference, request, run, toy_sampler, toy_trainer
+from reference import (
+    TOLERANCE,
+    ExactLogprobs,
+    assert_numbers_close,
+    assert_within,
+    exact_logprobs,
+    toy_llama,
+    wide_llama,
+)
+from sampling import (
+    SPECS,
+    assert_likeliest,
+    next_logprobs,
+    prompt,
+    reference,
+    request,
+    run,
+    toy_sampler,
+    toy_trainer,
+)
 from tiny_models import VOCAB, add_trained_adapter, tiny_model, tiny_trainer
 from transformers import PreTrainedModel
 
-from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TorchSampler
+from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TopLogprobs, TorchSampler
 from twinkle.sampler.drawing import pick
 from twinkle.sampler.noise import alternative_uniforms, uniform, words
 
 LENGTH = 70  # more than a chunk
+VERSIONS = (None, "a", "b")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
@@ -24,15 +45,25 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return toy_llama() if request.param == "llama" else tiny_model("qwen3_5")
 
 
+Exact = Callable[[SampleRequest], ExactLogprobs]  # of a request's prompt, by its version
+World = tuple[TorchSampler, Exact]
+
+
 @pytest.fixture(scope="module")
-def world(model: PreTrainedModel) -> tuple[TorchSampler, dict[str | None, PreTrainedModel]]:
-    """A sampler, and the plain model of each of its versions."""
+def world(model: PreTrainedModel) -> World:
+    """A sampler, and the numbers of the plain model of each of its versions."""
     trainer = tiny_trainer(model)
     for name in ("a", "b"):
         add_trained_adapter(trainer, name, SPECS[name], model)
     sampler = toy_sampler(trainer)
     assert (sampler._cache is None) == (type(model).__name__ != "LlamaForCausalLM")
-    return sampler, {None: model, **{name: reference(model, trainer, name) for name in ("a", "b")}}
+
+    @cache
+    def exact(version: str | None, length: int) -> ExactLogprobs:
+        plain = model if version is None else reference(model, trainer, version)
+        return exact_logprobs(plain, prompt(length, length))
+
+    return sampler, lambda asked: exact(asked.version_id, len(asked.prompt))
 
 
 def score(version: str | None, length: int = LENGTH, **options: object) -> SampleRequest:
@@ -53,76 +84,92 @@ def everything(version: str | None, length: int = LENGTH, **options: object) -> 
     return replace(asked, target_prompt_logprobs=targets_for(asked.prompt))
 
 
-def assert_right(asked: SampleRequest, result: SampleResult, plain: np.ndarray, first: int = 1) -> None:
-    """All that :func:`everything` asks for. plain: (T, V). first: where the last n tokens begin."""
-    tokens, rows = asked.prompt, np.arange(first - 1, len(asked.prompt) - 1)
-    assert result.prompt_logprobs.shape == tokens.shape
-    assert np.isnan(result.prompt_logprobs[:first]).all()
-    assert_numbers_close(result.prompt_logprobs[first:], plain[rows, tokens[rows + 1]])
+def assert_right(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs, first: int = 1) -> None:
+    """All that :func:`everything` asks for. first: where the last n tokens begin."""
+    assert_prompt_logprobs(asked, result, exact, first)
+    assert_topk(asked, result, exact, first)
+    assert_targets(asked, result, exact)
+    assert_alternatives(asked, result, exact)
 
+
+def assert_prompt_logprobs(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs, first: int = 1) -> None:
+    assert result.prompt_logprobs.shape == asked.prompt.shape
+    assert np.isnan(result.prompt_logprobs[:first]).all()
+    values, bounds = exact.rows(slice(first - 1, -1)).at(asked.prompt[first:, None])
+    assert_within(result.prompt_logprobs[first:, None], values, bounds)
+
+
+def assert_topk(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs, first: int = 1) -> None:
     top = result.topk_prompt_logprobs
-    assert top.token_ids.shape == top.logprobs.shape == (len(tokens), 4)
+    assert top.token_ids.shape == top.logprobs.shape == (len(asked.prompt), 4)
     assert (top.token_ids[:first] == 0).all()
     assert (top.logprobs[:first] == -np.inf).all()
-    likeliest = np.argsort(-plain[rows], axis=1, kind="stable")[:, :4]
-    np.testing.assert_array_equal(top.token_ids[first:], likeliest)
-    assert_numbers_close(top.logprobs[first:], np.take_along_axis(plain[rows], likeliest, axis=1))
+    assert_likeliest(TopLogprobs(top.token_ids[first:], top.logprobs[first:]), exact.rows(slice(first - 1, -1)))
 
+
+def assert_targets(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs) -> None:
     ids = asked.target_prompt_logprobs
     assert result.target_prompt_logprobs.shape == ids.shape
-    expected = np.where(ids < 0, 0, np.take_along_axis(plain[:-1], np.maximum(ids, 0), axis=1))
-    assert_numbers_close(result.target_prompt_logprobs, expected)
+    values, bounds = exact.rows(slice(-1)).at(np.maximum(ids, 0))
+    assert_within(result.target_prompt_logprobs, np.where(ids < 0, 0, values), bounds)
 
+
+def assert_alternatives(asked: SampleRequest, result: SampleResult, exact: ExactLogprobs) -> None:
+    """The inverse of the distribution, by hand: a token owns its part of [0, 1), up to rounding at both ends.
+
+    The ends move by no more than the log-probabilities do, and adding up V numbers in fp32 rounds V times.
+    """
     drawn = result.prompt_alt_tokens
-    assert drawn.tokens.shape == drawn.logprobs.shape == (len(tokens) - 1, 5)
-    assert_numbers_close(drawn.logprobs, np.take_along_axis(plain[:-1], drawn.tokens, axis=1))
-    for row in range(0, len(tokens) - 1, max(1, len(tokens) // 20)):  # the inverse of the distribution, by hand
-        sums = np.exp(plain[row].astype(np.float64) / asked.params.temperature).cumsum()
-        noise = alternative_uniforms(7, words(row + 1), words(*range(5)))
-        np.testing.assert_array_equal(drawn.tokens[row], [np.searchsorted(sums, u * sums[-1]) for u in noise])
+    assert drawn.tokens.shape == drawn.logprobs.shape == (len(asked.prompt) - 1, 5)
+    rows = exact.rows(slice(-1))
+    assert_within(drawn.logprobs, *rows.at(drawn.tokens))
+    temperature = asked.params.temperature
+    ends_TV = np.exp(rows.values_TV / temperature).cumsum(axis=1)
+    ends_TV = np.pad(ends_TV / ends_TV[:, -1:], ((0, 0), (1, 0)))
+    slack_T1 = rows.bound_TV.max(axis=1, keepdims=True) / temperature + VOCAB * 2.0**-24
+    noise_TK = np.stack([alternative_uniforms(7, words(row + 1), words(*range(5))) for row in range(len(ends_TV))])
+    assert (np.take_along_axis(ends_TV, drawn.tokens, axis=1) <= noise_TK + slack_T1).all()
+    assert (np.take_along_axis(ends_TV, drawn.tokens + 1, axis=1) >= noise_TK - slack_T1).all()
 
 
 # --- of the prompt ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("last_n", [None, 0, 1, 10, LENGTH - 1, 1000])
-def test_all_that_can_be_asked_of_a_prompt(world: tuple, last_n: int | None) -> None:
+def test_all_that_can_be_asked_of_a_prompt(world: World, last_n: int | None) -> None:
     """All versions in one batch, next to prompts of another length of which less is asked."""
-    sampler, plain = world
-    requests = [everything(version, prompt_logprobs_last_n=last_n) for version in plain]
-    others = [score(version, 33, prompt_logprobs=True) for version in plain]
+    sampler, exact = world
+    requests = [everything(version, prompt_logprobs_last_n=last_n) for version in VERSIONS]
+    others = [score(version, 33, prompt_logprobs=True) for version in VERSIONS]
     results = run(sampler, [*requests, *others])
     first = 1 if last_n is None else max(1, LENGTH - last_n)
     for asked in requests:
-        assert_right(asked, results[asked.request_id], next_logprobs(plain[asked.version_id], asked.prompt), first)
+        assert_right(asked, results[asked.request_id], exact(asked), first)
     for asked in others:
         result = results[asked.request_id]
-        assert_numbers_close(
-            result.prompt_logprobs[1:],
-            next_logprobs(plain[asked.version_id], asked.prompt)[np.arange(32), asked.prompt[1:]],
-        )
+        assert_prompt_logprobs(asked, result, exact(asked))
         assert result.topk_prompt_logprobs is result.target_prompt_logprobs is result.prompt_alt_tokens is None
 
 
-def test_one_thing_at_a_time(world: tuple) -> None:
+def test_one_thing_at_a_time(world: World) -> None:
     """Each option alone gives what it gives in company, in one batch with the others and with a prompt of one token."""
-    sampler, _ = world
+    sampler, exact = world
     asked = everything("a")
-    whole = run(sampler, [asked])[asked.request_id]
-    names = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens")
+    checks = {
+        "prompt_logprobs": assert_prompt_logprobs,
+        "topk_prompt_logprobs": assert_topk,
+        "target_prompt_logprobs": assert_targets,
+        "prompt_alt_tokens": assert_alternatives,
+    }
     nothing = {"topk_prompt_logprobs": 0, "prompt_alt_tokens": 0, "target_prompt_logprobs": None}
     bare = replace(asked, prompt_logprobs=False, **nothing)
-    alone = [replace(bare, request_id=name, **{name: getattr(asked, name)}) for name in names]
+    alone = [replace(bare, request_id=name, **{name: getattr(asked, name)}) for name in checks]
     short = everything("b", 1)
     results = run(sampler, [short, *alone])
-    for name in names:
-        for other in names:
+    for name, assert_this in checks.items():
+        for other in checks:
             assert (getattr(results[name], other) is None) == (other != name)
-    assert_numbers_close(results["prompt_logprobs"].prompt_logprobs[1:], whole.prompt_logprobs[1:])
-    assert_numbers_close(results["target_prompt_logprobs"].target_prompt_logprobs, whole.target_prompt_logprobs)
-    top, drawn = results["topk_prompt_logprobs"].topk_prompt_logprobs, results["prompt_alt_tokens"].prompt_alt_tokens
-    np.testing.assert_array_equal(top.token_ids, whole.topk_prompt_logprobs.token_ids)
-    np.testing.assert_array_equal(drawn.tokens, whole.prompt_alt_tokens.tokens)
+        assert_this(asked, results[name], exact(asked))
     one = results[short.request_id]
     assert one.prompt_logprobs.shape == (1,)
     assert one.topk_prompt_logprobs.token_ids.shape == (1, 4)
@@ -130,7 +177,7 @@ def test_one_thing_at_a_time(world: tuple) -> None:
     assert one.prompt_alt_tokens.tokens.shape == (0, 5)
 
 
-def test_the_head_is_computed_for_what_is_scored(world: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_computed_for_what_is_scored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, _ = world
     head, rows = sampler._pass._engine.head, []
     plain_logprobs, plain_logits = head.logprobs, head.logits
@@ -248,7 +295,7 @@ def test_the_likeliest_at_each_sampled_position(temperature: float) -> None:
         np.testing.assert_array_equal(narrow.topk_logprobs.token_ids, top.token_ids[:, :2])
 
 
-def test_differences_of_tempered_logprobs(world: tuple) -> None:
+def test_differences_of_tempered_logprobs(world: World) -> None:
     """log p_τ(i) − log p_τ(j) = (log p_1(i) − log p_1(j)) / τ."""
     sampler, _ = world
     tokens = prompt(12)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from twinkle.model.optimizer import norm_in_fp64
 from twinkle.model.parallel import Parallelism, Ranks, add_up_all
 
 
@@ -26,14 +27,25 @@ def leave_to_first(parameters: Sequence[nn.Parameter], parallel: Parallelism) ->
             parameter.grad = None
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> float:
-    """The norm before clipping, that of all shards together."""
+@torch.no_grad()
+def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float, parallel: Parallelism) -> float:
+    """Scale the gradients down to a norm of at most ``max_norm``, and return their norm before that.
+
+    All ranks call it. The norm is that of all shards together. It is summed in fp64 over tensors and over ranks, so
+    that it does not depend on how the model is cut.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, norm_type)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    whole = _norm([each for each in gradients if not isinstance(each, DTensor)], norm_type)
+    shards = parallel.shards.gather(_norm([_own(each) for each in gradients if isinstance(each, DTensor)], norm_type))
+    norm = torch.linalg.vector_norm(torch.tensor([whole, *shards], dtype=torch.float64), norm_type)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float())
     return float(norm)
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float) -> float:
+    """Return the norm of all tensors of this rank together; they lie on one device, which is waited for once."""
+    norms = [norm_in_fp64(each, norm_type) for each in tensors if each.numel()]  # a rank's shard may be empty
+    return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
 
 @torch.no_grad()

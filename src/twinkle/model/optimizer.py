@@ -64,14 +64,25 @@ def adam_step(adapter: Adapter, params: AdamParams, *, decoupled: bool = True) -
 
 
 def gradient_norm(gradient_P: Tensor, norm_type: float = 2.0) -> float:
-    """In fp64, but for the norms of short pieces: torch's reduction of one long row on a CPU is slow or inexact."""
-    if gradient_P.device.type != "cpu":
-        return float(torch.linalg.vector_norm(gradient_P, norm_type))
-    whole = gradient_P.numel() // _PIECE * _PIECE
-    norms = torch.linalg.vector_norm(gradient_P[:whole].view(-1, _PIECE), norm_type, dim=1).double()
-    if whole < gradient_P.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(gradient_P[whole:], norm_type, dtype=torch.float64)[None]])
-    return float(torch.linalg.vector_norm(norms, norm_type))
+    """Return the norm of one adapter's gradient."""
+    return float(norm_in_fp64(gradient_P, norm_type))
+
+
+def norm_in_fp64(tensor: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of all numbers of a tensor, a number in fp64 on the same device.
+
+    On a CPU only the norms of short pieces are computed in fp32: torch's reduction of one long row is slow in fp64 and
+    inexact in fp32. Elsewhere torch adds up in a tree, which is exact enough, and a copy in fp64 would take memory.
+    Numbers of fewer bits than fp32 are added up in fp32.
+    """
+    flat_N, dtype = tensor.reshape(-1), torch.promote_types(tensor.dtype, torch.float32)
+    if tensor.device.type != "cpu":
+        return torch.linalg.vector_norm(flat_N, norm_type, dtype=dtype).double()
+    whole = flat_N.numel() // _PIECE * _PIECE
+    norms = torch.linalg.vector_norm(flat_N[:whole].view(-1, _PIECE), norm_type, dim=1, dtype=dtype).double()
+    if whole < flat_N.numel():
+        norms = torch.cat([norms, torch.linalg.vector_norm(flat_N[whole:], norm_type, dtype=torch.float64)[None]])
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
 def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:

@@ -233,7 +233,7 @@ class TransformersModel(TwinkleModel):
         if not group.at_boundary:
             return None
         self._normalize(group)
-        norm = gradients.clip(self._with_gradient(group), max_grad_norm, norm_type)
+        norm = gradients.clip(self._with_gradient(group), max_grad_norm, norm_type, self._parallel)
         if not math.isfinite(norm):
             self._drop_gradient(group)
             raise NonFiniteError(f"the gradient has norm {norm}: it was dropped, and no step taken")
