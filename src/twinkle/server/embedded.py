@@ -25,6 +25,7 @@ from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.loading import load_served_model
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
@@ -138,16 +139,25 @@ async def _running(
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     tenants = configured_tenants(config)
+    memory = ProcessMemory(config.limits)
     computes = {model.name: Compute() for model in models}
     services = {
         served.name: services_on(
-            model, config, store, computes[model.name], files, tenants, telemetry, merge=served.model.merge
+            model,
+            config,
+            store,
+            computes[model.name],
+            files,
+            tenants,
+            telemetry,
+            merge=served.model.merge,
+            memory=memory,
         )
         for served, model in zip(config.served_models, models, strict=True)
     }
     tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
     processors = configured_processors(config, tokenizers)
-    gateway = Gateway(config, store, services, files, processors, tenants)
+    gateway = Gateway(config, store, services, files, processors, tenants, memory=memory)
     await gateway.books.read_key_names()
     telemetry.usage = tenants.usage
     app.state.gateway = gateway
@@ -160,7 +170,9 @@ async def _running(
         await processors.start()
     housekeeping = asyncio.create_task(_keep_house(gateway))
     watching = asyncio.create_task(_watch(services.values(), fail))
+    guarding = asyncio.create_task(memory.guard.watch())
     yield
+    guarding.cancel()
     watching.cancel()
     housekeeping.cancel()
     await gateway.flush_heartbeats()

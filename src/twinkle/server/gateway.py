@@ -32,6 +32,7 @@ from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.identity import Identity
 from twinkle.server.ids import CheckpointPath
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
 from twinkle.server.processors.service import Processors
@@ -82,14 +83,19 @@ class Gateway:
         *,
         fleet: Fleet | None = None,
         replica: str = "",
+        memory: ProcessMemory | None = None,
     ) -> None:
-        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name."""
+        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name.
+
+        ``memory``: what the services share; None: nothing else is in this process.
+        """
         self.config = config
         self.store = store
         self.services = services
         self.files = files
         self.processors = processors
         self.tenants = tenants or Tenants()
+        self.memory = memory or ProcessMemory(config.limits)
         self.books = Bookkeeping(store, self.tenants)
         self.reading = TenantTurns()  # large bodies, in threads
         self.copying = TenantTurns(at_once=1)  # checkpoints
