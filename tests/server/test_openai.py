@@ -505,7 +505,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
 
 def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket takes no more: what was asked for ends, and the connection with it."""
-    monkeypatch.setattr(json_stream, "_UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(json_stream, "UNREAD_SECONDS", 0.05)
     ended = []
 
     async def bodies() -> AsyncGenerator[dict[str, object], None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import CapacityError
+from twinkle.model.host_memory import read_host_memory
 from twinkle.model.types import DeviceMemory
 
 # Shares of the memory left after the model's weights.
@@ -72,15 +73,8 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def _available_host_bytes(root: Path = Path("/")) -> int:
-    """What the kernel would give us: its file cache counts, and so does the limit of a container."""
-    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].removesuffix("kB")) * 1024
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-    except OSError:  # not in a group of its own
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
+    """What the kernel would give us: its file cache counts, and so do the limits of a container."""
+    return read_host_memory(root).free
 
 
 def parameter_bytes(module: nn.Module) -> int:

@@ -8,6 +8,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Futures
 from twinkle.server.gateway import Services
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.model_service import ModelService
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.state import Store
@@ -28,13 +29,16 @@ def services_on(
     *,
     merge: bool,
     sampling_compute: Compute | None = None,
+    memory: ProcessMemory | None = None,
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
 ) -> Services:
     """``is_ours`` tells which runs of this base model are to be brought back here.
 
     ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
+    ``memory``: shared with all that runs in this process; None: nothing else does.
     """
     limits = config.limits
+    memory = memory or ProcessMemory(limits)
     templates = Templates(model)
     training = ModelService(
         model,
@@ -45,7 +49,8 @@ def services_on(
         merge=merge,
         allowed_dirs=config.allowed_dirs,
         tenants=tenants,
-        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
+        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
+        memory=memory,
         is_ours=is_ours,
         recorder=telemetry.training(model.name),
     )
@@ -57,7 +62,8 @@ def services_on(
         files,
         tenants=tenants,
         context=model.max_context_length,
-        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
+        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
+        memory=memory,
         completion_streams=config.clients.batched_sample_polls,
         recorder=telemetry.sampling(model.name),
     )

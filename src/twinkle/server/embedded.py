@@ -28,6 +28,7 @@ from twinkle.server.connections import BoundedProtocol, Connections, connections
 from twinkle.server.files import DataDir
 from twinkle.server.gateway import Gateway, Services
 from twinkle.server.loading import load_served_model
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
@@ -148,16 +149,25 @@ async def _running(
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     tenants = configured_tenants(config)
+    memory = ProcessMemory(config.limits)
     computes = {model.name: Compute() for model in models}
     services = {
         served.name: services_on(
-            model, config, store, computes[model.name], files, tenants, telemetry, merge=served.model.merge
+            model,
+            config,
+            store,
+            computes[model.name],
+            files,
+            tenants,
+            telemetry,
+            merge=served.model.merge,
+            memory=memory,
         )
         for served, model in zip(config.served_models, models, strict=True)
     }
     tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
     processors = configured_processors(config, tokenizers)
-    gateway = Gateway(config, store, services, files, processors, tenants)
+    gateway = Gateway(config, store, services, files, processors, tenants, memory=memory)
     await gateway.books.read_key_names()
     telemetry.usage = tenants.usage
     app.state.gateway = gateway
@@ -171,7 +181,9 @@ async def _running(
     housekeeping = asyncio.create_task(_keep_house(gateway))
     watching = asyncio.create_task(_watch(services.values(), fail))
     running_time = asyncio.create_task(gateway.running_time.watch())
+    guarding = asyncio.create_task(memory.guard.watch())
     yield
+    guarding.cancel()
     running_time.cancel()
     watching.cancel()
     housekeeping.cancel()

@@ -33,6 +33,7 @@ from twinkle.server.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.identity import Identity
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.long_polls import LongPolls
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
 from twinkle.server.processors.service import Processors
@@ -86,10 +87,12 @@ class Gateway:
         fleet: Fleet | None = None,
         fleet_of_all: Fleet | None = None,
         replica: str = "",
+        memory: ProcessMemory | None = None,
     ) -> None:
         """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name.
 
         ``fleet_of_all``: of a replica, which answers for its own services only, the way to those of the others.
+        ``memory``: what the services share; None: nothing else is in this process.
         """
         self.config = config
         self.store = store
@@ -97,6 +100,7 @@ class Gateway:
         self.files = files
         self.processors = processors
         self.tenants = tenants or Tenants()
+        self.memory = memory or ProcessMemory(config.limits)
         self.books = Bookkeeping(store, self.tenants)
         self.reading = self.tenants.pools.reading  # large bodies, in threads
         self.copying = TenantTurns(at_once=1)  # checkpoints

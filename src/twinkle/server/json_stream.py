@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_UNREAD_SECONDS = 60.0  # a client that takes nothing for so long is gone; what it asked for is not kept for ever
+UNREAD_SECONDS = 60.0  # a client that takes nothing for so long is gone; what it asked for is not kept for ever
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class JsonStream(Response):
 
 
 async def _send_part(send: Send, text: str, *, more: bool = True) -> None:
-    async with asyncio.timeout(_UNREAD_SECONDS):
+    async with asyncio.timeout(UNREAD_SECONDS):
         await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
     """``work``'s result; if the client leaves first, the work is cancelled and ClientDisconnect raised."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(receive))
+    leaving = asyncio.ensure_future(left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -78,6 +78,7 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from twinkle.server.backend import ServedModel
 from twinkle.server.compute import Compute
 from twinkle.server.custom_losses import LossGraphs
 from twinkle.server.files import DataDir
-from twinkle.server.futures import Futures
+from twinkle.server.futures import Delivery, Futures
 from twinkle.server.ids import is_native_run, split_request_id
 from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.live_versions import LiveVersion, LiveVersions
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.native.base_model import BaseModelPasses
 from twinkle.server.native.codec import refused_op, verb_op
 from twinkle.server.native.errors import SequenceConflictError
@@ -66,14 +68,21 @@ class ModelService:
         allowed_dirs: Sequence[Path] = (),
         tenants: Tenants | None = None,
         futures: Futures | None = None,
+        memory: ProcessMemory | None = None,
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
         recorder: TrainingRecorder | None = None,
     ) -> None:
-        """``is_ours`` tells which runs of this base model are to be brought back here."""
+        """``is_ours`` tells which runs of this base model are to be brought back here.
+
+        ``memory``: the budgets that all services of this process share.
+        """
         self.model = model
         self._is_ours = is_ours
         self._store = store
-        self._futures = futures or Futures()
+        memory = memory or ProcessMemory()
+        self._guard = memory.guard
+        self._futures = futures or Futures(memory=memory.results)
+        self._futures.read_back = self._read_back
         self._tenants = tenants or Tenants()
         self._recorder = recorder or TrainingRecorder(model.name)
         self._compute = compute
@@ -137,6 +146,8 @@ class ModelService:
 
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
+        if run.run_id not in self._adapters:
+            self._guard.check(op.price.held_bytes)
         with self._recorder.journalling(op):
             most = self._tenants.limits(run.tenant_id).adapters
             accepted = await self._store.ops.accept_run(run, op, op.digest, time.time(), most)
@@ -161,6 +172,8 @@ class ModelService:
         adapter = self._adapters.get(op.adapter_id)
         if adapter is None:
             raise NotFoundError("model", op.adapter_id)
+        if op.kind.adds_memory and op.seq not in adapter.ops:
+            self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
 
@@ -248,15 +261,28 @@ class ModelService:
             return False
         return await self._store.ops.get(op.adapter_id, op.seq) is None
 
-    async def wait(self, request_id: str, adapter_id: str, seq: int, timeout: float) -> Outcome | None:
-        """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more)."""
+    async def wait(self, request_id: str, run: RunRecord, seq: int, timeout: float) -> Outcome | None:
+        """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more).
+
+        It counts as fetched once :meth:`delivering` has ended well.
+        """
         request_context.about(request_id)
-        if request_id in self._futures:
-            return await self._futures.wait(request_id, timeout, time.time())
-        outcome = await self._store.ops.outcome(adapter_id, seq)
-        if outcome is None:
-            raise NotFoundError("request", request_id)
-        return outcome
+        if request_id not in self._futures:
+            outcome = await self._store.ops.outcome(run.run_id, seq)
+            if outcome is None:
+                raise NotFoundError("request", request_id)
+            self._futures.adopt(request_id, run.tenant_id, outcome, time.time())
+            return outcome
+        return await self._futures.wait(request_id, timeout)
+
+    def delivering(self, request_id: str) -> AbstractContextManager[Delivery]:
+        """Entered while an outcome is written to a client, which says at the end whether that was completed."""
+        return self._futures.delivering(request_id, time.time())
+
+    async def _read_back(self, request_id: str) -> Outcome | None:
+        parts = split_request_id(request_id)
+        assert parts is not None, "we made the id"
+        return await self._store.ops.outcome(*parts)
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
         """Take an adapter off the device and keep its last state; see :meth:`~twinkle.server.parking.Parking.park`."""

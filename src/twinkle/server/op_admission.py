@@ -45,7 +45,8 @@ class OpAdmission:
         self._tenants.training_rate.check(tenant_id, limits.training_tokens_per_minute)
 
     def check_results(self, tenant_id: str) -> None:
-        """Raise QuotaError if the tenant has too many results to fetch."""
+        """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
+        self._futures.memory.check(tenant_id)
         limit = self._tenants.limits(tenant_id).unfetched_bytes
         unfetched = self._futures.unfetched_bytes(tenant_id)
         if unfetched >= limit:

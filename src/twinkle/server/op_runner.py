@@ -287,6 +287,8 @@ class OpRunner:
                 tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
                 self._usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
         self._futures.settle(op.request_id, outcome, time.time())
+        if replay is not None and replay.outcome is not None:
+            self._futures.recorded(op.request_id)
         adapter.op_ended.set()
         if op.kind is not OpKind.FORWARD:
             self.snapshots.note(op.adapter_id, time.monotonic())
@@ -297,6 +299,7 @@ class OpRunner:
             try:
                 await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
                 adapter.unrecorded.discard(op.seq)
+                self._futures.recorded(op.request_id)
                 return
             except (StorageFullError, DatabaseUnavailableError) as error:
                 adapter.unrecorded.add(op.seq)

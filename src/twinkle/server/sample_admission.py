@@ -27,6 +27,7 @@ class SampleAdmission:
         under_way = self._under_way[tenant_id]
         if under_way >= limits.waiting_samples:
             raise QuotaError("waiting samples", under_way, limits.waiting_samples, "max_waiting_samples_per_tenant")
+        self._futures.memory.check(tenant_id)
         unfetched = self._futures.unfetched_bytes(tenant_id)
         if unfetched >= limits.unfetched_bytes:
             raise QuotaError(

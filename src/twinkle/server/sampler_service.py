@@ -7,7 +7,8 @@ journalled: they change nothing, and a client that asks for one lost in a restar
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +23,9 @@ from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
 from twinkle.server.compute import Compute, Lane
 from twinkle.server.fair_queue import FairQueue
 from twinkle.server.files import DataDir
-from twinkle.server.futures import Futures
+from twinkle.server.futures import Delivery, Futures
 from twinkle.server.ids import split_request_id
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.sample_admission import SampleAdmission
@@ -50,6 +52,7 @@ class SamplerService:
         tenants: Tenants | None = None,
         context: int = 2**15,
         futures: Futures | None = None,
+        memory: ProcessMemory | None = None,
         max_versions: int = 64,
         idle_version_seconds: float = 1800.0,
         engine_samples: int = 256,
@@ -66,7 +69,9 @@ class SamplerService:
         self._sampler = sampler
         self._compute = compute
         self._recorder = recorder or SamplingRecorder("sampler")
-        self._futures = futures or Futures()
+        memory = memory or ProcessMemory()
+        self._guard = memory.guard
+        self._futures = futures or Futures(memory=memory.results)
         self.completions = Completions() if completion_streams else None
         tenants = tenants or Tenants()
         self.admission = SampleAdmission(tenants, self._futures, engine_samples)
@@ -145,9 +150,14 @@ class SamplerService:
         request_context.about(request_id)
         if request_id not in self._futures:
             raise GoneError(f"sample {request_id} was lost in a restart or is too old: send it again")
-        outcome = await self._futures.wait(request_id, timeout, time.time())
+        return await self._futures.wait(request_id, timeout)
+
+    @contextmanager
+    def delivering(self, request_id: str) -> Iterator[Delivery]:
+        """Entered while a result is written to a client, which says at the end whether that was completed."""
+        with self._futures.delivering(request_id, time.time()) as delivery:
+            yield delivery
         self._wake.set()  # its tenant may have room for results again
-        return outcome
 
     def cancel(self, request_id: str) -> None:
         """Stop the work on a sample that nobody waits for any more. One that is done stays as it is."""
@@ -240,6 +250,7 @@ class SamplerService:
     ) -> SampleJob:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
+        self._guard.check(_result_bytes(request))
         job = self.admission.enter(SampleJob(request, session, into, most_tokens(request, self._context)))
         self._jobs[job.request_id] = job
         if job.client is not None:
@@ -394,3 +405,13 @@ class SamplerService:
             return Happening(job, job.into(event.outcome), sampled)
         except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
             return Happening(job, job.failed(error))
+
+
+def _result_bytes(request: SampleRequest) -> int:
+    """Return how many bytes the tables that the request asks for will have, as far as it alone decides that.
+
+    How long its samples get nobody knows; they count as results once they are there.
+    """
+    targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
+    tables = len(request.prompt) * (request.topk_prompt_logprobs + request.prompt_alt_tokens)
+    return 8 * (tables + targets + len(request.prompt))

@@ -42,6 +42,11 @@ class OpKind(StrEnum):
         return self in (OpKind.CREATE, OpKind.CREATE_FROM)
 
     @property
+    def adds_memory(self) -> bool:
+        """Whether it is new work that needs memory, rather than the end of work that has some."""
+        return self.is_pass or self.creates or self is OpKind.LOAD
+
+    @property
     def takes_files(self) -> bool:
         """Whether it waits for disk and database."""
         return self in (OpKind.SAVE, OpKind.PUBLISH, OpKind.LOAD, OpKind.EXPORT, OpKind.CREATE_FROM)

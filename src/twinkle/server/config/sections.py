@@ -262,7 +262,28 @@ class LimitsConfig(BaseModel):
     unfetched_result_seconds: Seconds = Field(
         default=_DAY, description="How long a result that nobody fetches is kept."
     )
-    max_unfetched_result_bytes: Count = Field(default=2**30, description="Results not fetched yet, in bytes.")
+    max_unfetched_result_bytes: Count = Field(
+        default=2**30, description="Results that were not sent to the tenant's client to the end yet, in bytes."
+    )
+    max_result_bytes: Count | None = Field(
+        default=None,
+        description="Results of all tenants in the memory of one process, fetched or not; beyond it they stay on disk "
+        "alone, and samples, which are not on disk, are refused. null: a fifth of the memory that the process may use.",
+    )
+    max_host_adapter_bytes: Count | None = Field(
+        default=None,
+        description="Adapters of one base model in host memory; beyond it idle ones are on disk until they are used "
+        "again. null: a quarter of the memory that the process may use.",
+    )
+    memory_reserve_bytes: Count | None = Field(
+        default=None,
+        description="Memory of the process's machine or control group that stays free: new work that would touch it is "
+        "refused with 503. null: a twentieth of it, at least 256 MiB and at most 4 GiB.",
+    )
+    max_json_result_bytes: Count = Field(
+        default=64 * 2**20,
+        description="One answer in JSON, estimated before it is written: larger results are to be had as protobuf.",
+    )
     sampler_version_retention_seconds: Seconds = Field(
         default=_DAY, description="How long an unnamed sampler version is kept after its session ended."
     )

@@ -172,8 +172,10 @@ async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome
     """However long it takes, unless the server ends."""
     training = gateway.serving(run.model_name).training
     while not gateway.stopping:
-        outcome = await training.wait(request_id, run.run_id, _place(request_id), _WAIT_SECONDS)
+        outcome = await training.wait(request_id, run, _place(request_id), _WAIT_SECONDS)
         if outcome is not None:
+            with training.delivering(request_id) as delivery:
+                delivery.complete = True  # whoever misses the answer sends the request again, under its number
             return outcome
     raise ShuttingDownError
 

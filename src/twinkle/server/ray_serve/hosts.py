@@ -27,6 +27,7 @@ from twinkle.server.configured_tenants import configured_tenants
 from twinkle.server.files import DataDir
 from twinkle.server.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway import Gateway, Services
+from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
@@ -66,6 +67,8 @@ class Process:
         self.tenants = configured_tenants(config)
         self.telemetry.usage = self.tenants.usage
         self.files = DataDir(config.data_dir)
+        self.memory = ProcessMemory(config.limits)
+        self._guarding: asyncio.Task[None] | None = None
         self.layout: Layout = layout_of(config)
         self.replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
 
@@ -90,9 +93,12 @@ class Process:
         app = make_app(nothing, self.telemetry)
         app.state.gateway = gateway
         self.telemetry.export_from(gateway)
+        self._guarding = asyncio.create_task(self.memory.guard.watch())
         return app
 
     async def close(self) -> None:
+        if self._guarding is not None:
+            self._guarding.cancel()
         await self.telemetry.close()  # it reads the state
         await self.store.close()
 
@@ -118,6 +124,7 @@ class GatewayHost:
             process.remote_processors(),
             process.tenants,
             fleet=process.remote_fleet(),
+            memory=process.memory,
         )
         self.entrance = process.entrance(process.app_of(self.gateway))
         self._housekeeping = asyncio.create_task(self._keep_house(keeps_house))
@@ -187,6 +194,7 @@ class ModelHost:
             process.tenants,
             fleet_of_all=process.remote_fleet(),
             replica=name,
+            memory=process.memory,
         )
         self.app = process.app_of(self.gateway)
         self.entrance = process.entrance(self.app, own=name)
@@ -214,6 +222,7 @@ class ModelHost:
             process.telemetry,
             merge=served.model.merge,
             sampling_compute=sampling,
+            memory=process.memory,
             is_ours=is_ours,
         )
         host = cls(process, name, services, (compute, sampling), lock)
@@ -286,7 +295,14 @@ class ProcessorHost:
         self._process = process
         self._service = service
         self.gateway = Gateway(
-            process.config, process.store, {}, process.files, service, process.tenants, fleet=process.remote_fleet()
+            process.config,
+            process.store,
+            {},
+            process.files,
+            service,
+            process.tenants,
+            fleet=process.remote_fleet(),
+            memory=process.memory,
         )
         self.app = process.app_of(self.gateway)
         self.entrance = process.entrance(self.app, own=name)

@@ -1,6 +1,7 @@
 """Futures: a request waits here until its result exists, or for a while."""
 
-import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -19,16 +20,19 @@ from twinkle.server.routes.http import (
     parsed,
     tenant_of,
 )
-from twinkle.server.types import Outcome
+from twinkle.server.sending import Delivering, SentResult, StreamedResult, undelivered
+from twinkle.server.types import Encoding, Outcome
 from twinkle.server.unloading import UNLOAD_NUMBER
 from twinkle.server.wire import fields, responses
-from twinkle.server.wire.json_results import as_json
+from twinkle.server.wire.errors import JsonTooLargeError
+from twinkle.server.wire.json_results import estimated_json_bytes, json_pieces
 from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
 router = APIRouter(prefix=PREFIX)
 
 # A client that can will first be told how large a result is, and fetches it when it has room.
 _LARGE_RESULT = 2**20
+_SMALL_RESULT = 2**15  # bytes of JSON that are written in a millisecond or so, on the event loop
 
 
 @router.post("/retrieve_future")
@@ -37,14 +41,29 @@ async def retrieve_future(request: Request) -> Response:
     wanted = await parsed(RetrieveFutureRequest, request)
     gateway = gateway_of(request)
     with gateway.polls.waiting(tenant_id):
-        outcome = await _outcome(gateway, wanted.request_id, tenant_id)
-    if outcome is None:
+        fetched = await _fetched(gateway, wanted.request_id, tenant_id)
+    if fetched is None:
         return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
-    if not _reads_protobuf(request):
-        outcome = await asyncio.to_thread(as_json, outcome, sample=":sample:" in wanted.request_id)
-    if wanted.allow_metadata_only and len(outcome.body) > _LARGE_RESULT:
-        return json_response({"status": "complete_metadata", "response_payload_size": len(outcome.body)})
-    return Response(outcome.body, media_type=outcome.encoding.value)
+    outcome = fetched.outcome
+    as_json = outcome.encoding is Encoding.JSON or not _reads_protobuf(request)
+    size = estimated_json_bytes(outcome) if as_json else len(outcome.body)
+    if wanted.allow_metadata_only and size > _LARGE_RESULT:
+        return json_response({"status": "complete_metadata", "response_payload_size": size})
+    if outcome.encoding is Encoding.JSON or not as_json:
+        return SentResult(outcome.body, outcome.encoding.value, fetched.delivering)
+    limit = gateway.config.limits.max_json_result_bytes
+    if size > limit:
+        raise JsonTooLargeError(size, limit)
+    pieces = json_pieces(outcome, sample=":sample:" in wanted.request_id)
+    if size < _SMALL_RESULT:
+        return SentResult(b"".join(pieces), Encoding.JSON.value, fetched.delivering)
+    return StreamedResult(_written(gateway, tenant_id, pieces), Encoding.JSON.value, fetched.delivering)
+
+
+async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield pieces that take milliseconds each, written in a thread: between two of them others have their turn."""
+    while (piece := await gateway.reading.in_thread(tenant_id, partial(next, pieces, None))) is not None:
+        yield piece
 
 
 @router.post("/retrieve_futures")
@@ -97,19 +116,33 @@ def _completion(done: Completion) -> dict[str, object]:
     return {"state": "finished", "request_id": done.request_id, "response_payload_uncompressed_size": done.size}
 
 
-async def _outcome(gateway: Gateway, request_id: str, tenant_id: str) -> Outcome | None:
-    """None while there is none. Unknown ids and other tenants' ids answer alike."""
+@dataclass(frozen=True)
+class _Fetched:
+    outcome: Outcome
+    delivering: Delivering
+
+
+async def _fetched(gateway: Gateway, request_id: str, tenant_id: str) -> _Fetched | None:
+    """None while there is no outcome. Unknown ids and other tenants' ids answer alike."""
     parts = ids.split_request_id(request_id)
     if parts is None:
         raise NotFoundError("request", request_id)
     owner, seq = parts
     seconds = gateway.config.clients.long_poll_seconds
+    delivering = undelivered()  # what has no bytes to speak of
     if ":sample:" in owner:
         session = await gateway.sampling_session(owner, tenant_id)
-        return await gateway.sampler_of(session).wait(request_id, seconds)
-    if ids.is_custom_loss(owner):
-        return await gateway.custom_losses.outcome(request_id, tenant_id)
-    run = await gateway.run(owner, tenant_id)
-    if seq == UNLOAD_NUMBER:
-        return await gateway.unloading.outcome(run, seconds)
-    return await gateway.serving(run.model_name).training.wait(request_id, owner, seq, seconds)
+        sampler = gateway.sampler_of(session)
+        outcome = await sampler.wait(request_id, seconds)
+        delivering = sampler.delivering(request_id)
+    elif ids.is_custom_loss(owner):
+        outcome = await gateway.custom_losses.outcome(request_id, tenant_id)
+    else:
+        run = await gateway.run(owner, tenant_id)
+        if seq == UNLOAD_NUMBER:
+            outcome = await gateway.unloading.outcome(run, seconds)
+        else:
+            training = gateway.serving(run.model_name).training
+            outcome = await training.wait(request_id, run, seq, seconds)
+            delivering = training.delivering(request_id)
+    return None if outcome is None else _Fetched(outcome, delivering)

@@ -110,6 +110,7 @@ async def body_of(request: Request, most: int | None = None) -> bytes:
     It counts among its tenant's uploads until the request is answered: ask for the tenant first.
     """
     gateway, upload = gateway_of(request), upload_of(request)
+    is_work = most is None or most > 4 * JSON_BYTES  # heartbeats, polls and deletes have small bodies, and go on
     limit = gateway.config.limits.max_request_bytes
     limit = limit if most is None else min(limit, most)
     of_tenant = gateway.tenants.limits(upload.tenant_id).uploading_bytes
@@ -117,12 +118,16 @@ async def body_of(request: Request, most: int | None = None) -> bytes:
     if length.isdigit():
         if int(length) > limit:
             raise BodyTooLargeError(limit)
+        if is_work and int(length) > SMALL_BODY:
+            gateway.memory.guard.check(int(length))
         upload.grow_to(int(length), of_tenant)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise BodyTooLargeError(limit)
+        if is_work and not length:
+            gateway.memory.guard.check(len(part))
         upload.grow_to(size, of_tenant)
         parts.append(part)
     return b"".join(parts)

@@ -17,6 +17,7 @@ router = APIRouter(prefix=f"{PREFIX}/processor/twinkle")
 async def create(request: Request) -> Response:
     caller = await caller_of(request)
     service = _service(request)
+    gateway_of(request).memory.guard.check()
     body, key = await body_of(request), request.headers.get(IDEMPOTENCY_HEADER)
     made = await service.create(caller.tenant_id, caller.session_id, body, key)
     session = await gateway_of(request).session(caller.session_id, caller.tenant_id)
@@ -29,6 +30,7 @@ async def create(request: Request) -> Response:
 async def call(request: Request) -> Response:
     caller = await caller_of(request)
     service = _service(request)
+    gateway_of(request).memory.guard.check()
     body, key = await body_of(request), request.headers.get(IDEMPOTENCY_HEADER)
     result = await service.call(caller.tenant_id, caller.session_id, body, key)
     return Response(result, media_type="application/json")

@@ -15,3 +15,17 @@ class BodyTooLargeError(UserError):
     def __init__(self, limit: int) -> None:
         super().__init__(f"body: larger than {limit} bytes, allowed: at most that")
         self.limit = limit
+
+
+class JsonTooLargeError(BodyTooLargeError):
+    """A result would be more JSON than is written: HTTP 413. As protobuf any result can be had."""
+
+    key = "max_json_result_bytes"
+
+    def __init__(self, size: int, limit: int) -> None:
+        UserError.__init__(
+            self,
+            f"result: about {size} bytes as JSON, allowed: at most {limit} ({self.key}); "
+            "ask for protobuf (Accept: application/x-protobuf)",
+        )
+        self.limit = limit

@@ -1,4 +1,6 @@
-"""One field of a protobuf message, without decoding the rest of it."""
+"""Fields of a protobuf message, without decoding or copying the rest of it."""
+
+from collections.abc import Iterator
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -26,7 +28,37 @@ def text_field(body: bytes, number: int) -> str | None:
         return None
 
 
-def _varint(body: bytes, place: int) -> tuple[int, int]:
+def message_fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Yield (number, value) of every field of a message that we wrote ourselves, in order.
+
+    A value is an integer, or a view of the bytes of anything that is not written as one.
+    """
+    place = 0
+    while place < len(body):
+        tag, place = _varint(body, place)
+        kind = tag & 7
+        if kind == _VARINT:
+            value, place = _varint(body, place)
+            yield tag >> 3, value
+            continue
+        if kind == _BYTES:
+            length, place = _varint(body, place)
+        else:
+            length = 8 if kind == _FIXED64 else 4
+        yield tag >> 3, body[place : place + length]
+        place += length
+
+
+def varints(body: memoryview) -> list[int]:
+    """Return the integers of a packed field."""
+    values, place = [], 0
+    while place < len(body):
+        value, place = _varint(body, place)
+        values.append(value)
+    return values
+
+
+def _varint(body: bytes | memoryview, place: int) -> tuple[int, int]:
     """(value, place behind it). Ten bytes are the longest there are."""
     value = 0
     for shift in range(0, 70, 7):
