@@ -5,7 +5,7 @@ segment, P parameters of an adapter's row.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 
@@ -16,10 +16,12 @@ from torch import Tensor
 from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import Architecture
 from twinkle.model.attention import Packing
+from twinkle.model.csr import Csr
+from twinkle.model.custom_loss import CustomPart, Evaluation
 from twinkle.model.grouped import Groups
-from twinkle.model.head import HeadQuery
+from twinkle.model.head import HeadQuery, clip_lora
 from twinkle.model.layers import LayerBatch, bind_layers
-from twinkle.model.objective import CustomLoss
+from twinkle.model.objective import LossPart
 from twinkle.model.segments import BoundLora, Segment, SegmentLora
 from twinkle.model.transfer import HostCopy, to_device
 from twinkle.model.validation import CheckedDatum, CheckedItem
@@ -29,18 +31,53 @@ from twinkle.model.validation import CheckedDatum, CheckedItem
 class Part:
     """Those sequences of one request that are in a micro-batch; ``index`` is the request's place in the call.
 
-    ``custom`` is what the request has in the place of a named loss.
+    ``evaluation`` is what the request has in the place of a named loss, which knows its sequences by their numbers.
     """
 
     index: int
     item: CheckedItem
     adapter: Adapter | None  # None: the base model, which is never trained
     data: tuple[CheckedDatum, ...]
-    custom: CustomLoss | None = None
+    evaluation: Evaluation | None = None
+    numbers: tuple[int, ...] = ()  # of the sequences, where there is an evaluation
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(datum.tokens) for datum in self.data)
+
+    def by_width(self) -> Iterator[tuple[int, LossPart]]:
+        """Its sequences as runs of neighbours that have the same number of targets a token."""
+        for width, run in groupby(range(len(self.data)), key=lambda place: self.data[place].width):
+            places = list(run)
+            data = [self.data[place] for place in places]
+            custom = None
+            if self.evaluation is not None:
+                numbers = [self.numbers[place] for place in places]
+                custom = CustomPart(self.evaluation, numbers, [datum.target_shape for datum in data])
+            yield width, LossPart(self.item, data, custom)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring rows that all have K targets. The head walks over one block after another.
+
+    Nobody's targets are padded to somebody else's width: a row with one target costs the same beside rows of a thousand.
+    """
+
+    rows: slice
+    targets_nK: Tensor
+    query: HeadQuery
+    lora: tuple[BoundLora, ...]  # of the head, with rows counted from the block's first
+    parts: tuple[LossPart, ...]
+
+    @property
+    def width(self) -> int:
+        return self.targets_nK.shape[1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its sequences."""
+        return tuple(len(datum.tokens) for part in self.parts for datum in part.data)
 
 
 @dataclass(frozen=True)
@@ -52,10 +89,9 @@ class DeviceBatch:
     attention_mask: Tensor | None
     layer_batch: LayerBatch
     real_rows_T: Tensor | None  # padded: the rows that hold tokens
-    targets_TK: Tensor
-    query: HeadQuery
+    rows: int  # that hold tokens
+    blocks: tuple[Block, ...]
     adapters: tuple[SegmentLora, ...]
-    head_lora: tuple[BoundLora, ...]
 
 
 def build_batch(
@@ -87,10 +123,9 @@ def build_batch(
         None if mask is None else to_device(mask, device),
         LayerBatch(packing, bind_layers(adapters, architecture), recompute),
         None if real_rows is None else to_device(real_rows, device),
-        to_device(torch.from_numpy(_targets(data)), device),
-        _query(parts, device),
+        sum(lengths),
+        tuple(_blocks(parts, head_lora, _query(parts, device), device)),
         tuple(adapters),
-        tuple(head_lora),
     )
 
 
@@ -133,15 +168,34 @@ def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
     return Gradients(indices, tuple(rows), HostCopy.of(finite))
 
 
-def _targets(data: Sequence[CheckedDatum]) -> np.ndarray:
-    """(T, K), K being the most that a token has; the others' further targets are token 0, and nobody looks at them."""
-    shape = sum(len(datum.targets) for datum in data), max(datum.targets.shape[1] for datum in data)
-    targets_TK, row = np.zeros(shape, np.int64), 0
+def _blocks(
+    parts: Sequence[Part], lora: Sequence[BoundLora], query: HeadQuery, device: torch.device
+) -> Iterator[Block]:
+    pieces = (piece for part in parts for piece in part.by_width())
+    start, count = 0, sum(sum(part.lengths) for part in parts)
+    for width, run in groupby(pieces, key=lambda piece: piece[0]):
+        members = tuple(part for _, part in run)
+        data = [datum for part in members for datum in part.data]
+        rows = slice(start, start + sum(len(datum.tokens) for datum in data))
+        start = rows.stop
+        own = lora
+        if rows != slice(0, count):
+            own = [clipped for each in lora if (clipped := clip_lora(each, rows.start, rows.stop)) is not None]
+        targets = torch.from_numpy(_targets(data, width))
+        yield Block(rows, to_device(targets, device), query.of(rows), tuple(own), members)
+
+
+def _targets(data: Sequence[CheckedDatum], width: int) -> np.ndarray:
+    """(n, K) of sequences of one width; what a sparse datum does not list is token 0."""
+    targets_nK, row = np.zeros((sum(len(datum.targets) for datum in data), width), np.int64), 0
     for datum in data:
-        stop = row + len(datum.targets)
-        targets_TK[row:stop, : datum.targets.shape[1]] = datum.targets
-        row = stop
-    return targets_TK
+        rows = targets_nK[row : row + len(datum.targets)]
+        if isinstance(datum.targets, Csr):
+            datum.targets.write_to(rows)
+        else:
+            rows[:] = datum.targets
+        row += len(rows)
+    return targets_nK
 
 
 def _segment(start: int, sizes: Sequence[int]) -> Segment:

@@ -21,7 +21,7 @@ from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, Twi
 from twinkle.model.adapter import Adapter
 from twinkle.model.architecture import Architecture
 from twinkle.model.batch import Part
-from twinkle.model.custom_loss import CustomPart, Evaluation, token_values
+from twinkle.model.custom_loss import Evaluation, token_values
 from twinkle.model.engine import Computed
 from twinkle.model.objective import evaluate
 from twinkle.model.packing import Budget, MicroBatch, SequenceRef, halves, plan
@@ -149,28 +149,33 @@ class Call:
         except TwinkleError as error:
             self._results[index] = TrainFailure(error)
         else:
-            evaluation = None if checked.objective is None else Evaluation(checked.objective)
+            evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
             keeps_values = checked.statistics or evaluation is not None
             self._requests[index] = _Request(checked, adapter, evaluation, keeps_values)
 
     def _plan(self) -> list[MicroBatch]:
-        """Order by stack, loss and slot: a stack's rows are one range, equal losses and neighbouring slots adjoin."""
+        """Order by stack, loss, width and slot: a stack's rows are one range, the rest adjoins where it is equal."""
 
-        def order(index: int) -> tuple[int, str, str, int, int]:
+        def order(index: int) -> tuple[int, str, str, int, int, int]:
             request = self._requests[index]
+            loss, width = request.item.loss.name, request.item.width
             if request.adapter is None:
-                return 0, "", request.item.loss.name, -1, index
+                return 0, "", loss, width, -1, index
             layout, slot = request.adapter.layout, request.adapter.slot
-            return layout.rank, layout.digest, request.item.loss.name, -1 if slot is None else slot, index
+            return layout.rank, layout.digest, loss, width, -1 if slot is None else slot, index
 
         architecture = self._engine.architecture
         sequences = []
         for index in sorted(self._requests, key=order):
             data = self._requests[index].item.data
-            numbers = list(range(len(data)))
-            if architecture.padded:  # neighbours of like length waste least
-                numbers.sort(key=lambda number: len(data[number].tokens))
-            sequences += [SequenceRef(index, number, len(data[number].tokens)) for number in numbers]
+            # Neighbours of one width are one block of the head; where rows are padded, those of like length waste least.
+            numbers = sorted(
+                range(len(data)),
+                key=lambda number: (data[number].width, len(data[number].tokens) if architecture.padded else 0),
+            )
+            sequences += [
+                SequenceRef(index, number, len(data[number].tokens), data[number].width) for number in numbers
+            ]
         return plan(
             sequences,
             self.budget,
@@ -198,18 +203,16 @@ class Call:
 
     def _part(self, batch: MicroBatch, index: int) -> Part:
         request = self._requests[index]
-        sequences = [sequence for sequence in batch.sequences if sequence.item == index]
-        data = tuple(request.item.data[sequence.datum] for sequence in sequences)
-        custom = None
-        if request.evaluation is not None and self._train:
-            custom = CustomPart(request.evaluation, [s.datum for s in sequences], [d.target_shape for d in data])
-        return Part(index, request.item, request.adapter, data, custom)
+        numbers = tuple(sequence.datum for sequence in batch.by_item[index])
+        data = tuple(request.item.data[number] for number in numbers)
+        evaluation = request.evaluation if self._train else None
+        return Part(index, request.item, request.adapter, data, evaluation, numbers)
 
     def _evaluate_early(self, batch: MicroBatch, index: int) -> None:
         """An objective whose sequences are not all in this batch needs a forward pass over all of them first."""
         request = self._requests[index]
         evaluation, item = request.evaluation, request.item
-        present = sum(sequence.item == index for sequence in batch.sequences)
+        present = len(batch.by_item[index])
         if evaluation is None or evaluation.done or not self._train or present == len(item.data):
             return
         first = Call(self._engine, self._pool, self.budget, train=False)
@@ -236,17 +239,15 @@ class Call:
         return smaller
 
     def _absorb(self, batch: MicroBatch, computed: Computed) -> None:
-        row, all_values_TM = 0, computed.values
-        width = max(self._requests[s.item].item.data[s.datum].targets.shape[1] for s in batch.sequences)
-        for index in batch.items:
+        values = iter(computed.values)
+        for index, sequences in batch.by_item.items():
             request = self._requests[index]
-            for sequence in (s for s in batch.sequences if s.item == index):
-                rows_TM = all_values_TM[row : row + sequence.length]
+            for sequence in sequences:
+                rows_TM = next(values)
                 datum = request.item.data[sequence.datum]
-                request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, : datum.targets.shape[1]])
+                request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, : datum.width])
                 if request.keeps_values:
-                    request.values[sequence.datum] = token_values(rows_TM, width, datum.target_shape)
-                row += sequence.length
+                    request.values[sequence.datum] = token_values(rows_TM, datum.width, datum.target_shape)
             if request.complete:
                 self._evaluate(request)
         for gradient in computed.gradients:

@@ -8,7 +8,7 @@ Shapes: n rows of the request in a batch, K targets a row, M values of a row, T 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +25,11 @@ _NO_IDS = np.zeros(0, np.int64)
 class Evaluation:
     """The objective of one request and, once it was called, its value or why it has none."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, sequences: int) -> None:
+        """``sequences``: how many the request has."""
         self._objective = objective
+        self._sequences = sequences
+        self._noted: dict[int, TokenValues] = {}  # while the sequences of one batch are gathered
         self.value: ObjectiveValue | None = None
         self.error: TwinkleError | None = None
 
@@ -38,6 +41,13 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         assert self.value is not None
         return {"loss:sum": self.value.loss, **self.value.metrics}
+
+    def note(self, values: Mapping[int, TokenValues]) -> None:
+        """Take the values of some sequences, by their numbers; with the last of them the objective is called."""
+        self._noted |= values
+        if len(self._noted) == self._sequences:
+            self.run([self._noted[number] for number in range(self._sequences)])
+            self._noted = {}
 
     def run(self, values: Sequence[TokenValues]) -> None:
         """``values``: one entry a datum, in the order of the data."""
@@ -71,7 +81,7 @@ class Evaluation:
 
 
 class CustomPart:
-    """Those sequences of such a request that are in one batch, in row order."""
+    """Those sequences of such a request that are in one block of a batch, in row order."""
 
     def __init__(self, evaluation: Evaluation, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> None:
         """``shapes``: (T,) or (T, K) of each sequence's targets."""
@@ -85,13 +95,14 @@ class CustomPart:
     def pointwise(self) -> bool:
         return self._evaluation.done
 
-    def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
+    def note(self, values_nM: Tensor, width: int) -> None:
         if not self._evaluation.done:
-            assert (start, stop) == (0, sum(self._lengths)), "an objective needs its whole request"
-            rows = np.split(values_CM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
+            rows = np.split(values_nM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
             values = map(token_values, rows, [width] * len(rows), self._shapes)
-            by_number = dict(zip(self._numbers, values, strict=True))
-            self._evaluation.run([by_number[number] for number in sorted(by_number)])
+            self._evaluation.note(dict(zip(self._numbers, values, strict=True)))
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
+        assert self._evaluation.done, "an objective needs its whole request"
         if self._slopes_nM is None:
             slopes_nM = self._evaluation.slopes(self._numbers, self._lengths, values_CM.shape[1], width)
             self._slopes_nM = to_device(slopes_nM, values_CM.device)

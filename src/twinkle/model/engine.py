@@ -4,19 +4,20 @@ The engine knows nothing of budgets, paging or failures; it computes what it is 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twinkle.model.architecture import Architecture
-from twinkle.model.batch import DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
-from twinkle.model.head import ChunkedHead
+from twinkle.model.batch import Block, DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
+from twinkle.model.head import ChunkedHead, Coefficients
 from twinkle.model.layers import LayerBatch, TenantLayer, install
 from twinkle.model.norms import fuse_norms
-from twinkle.model.objective import BatchObjective, LossPart
+from twinkle.model.objective import BatchObjective
 from twinkle.model.transfer import HostCopy
 from twinkle.model.types import FloatArray
 
@@ -27,16 +28,22 @@ T = TypeVar("T")
 class Computed:
     """Of one micro-batch; the device may still be at it. Each property waits for what it needs and no more."""
 
-    _values: HostCopy
+    _values: tuple[HostCopy, ...]  # one a block
+    _lengths: tuple[tuple[int, ...], ...]  # of the sequences of each block
     _gradients: Gradients | None
 
+    @classmethod
+    def of(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
+        return cls(tuple(map(HostCopy.of, values)), tuple(block.lengths for block in batch.blocks), gradients)
+
     @property
-    def values(self) -> FloatArray:
-        """What the head says of all tokens, (T, M) in row order: known before the backward pass is through.
+    def values(self) -> list[FloatArray]:
+        """What the head says of each sequence, (T, M), in row order: known before the backward pass is through.
 
         The log-probabilities of K targets, then, where someone asked for them, the statistics.
         """
-        return self._values.array()
+        blocks = zip(self._values, self._lengths, strict=True)
+        return [rows for values, lengths in blocks for rows in np.split(values.array(), np.cumsum(lengths)[:-1])]
 
     @property
     def gradients(self) -> list[GradientRow]:
@@ -69,9 +76,8 @@ class Engine:
         with torch.no_grad():
             batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False)
             hidden_TH = self._hidden(batch)
-            asked = hidden_TH, batch.targets_TK, batch.head_lora, batch.query
-            values_TM = self._with_head(lambda head: head.logprobs(*asked))
-        return Computed(HostCopy.of(values_TM), None)
+            values = self._with_head(lambda head: [_logprobs(head, block, hidden_TH) for block in batch.blocks])
+        return Computed.of(batch, values, None)
 
     def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
         """Log-probabilities and gradients; no adapter is touched."""
@@ -80,13 +86,13 @@ class Engine:
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
                 detached_TH = hidden_TH.detach()
-                values_TM, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH, parts))
-                values = HostCopy.of(values_TM)
+                values, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH))
+                computed = Computed.of(batch, values, None)
             if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
                 hidden_TH.backward(dhidden_TH)
         with torch.no_grad():
             gradients = harvest(batch, parts)
-        return Computed(values, gradients)
+        return replace(computed, _gradients=gradients)
 
     def finish(self) -> None:
         """Nobody waits for this engine: there is nothing to do."""
@@ -106,8 +112,8 @@ class Engine:
 
     def _hidden(self, batch: DeviceBatch) -> Tensor:
         hidden_TH = self.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask, batch.layer_batch)
-        self.token_rows += len(batch.targets_TK)
-        self.padding_rows += len(hidden_TH) - len(batch.targets_TK)
+        self.token_rows += batch.rows
+        self.padding_rows += len(hidden_TH) - batch.rows
         return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
 
     def _with_head(self, walk: Callable[[ChunkedHead], T]) -> T:
@@ -117,20 +123,33 @@ class Engine:
         result: T = self.sharded_head(self.head, walk)
         return result
 
-    def _walk(
-        self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor, parts: Sequence[Part]
-    ) -> tuple[Tensor, Tensor]:
-        asked = [LossPart(part.item, part.data, part.custom) for part in parts]
-        objective = BatchObjective.of(asked, batch.targets_TK.shape[1])
-        if objective.pointwise:
+    def _walk(self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The values of each block, and dL/dhidden of all rows."""
+        objectives = [BatchObjective.of(block.parts, block.width) for block in batch.blocks]
+        coefficients: list[Coefficients]
+        if all(objective.pointwise for objective in objectives):
             # dL/dlp of a token needs that token alone: gradients come out of the same walk as log-probabilities.
-            coefficients = objective.to(self.device).coefficients
+            coefficients = [objective.to(self.device).coefficients for objective in objectives]
         else:
             # A loss over whole sequences needs all of them first, and the head is walked a second time.
-            first_TM = head.logprobs(hidden_TH, batch.targets_TK, batch.head_lora, batch.query)
-            known_TM = objective.coefficients(0, len(first_TM), first_TM.cpu()).to(self.device)
+            first = [_logprobs(head, block, hidden_TH).cpu() for block in batch.blocks]
+            for objective, values_nM in zip(objectives, first, strict=True):
+                objective.note(values_nM)
+            coefficients = [
+                _known(objective.coefficients(0, len(values_nM), values_nM).to(self.device))
+                for objective, values_nM in zip(objectives, first, strict=True)
+            ]
+        walked = [
+            head.logprobs_and_gradient(hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query)
+            for block, asked in zip(batch.blocks, coefficients, strict=True)
+        ]
+        gradients = [gradient_nH for _, gradient_nH in walked]
+        return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
-            def coefficients(start: int, stop: int, values_CM: Tensor) -> Tensor:
-                return known_TM[start:stop]
 
-        return head.logprobs_and_gradient(hidden_TH, batch.targets_TK, coefficients, batch.head_lora, batch.query)
+def _logprobs(head: ChunkedHead, block: Block, hidden_TH: Tensor) -> Tensor:
+    return head.logprobs(hidden_TH[block.rows], block.targets_nK, block.lora, block.query)
+
+
+def _known(coefficients_nM: Tensor) -> Coefficients:
+    return lambda start, stop, _values_CM: coefficients_nM[start:stop]

@@ -99,7 +99,7 @@ class ChunkedHead:
         for rows in self._chunks(len(hidden_TH)):
             hidden_CH = hidden_TH[rows]
             logits_CV = self._base_logits(hidden_CH)
-            clipped = [part for each in lora if (part := _clip(each, rows.start, rows.stop)) is not None]
+            clipped = [part for each in lora if (part := clip_lora(each, rows.start, rows.stop)) is not None]
             yield rows, self._finished(logits_CV, _lora_logits(clipped, hidden_CH, logits_CV.shape)[1])
 
     def few_logits(self, hidden_CH: Tensor, add_lora: Callable[[Tensor, Tensor], None] | None) -> Tensor:
@@ -117,7 +117,7 @@ class ChunkedHead:
     ) -> "_Chunk":
         hidden_CH = hidden_TH[rows]
         logits_CV = self._base_logits(hidden_CH)
-        clipped = [part for each in lora if (part := _clip(each, rows.start, rows.stop)) is not None]
+        clipped = [part for each in lora if (part := clip_lora(each, rows.start, rows.stop)) is not None]
         h_CR, lora_CV = _lora_logits(clipped, hidden_CH, logits_CV.shape)
         if query.empty and self._use_kernels(logits_CV):
             softmax: _Softmax = _KernelSoftmax(logits_CV, lora_CV, targets_TK[rows])
@@ -180,8 +180,7 @@ class _PlainSoftmax:
         coefficients_CK = coefficients_CM[:, :width]
         entropy_CV = self._entropy_gradient(coefficients_CM[:, width : width + 1]) if self._query.statistics else None
         dlogits_CV = self._exp_CV.mul_(-coefficients_CK.sum(1, keepdim=True) / self._total_C1)
-        for k in range(width):  # one target a row at a time: no two writes to one place
-            dlogits_CV.scatter_add_(1, self._targets_CK[:, k : k + 1], coefficients_CK[:, k : k + 1])
+        dlogits_CV.scatter_add_(1, self._targets_CK, coefficients_CK)  # a target that is named twice adds up
         if entropy_CV is not None:
             dlogits_CV += entropy_CV
         if self._query.sharpness_T1 is not None:
@@ -245,7 +244,7 @@ def _lora_logits(lora: Sequence[BoundLora], hidden_CH: Tensor, shape: torch.Size
     return h_CR, lora_CV
 
 
-def _clip(lora: BoundLora, start: int, stop: int) -> BoundLora | None:
+def clip_lora(lora: BoundLora, start: int, stop: int) -> BoundLora | None:
     """The part of a segment that lies in rows ``start``…``stop``, with rows counted from ``start``."""
     segment = lora.segment
     low, high = max(segment.start, start), min(segment.stop, stop)

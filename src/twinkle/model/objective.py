@@ -6,7 +6,8 @@ Shapes: n tokens of a run or request, K targets a token, C rows of a head chunk,
 K targets and, where someone asked for them, statistics).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 from twinkle.loss import TokenLoss, coefficients
+from twinkle.model.csr import dense
 from twinkle.model.transfer import to_device
 from twinkle.model.types import FloatArray
 from twinkle.model.validation import CheckedDatum, CheckedItem
+
+_MOST_CELLS = 2**20  # targets whose loss is computed at once when a whole request is looked at
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,10 @@ class LossRun:
     inputs: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, members: Sequence["LossPart"], start: int, width: int) -> "LossRun":
+    def of(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
         loss = members[0].item.loss
         data = [datum for part in members for datum in part.data]
-        columns = [_inputs(part.item, part.data, width) for part in members]
+        columns = [_inputs(part.item, part.data) for part in members]
         inputs = {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
         if not loss.pointwise:
             inputs["sequence"] = _sequence_numbers(data)
@@ -44,6 +48,9 @@ class LossRun:
     @property
     def pointwise(self) -> bool:
         return self.loss.pointwise
+
+    def note(self, values_nM: Tensor, width: int) -> None:
+        """A named loss needs no more than the rows it is asked about."""
 
     def to(self, device: torch.device) -> "LossRun":
         return replace(self, inputs={key: to_device(value, device) for key, value in self.inputs.items()})
@@ -60,8 +67,15 @@ class CustomLoss(Protocol):
     @property
     def pointwise(self) -> bool: ...
 
+    def note(self, values_nM: Tensor, width: int) -> None:
+        """Take the values of all its rows. One that is not pointwise gets them before any coefficients are asked for.
+
+        Its rows may be in several blocks, each with a loss object of its own that is told in turn.
+        """
+        ...
+
     def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
-        """dL/dvalue of these rows, (C, M) with K = ``width``; one that is not pointwise gets all rows at once."""
+        """dL/dvalue of these rows, (C, M) with K = ``width``."""
         ...
 
 
@@ -76,6 +90,9 @@ class CustomRun:
     @property
     def pointwise(self) -> bool:
         return self.custom.pointwise
+
+    def note(self, values_nM: Tensor, width: int) -> None:
+        self.custom.note(values_nM, width)
 
     def to(self, device: torch.device) -> "CustomRun":
         return self  # it moves its rows itself
@@ -100,7 +117,7 @@ class LossPart:
 
 @dataclass(frozen=True)
 class BatchObjective:
-    """The losses of one batch of rows; ``width`` is K."""
+    """The losses of one block of rows, all of which have ``width`` targets (K)."""
 
     runs: tuple[LossRun | CustomRun, ...]
     width: int
@@ -114,7 +131,7 @@ class BatchObjective:
             members = list(run)
             custom = members[0].custom
             if custom is None:
-                runs.append(LossRun.of(members, start, width))
+                runs.append(LossRun.of(members, start))
             else:
                 runs.append(CustomRun(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
             start = runs[-1].stop
@@ -126,6 +143,11 @@ class BatchObjective:
 
     def to(self, device: torch.device) -> "BatchObjective":
         return replace(self, runs=tuple(run.to(device) for run in self.runs))
+
+    def note(self, values_nM: Tensor) -> None:
+        """Tell every loss the values of all its rows in this block."""
+        for run in self.runs:
+            run.note(values_nM[run.start : run.stop], self.width)
 
     def coefficients(self, start: int, stop: int, values_CM: Tensor) -> Tensor:
         """dL/dvalue of the rows ``start``…``stop``, (C, M)."""
@@ -140,33 +162,51 @@ class BatchObjective:
 
 
 def evaluate(item: CheckedItem, logprobs: Sequence[FloatArray]) -> dict[str, float]:
-    """The metrics of one whole request from the log-probabilities of all its sequences, each (T, K)."""
-    inputs = {key: torch.from_numpy(value) for key, value in _inputs(item, item.data, item.width).items()}
-    if not item.loss.pointwise:
-        inputs["sequence"] = torch.from_numpy(_sequence_numbers(item.data))
-    flat = torch.from_numpy(np.concatenate([_widened(lp, item.width) for lp in logprobs]))
-    lp = flat if item.loss.allows_topk else flat[:, 0]
-    loss = item.loss.terms(lp, inputs).double().sum().item()
-    return {"loss:sum": loss, **item.loss.diagnostics(lp, inputs)}
+    """The metrics of one whole request from the log-probabilities of all its sequences, each (T, K).
+
+    A loss with several targets a token is a sum that is taken in pieces of one width, so that a request's inputs are
+    never all written out at once; such losses have no diagnostics.
+    """
+    pieces = list(_pieces(item.data)) if item.loss.allows_topk else [range(len(item.data))]
+    losses, metrics = [], {}
+    for numbers in pieces:
+        data = [item.data[number] for number in numbers]
+        inputs = {key: torch.from_numpy(value) for key, value in _inputs(item, data).items()}
+        if not item.loss.pointwise:
+            inputs["sequence"] = torch.from_numpy(_sequence_numbers(data))
+        flat = torch.from_numpy(np.concatenate([logprobs[number] for number in numbers]))
+        lp = flat if item.loss.allows_topk else flat[:, 0]
+        losses.append(item.loss.terms(lp, inputs).double().sum().item())
+        metrics = item.loss.diagnostics(lp, inputs)
+    return {"loss:sum": losses[0] if len(losses) == 1 else math.fsum(losses), **metrics}
 
 
-def _inputs(item: CheckedItem, data: Sequence[CheckedDatum], width: int) -> dict[str, FloatArray]:
-    """Every input and configuration value of the loss for each token; targets beyond a datum's own K weigh nothing."""
+def _pieces(data: Sequence[CheckedDatum]) -> Iterator[range]:
+    """Neighbouring sequences of one width, with no more cells together than ``_MOST_CELLS``, or one alone."""
+    start = cells = 0
+    for number, datum in enumerate(data):
+        differs = datum.width != data[start].width
+        if number > start and (differs or cells + datum.targets.size > _MOST_CELLS):
+            yield range(start, number)
+            start, cells = number, 0
+        cells += datum.targets.size
+    yield range(start, len(data))
+
+
+def _inputs(item: CheckedItem, data: Sequence[CheckedDatum]) -> dict[str, FloatArray]:
+    """Every input and configuration value of the loss for each token of sequences of one width."""
     defaults = {**item.config, "weights": 1.0} if "weights" in item.loss.optional_inputs else dict(item.config)
     columns = {}
     for name in (*item.loss.inputs, *defaults):
         parts = [
-            datum.inputs[name] if name in datum.inputs else np.full(datum.targets.shape, defaults[name], np.float32)
+            dense(datum.inputs[name])
+            if name in datum.inputs
+            else np.full(datum.targets.shape, defaults[name], np.float32)
             for datum in data
         ]
-        column = np.concatenate([_widened(part, width) for part in parts])
+        column = np.concatenate(parts)
         columns[name] = column if item.loss.allows_topk else column[:, 0].copy()
     return columns
-
-
-def _widened(array_TK: FloatArray, width: int) -> FloatArray:
-    missing = width - array_TK.shape[1]
-    return array_TK if missing == 0 else np.pad(array_TK, ((0, 0), (0, missing)))
 
 
 def _sequence_numbers(data: Sequence[CheckedDatum]) -> np.ndarray:

@@ -5,8 +5,10 @@ and each request's rows one group. What exceeds the token budget goes into the n
 same.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,11 @@ class SequenceRef:
     item: int
     datum: int
     length: int
+    width: int = 1  # targets a token
+
+    @property
+    def cells(self) -> int:
+        return self.length * self.width
 
 
 @dataclass(frozen=True)
@@ -25,18 +32,27 @@ class MicroBatch:
     sequences: tuple[SequenceRef, ...]
     recompute: bool = False  # activation checkpointing
 
+    @cached_property
+    def by_item(self) -> Mapping[int, tuple[SequenceRef, ...]]:
+        """The sequences of each request in this micro-batch, in row order: those of a request are neighbours."""
+        return {item: tuple(run) for item, run in groupby(self.sequences, key=lambda sequence: sequence.item)}
+
     @property
     def items(self) -> tuple[int, ...]:
         """The requests in this micro-batch, in row order."""
-        return tuple(dict.fromkeys(sequence.item for sequence in self.sequences))
+        return tuple(self.by_item)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens a forward and backward pass may hold, with all activations kept and with them recomputed."""
+    """Tokens a forward and backward pass may hold, with all activations kept and with them recomputed.
+
+    ``cells``: targets of all those tokens, where there are several a token. Each takes some 40 bytes.
+    """
 
     tokens: int
     tokens_recomputed: int
+    cells: int = 2**20
 
     @property
     def longest(self) -> int:
@@ -63,29 +79,33 @@ def plan(
     return [
         MicroBatch(tuple(part), recompute)
         for (recompute, _), kind in sorted(by_kind.items(), key=lambda entry: entry[0])
-        for part in _fill(kind, budget.tokens_recomputed if recompute else budget.tokens, padded, fits)
+        for part in _fill(kind, budget.tokens_recomputed if recompute else budget.tokens, budget.cells, padded, fits)
     ]
 
 
 def _fill(
-    sequences: Sequence[SequenceRef], limit: int, padded: bool, fits: Callable[[frozenset[int]], bool]
+    sequences: Sequence[SequenceRef], limit: int, cells: int, padded: bool, fits: Callable[[frozenset[int]], bool]
 ) -> Iterator[list[SequenceRef]]:
-    """Batches of about equal size, none above the limit."""
+    """Batches of about equal size, none above the limit of tokens; above that of cells at most a sequence alone."""
+    most_cells = max(cells, limit)  # with one target a token, tokens alone decide
     count = -(-sum(sequence.length for sequence in sequences) // limit)
     even = -(-sum(sequence.length for sequence in sequences) // count)
     current: list[SequenceRef] = []
     items: frozenset[int] = frozenset()
-    total = longest = 0
+    total = longest = wide = 0
     for sequence in sequences:
         total += sequence.length
+        wide += sequence.cells
         longest = max(longest, sequence.length)
         rows = (len(current) + 1) * longest if padded else total
         joined = items if sequence.item in items else items | {sequence.item}
-        full = rows > limit or total - sequence.length >= even or (joined is not items and not fits(joined))
+        full = rows > limit or wide > most_cells or total - sequence.length >= even
+        full = full or (joined is not items and not fits(joined))
         if current and full:
             yield current
             current, joined = [], frozenset({sequence.item})
             total = longest = sequence.length
+            wide = sequence.cells
         current.append(sequence)
         items = joined
     if current:

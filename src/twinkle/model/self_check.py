@@ -72,7 +72,7 @@ def check_engine(engine: Engine, reference: Reference | None) -> None:
         _part(stack, index, *pair) for index, pair in enumerate(zip(reference.rows, reference.tokens, strict=True))
     ]
     try:
-        logprobs_T = engine.forward(parts).values[:, 0]
+        logprobs_T = np.concatenate(engine.forward(parts).values)[:, 0]
     except TypeError as error:  # a layer was called without the batch, or with arguments that it does not take
         raise UnsupportedError(
             f"{reference.family}: its layers cannot serve several adapters at once: {error}"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinkle.errors import TwinkleError
+from twinkle.model.csr import Csr
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -58,13 +59,29 @@ class Datum:
     """One sequence: ``targets[i]`` is predicted from ``tokens[: i + 1]``.
 
     tokens (T,) · targets (T,) or (T, K) · weights like targets · extras: further loss inputs, each (T,) or like
-    targets.
+    targets. What is (T, K) may be sparse: cells that it does not list are 0.
     """
 
     tokens: IntArray
-    targets: IntArray
-    weights: FloatArray | None = None
-    extras: Mapping[str, FloatArray] = field(default_factory=dict)
+    targets: IntArray | Csr
+    weights: FloatArray | Csr | None = None
+    extras: Mapping[str, FloatArray | Csr] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """How many targets a token has."""
+        return self.targets.shape[1] if self.targets.ndim == 2 else 1
+
+    @property
+    def cells(self) -> int:
+        """How many targets there are in all."""
+        return self.targets.size
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its arrays."""
+        arrays = (self.tokens, self.targets, self.weights, *self.extras.values())
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(frozen=True)

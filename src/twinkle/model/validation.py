@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
 from twinkle.loss import TokenLoss, get_loss, resolve_config
+from twinkle.model.csr import Csr, dense, listed
 from twinkle.model.types import Datum, FloatArray, IntArray, Objective, TrainItem
 
 _HOTTEST = 1e4  # beyond it every distribution is flat, and a typing mistake likelier than a wish
@@ -19,12 +20,17 @@ _HOTTEST = 1e4  # beyond it every distribution is flat, and a typing mistake lik
 
 @dataclass(frozen=True)
 class CheckedDatum:
-    """tokens (T,) · targets (T, K) · inputs: one float32 array (T, K) a loss input."""
+    """tokens (T,) · targets (T, K) · inputs: one float32 array (T, K) a loss input. What came sparse still is."""
 
     tokens: IntArray
-    targets: IntArray
-    inputs: Mapping[str, FloatArray]
+    targets: IntArray | Csr
+    inputs: Mapping[str, FloatArray | Csr]
     target_shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """K: targets a token."""
+        return self.targets.shape[1]
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class CheckedItem:
 
     @property
     def width(self) -> int:
-        """K: targets a token."""
-        return max(datum.targets.shape[1] for datum in self.data)
+        """The most targets that a token of any datum has."""
+        return max(datum.width for datum in self.data)
 
 
 def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedItem:
@@ -80,7 +86,7 @@ def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max
         raise InvalidInputError(where, datum, "a Datum")
     if not isinstance(datum.extras, Mapping):
         raise InvalidInputError(f"{where}.extras", datum.extras, "a Mapping from names to arrays")
-    tokens = _token_ids(datum.tokens, f"{where}.tokens", vocab_size)
+    tokens = dense(_token_ids(datum.tokens, f"{where}.tokens", vocab_size))
     if tokens.ndim != 1 or not 0 < tokens.shape[0] <= max_length:
         raise InvalidInputError(f"{where}.tokens", f"shape {tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
     targets = _token_ids(datum.targets, f"{where}.targets", vocab_size)
@@ -89,11 +95,15 @@ def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max
         raise InvalidInputError(f"{where}.targets", f"shape {targets.shape}", f"({length},) or ({length}, K)")
     if targets.ndim == 2 and not loss.allows_topk:
         raise InvalidInputError(f"{where}.targets", f"shape {targets.shape}", f"({length},) for loss {loss.name!r}")
+    if targets.ndim == 2 and targets.shape[1] > vocab_size:
+        raise InvalidInputError(
+            f"{where}.targets", f"{targets.shape[1]} a token", f"at most {vocab_size}: there are no more tokens"
+        )
     inputs = _loss_inputs(datum, where, loss, targets.shape)
-    return CheckedDatum(tokens, targets.reshape(length, -1), inputs, targets.shape)
+    return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape)
 
 
-def _loss_inputs(datum: Datum, where: str, loss: TokenLoss, shape: tuple[int, ...]) -> dict[str, FloatArray]:
+def _loss_inputs(datum: Datum, where: str, loss: TokenLoss, shape: tuple[int, ...]) -> dict[str, FloatArray | Csr]:
     given = dict(datum.extras)
     if datum.weights is not None:
         given["weights"] = datum.weights
@@ -104,36 +114,48 @@ def _loss_inputs(datum: Datum, where: str, loss: TokenLoss, shape: tuple[int, ..
         elif name in loss.inputs:
             raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss.name!r} needs it")
     low, high = inputs.get("clip_low_threshold"), inputs.get("clip_high_threshold")
-    if low is not None and high is not None and (low > high).any():
-        raise InvalidInputError(f"{where}.clip_low_threshold", float(low[low > high][0]), "at most clip_high_threshold")
+    if low is not None and high is not None:
+        lows = dense(low)
+        if (lows > dense(high)).any():
+            worst = float(lows[lows > dense(high)][0])
+            raise InvalidInputError(f"{where}.clip_low_threshold", worst, "at most clip_high_threshold")
     return inputs
 
 
-def _token_ids(values: IntArray, field: str, vocab_size: int) -> IntArray:
+def _token_ids(values: IntArray | Csr, field: str, vocab_size: int) -> IntArray | Csr:
     array = _array(values, field)
     if array.dtype.kind not in "iu":
         raise InvalidInputError(field, f"dtype {array.dtype}", "an integer array")
-    if array.size and (array.min() < 0 or array.max() >= vocab_size):
-        worst = array.min() if array.min() < 0 else array.max()
+    ids = listed(array)  # a cell that is not listed is token 0, which every model has
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        worst = ids.min() if ids.min() < 0 else ids.max()
         raise InvalidInputError(field, int(worst), f"token ids in [0, {vocab_size})")
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64) if isinstance(array, Csr) else array.astype(np.int64, copy=False)
 
 
-def _array(values: object, field: str) -> NDArray[Any]:
+def _array(values: object, field: str) -> NDArray[Any] | Csr:
+    if isinstance(values, Csr):
+        return values
     try:
         return np.asarray(values)
     except (TypeError, ValueError) as error:  # ragged lists, for one
         raise InvalidInputError(field, values, "an array of numbers") from error
 
 
-def _floats(values: FloatArray, field: str, shape: tuple[int, ...]) -> FloatArray:
+def _floats(values: FloatArray | Csr, field: str, shape: tuple[int, ...]) -> FloatArray | Csr:
     array = _array(values, field)
     if array.dtype.kind not in "fiub":
         raise InvalidInputError(field, f"dtype {array.dtype}", "a float array")
     if array.shape != shape:
         raise InvalidInputError(field, f"shape {array.shape}", f"shape {shape}, as targets")
     with np.errstate(over="ignore"):  # a float64 that float32 cannot hold becomes infinite and is refused below
-        array = array.astype(np.float32, copy=False)
-    if not np.isfinite(array).all():
-        raise InvalidInputError(field, float(array[~np.isfinite(array)][0]), "finite numbers")
-    return array.reshape(shape[0], -1)
+        array = array.astype(np.float32) if isinstance(array, Csr) else array.astype(np.float32, copy=False)
+    numbers = listed(array)
+    if not np.isfinite(numbers).all():
+        raise InvalidInputError(field, float(numbers[~np.isfinite(numbers)][0]), "finite numbers")
+    return _rows_of(array)
+
+
+def _rows_of(array: NDArray[Any] | Csr) -> NDArray[Any] | Csr:
+    """As (T, K), K being 1 of what has one dimension."""
+    return array if isinstance(array, Csr) else array.reshape(array.shape[0], -1)
