@@ -25,7 +25,7 @@ from twinkle.server.ray_serve.addressing import (
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
-from twinkle.server.routes.http import SMALL_BODY, gateway_of, key_of
+from twinkle.server.routes.http import SMALL_BODY, gateway_of, key_of, refuse_rebinding
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError
 
@@ -96,6 +96,7 @@ class Router:
         """Whether this process is to read and understand a long body for whoever sends it."""
         request = Request({**scope, "app": self._app})
         try:
+            refuse_rebinding(request)
             await gateway_of(request).tenant(key_of(request), prefix="")
         except TwinkleError:
             return False
