@@ -22,6 +22,10 @@ TWINKLE_PRINT_FORMAT       as the option --format of ``twinkle-server print-conf
 TWINKLE_DEFAULT_SAVE_DIR   the server's ``data_dir`` where the configuration has none
 TWINKLE_PER_USER_PROCESSOR_LIMIT  ``limits.max_processors_per_tenant`` where the configuration has none
 TWINKLE_LONG_POLL_TIMEOUT  ``clients.long_poll_seconds`` where the configuration has none
+RAY_ADDRESS                the Ray cluster to use, as Ray reads it (local: one of our own)
+RAY_AUTH_MODE              token or disabled, as Ray reads it; where it is not set, we set it (see docs/ray.md)
+RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH  the token of a Ray cluster or the file that holds it, as Ray reads them
+RAY_TMPDIR                 where Ray keeps its sessions (default /tmp)
 LOCAL_RANK                 this process's number on its machine, as torchrun sets it
 RANK, WORLD_SIZE           its number among all processes and how many there are; LOCAL_WORLD_SIZE, NNODES and NODE_RANK
                            likewise; −1 is some launchers' way to say "not distributed"
@@ -41,10 +45,12 @@ __all__ = [
     "Environment",
     "Launch",
     "Mode",
+    "RayVariables",
     "ServerVariables",
     "hides_devices",
     "read_environment",
     "read_launch",
+    "read_ray_variables",
     "read_server_variables",
     "set_variable_defaults",
     "set_variables",
@@ -92,6 +98,17 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class RayVariables:
+    """What Ray was told from outside about the cluster and its token; None: nothing."""
+
+    address: str | None
+    auth_mode: str | None
+    token: str | None
+    token_path: Path
+    directory: Path  # of all sessions on this machine
+
+
+@dataclass(frozen=True)
 class ServerVariables:
     """What ``twinkle-server`` was told from outside; None: nothing. Options of the command line come first."""
 
@@ -135,6 +152,16 @@ def read_launch() -> Launch:
         local_world_size=max(1, _integer("LOCAL_WORLD_SIZE") or 1),
         nodes=max(1, _integer("NNODES") or 1),
         node_rank=max(0, _integer("NODE_RANK") or 0),
+    )
+
+
+def read_ray_variables() -> RayVariables:
+    return RayVariables(
+        address=_text("RAY_ADDRESS"),
+        auth_mode=_text("RAY_AUTH_MODE"),
+        token=_text("RAY_AUTH_TOKEN"),
+        token_path=Path(_text("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser(),
+        directory=Path(_text("RAY_TMPDIR") or "/tmp") / "ray",
     )
 
 

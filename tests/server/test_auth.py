@@ -132,6 +132,35 @@ def test_a_revoked_key_takes_its_tokens_along(keyed_server: Server, keys: Keys) 
     refused(keyed_server, key)
 
 
+def test_a_revoked_key_takes_its_addresses_along(keyed_server: Server, keys: Keys) -> None:
+    """Those of archives, exported files and traces, also when a token asked for them; other keys' addresses stay."""
+    key = keys("create")
+    tenant = Tenant(keyed_server.url, key)
+    owner = tenant.get("auth/apikey/me").json()["details"]["org_details"]["name"]
+    second = Tenant(keyed_server.url, keys("create", "--tenant", owner))
+    model = tenant.model()
+    body = {"model_id": model, "seq_id": 1, "path": "ck"}
+    tenant.json(tenant.submit("save_weights_external", body))
+    place = f"training_runs/{model}/checkpoints/external_weights/ck"
+
+    def addresses(asking: Tenant) -> list[str]:
+        files = asking.get(f"{place}/external_weights_urls").json()["urls"]
+        trace = asking.get(f"sessions/{model.partition(':')[0]}/trace_export").json()["url"]
+        return [asking.get(f"{place}/archive").headers["location"], next(iter(files.values())), trace]
+
+    def fetched(urls: list[str]) -> list[httpx.Response]:
+        return [httpx.get(url, trust_env=False) for url in urls]
+
+    revoked = [*addresses(tenant), *addresses(Tenant(keyed_server.url, token_of(tenant)))]
+    others = addresses(second)
+    assert [answer.status_code for answer in fetched(revoked + others)] == [200] * 9
+    assert tenant.http.delete("auth/apikey/me").is_success
+    answers = fetched(revoked)
+    assert [answer.status_code for answer in answers] == [403] * 6
+    assert all("a key that was revoked" in answer.json()["detail"] for answer in answers)
+    assert [answer.status_code for answer in fetched(others)] == [200] * 3
+
+
 def test_a_key_gives_itself_up(keyed_server: Server, keys: Keys) -> None:
     tenant = Tenant(keyed_server.url, keys("create"))
     holder = Tenant(keyed_server.url, token_of(tenant))

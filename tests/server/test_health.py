@@ -12,6 +12,7 @@ from running import Server, Tenant, mock_config
 from starlette.testclient import TestClient
 
 from twinkle.server.app import make_app
+from twinkle.server.config import ServerConfig
 
 
 def get(server: Server, path: str) -> httpx.Response:
@@ -61,7 +62,7 @@ class NoModels:
 @pytest.mark.parametrize(("stopping", "status"), [(True, 503), (False, 200)])
 def test_not_ready_while_it_ends(stopping: bool, status: int) -> None:
     app = make_app(lambda _app: None)  # type: ignore[arg-type,return-value]  # it is never started
-    app.state.gateway = SimpleNamespace(stopping=stopping, fleet=NoModels())
+    app.state.gateway = SimpleNamespace(stopping=stopping, fleet=NoModels(), config=ServerConfig(auth={"mode": "keys"}))
     assert TestClient(app).get("/api/v1/healthz/ready").status_code == status
 
 

@@ -29,7 +29,8 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("strict"), mock_config(limits=LIMITS, clients={"long_poll_seconds": 2.0})).start()
+    config = mock_config(limits=LIMITS, clients={"long_poll_seconds": 2.0})
+    server = Server(tmp_path_factory.mktemp("strict"), config).start()
     yield server
     server.close()
 

@@ -26,7 +26,7 @@ from twinkle.server.ray_serve.replica import ReplicaGoneError
 from twinkle.server.ray_serve.router import Router, answered
 from twinkle.server.state import DatabaseUnavailableError, Store
 from twinkle.server.telemetry.start import Telemetry
-from twinkle.server.tenants import Tenants
+from twinkle.server.tenants import TenantLimits, Tenants, TenantTerms
 
 
 class Member:
@@ -358,5 +358,41 @@ def test_an_adapter_that_nobody_has(run):
         body = {"adapter_name": "nobody", "inputs": [{"input_ids": [1]}]}
         refused = await cluster.http.post("sampler/mock/twinkle/sample", json=body, headers=headers)
         assert (refused.status_code, "nobody" in refused.text) == (404, True)
+
+    run(check)
+
+
+def test_a_tenants_uploads_are_counted_where_they_are_read(run):
+    """From the announced size on, until the answer; small bodies and other tenants are let through meanwhile."""
+
+    async def check(cluster: Cluster) -> None:
+        limits = TenantTerms(TenantLimits(uploading_bytes=1_000_000))
+        cluster.gateway.tenants = Tenants(limits)
+        model = await cluster.model(await cluster.session(), 0)
+        go_on = asyncio.Event()
+
+        async def slowly(size: int) -> AsyncIterator[bytes]:
+            yield b"x"
+            await go_on.wait()
+            yield b"x" * (size - 1)
+
+        async def upload(size: int, announced: bool = True, key: str = "tml-a") -> httpx.Response:
+            headers = {"X-API-Key": key, **({"Content-Length": str(size)} if announced else {})}
+            return await cluster.http.post("forward_backward", content=slowly(size), headers=headers)
+
+        first = asyncio.create_task(upload(600_000))
+        await asyncio.sleep(0.05)
+        refused = await upload(600_000)
+        assert refused.status_code == 429
+        assert "max_uploading_bytes_per_tenant" in refused.json()["detail"]
+        assert refused.headers["Retry-After"] == "1"
+        other = asyncio.create_task(upload(600_000, key="tml-b"))
+        unannounced = asyncio.create_task(upload(900_000, announced=False))
+        await asyncio.sleep(0.05)
+        assert (await cluster.post("forward_backward", training_body(model, 1))).status_code == 200
+        go_on.set()
+        assert (await unannounced).status_code == 429, "it did not say how long it would be"
+        assert ((await first).status_code, (await other).status_code) == (400, 400), "read, and no protobuf"
+        assert (await upload(600_000)).status_code == 400, "there is room again"
 
     run(check)

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import pkgutil
+import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,8 @@ from twinkle.server.routes.http import PREFIX
 from twinkle.server.unloading import UNLOAD_NUMBER
 from twinkle.server.wire import tinker_pb2 as pb
 
-# The dashboard's files, which are the same for everyone; what it shows has routes of its own.
-PAGES = {("GET", "/dashboard"), ("GET", "/dashboard/"), ("GET", "/dashboard/{part}")}
+# The dashboard's files and the list of routes, which are the same for everyone.
+PAGES = {("GET", path) for path in ("/dashboard", "/dashboard/", "/dashboard/{part}", "/docs", "/redoc")}
 # The first have nothing of a tenant's to tell, and whoever watches the server has no key. What is fetched by a signed
 # address has its own tests, in test_downloads.py and test_archives.py.
 PUBLIC = {
@@ -410,7 +411,7 @@ def routes() -> set[tuple[str, str]]:
     for path, methods in make_app(nothing).openapi()["paths"].items():
         if path.startswith(NATIVE):
             continue
-        assert path.startswith((PREFIX, "/v1/", "/dashboard")) or path == OPERATORS[1], path
+        assert path.startswith((PREFIX, "/v1/", "/dashboard", "/docs", "/redoc")) or path == OPERATORS[1], path
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
     for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
         if module.name.rpartition(".")[2].startswith("native_"):
@@ -600,6 +601,67 @@ def test_files_are_for_their_owner_only(server: Server, tenant: Tenant) -> None:
         assert tenant.key not in str(database.execute("SELECT * FROM sessions").fetchall())
     for name in ("secret", "state.db", "lock"):
         assert (server.data_dir / name).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("header", ["Authorization", "Twinkle-Authorization"])
+@pytest.mark.parametrize("value", ["Basic dG1sLXg6", "Bearer", "Digest username=x"])
+def test_only_bearer_is_a_key(server: Server, header: str, value: str) -> None:
+    """On native routes too, where any text is one: browsers send Basic by themselves."""
+    url = f"{server.url}{PREFIX}/twinkle/create_session"
+    answer = httpx.post(url, json={}, headers={header: value}, trust_env=False)
+    assert answer.status_code == 401
+    assert "an API key" in answer.json()["detail"]
+    assert "dG1s" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{PREFIX}/status",
+        f"{PREFIX}/twinkle/status",
+        f"{PREFIX}/healthz/deep",
+        f"{PREFIX}/healthz/ready",
+        f"{PREFIX}/twinkle/healthz/deep",
+        "/-/routes",
+        "/openapi.json",
+        "/docs",
+        "/redoc",
+        "/dashboard",
+        "/nowhere",
+    ],
+)
+def test_a_rebound_name_reads_nothing(server: Server, path: str) -> None:
+    answers = [
+        httpx.get(f"{server.url}{path}", headers={"host": host}, trust_env=False)
+        for host in ("rebound.example:8000", "localhost")
+    ]
+    assert (answers[0].status_code, "Host header" in answers[0].json()["detail"]) == (400, True)
+    assert answers[1].status_code == (404 if path == "/nowhere" else 200)
+
+
+@pytest.mark.parametrize("path", [f"{PREFIX}/healthz", "/-/healthz", f"{PREFIX}/twinkle/healthz"])
+def test_whether_it_is_there_may_be_asked_under_any_name(server: Server, path: str) -> None:
+    assert httpx.get(f"{server.url}{path}", headers={"host": "probe.example"}, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_the_page_of_routes_runs_no_scripts(server: Server, path: str) -> None:
+    page = httpx.get(f"{server.url}{path}", trust_env=False)
+    assert "POST /api/v1/forward_backward" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "script" not in page.headers["content-security-policy"]
+    assert "<script" not in page.text
+    assert 'src="' not in page.text
+    assert 'href="http' not in page.text, "nothing is loaded from elsewhere"
+    assert httpx.get(f"{server.url}/dashboard/style.css", trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["[::1", "::1", "a b", "localhost:x", "", "127.0.0.1:99999999999"])
+def test_a_host_that_is_no_host_is_no_error_of_ours(server: Server, host: str) -> None:
+    head = f"GET {PREFIX}/status HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).split()[1] in (b"200", b"400")
 
 
 def test_a_page_that_gives_its_own_name_our_address_is_refused(server: Server, tenant: Tenant) -> None:

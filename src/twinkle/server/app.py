@@ -8,6 +8,7 @@ from fastapi import FastAPI
 import twinkle
 from twinkle.server.openapi import describe_bodies
 from twinkle.server.routes import (
+    api_page,
     archives,
     audit,
     auth,
@@ -34,7 +35,7 @@ from twinkle.server.routes import (
     training,
     unloading,
 )
-from twinkle.server.routes.http import install_error_handlers
+from twinkle.server.routes.http import RefuseRebinding, install_error_handlers
 from twinkle.server.routes.uploads import UploadCounter
 from twinkle.server.telemetry.http_requests import ObservedRequests
 from twinkle.server.telemetry.start import Telemetry
@@ -45,7 +46,15 @@ def make_app(
 ) -> FastAPI:
     """``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
     telemetry = telemetry or Telemetry()
-    app = FastAPI(title="Twinkle", version=twinkle.__version__, lifespan=lifespan, redirect_slashes=False)
+    # FastAPI's own pages at /docs and /redoc run scripts of a foreign host in our origin: api_page is in their place.
+    app = FastAPI(
+        title="Twinkle",
+        version=twinkle.__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     # One flat list, the busiest first: routes are tried in order, and an included router would be searched as a whole.
     for area in (
         futures,
@@ -72,11 +81,13 @@ def make_app(
         native_metrics,
         native_overview,
         dashboard,
+        api_page,
         metrics,
     ):
         app.router.routes.extend(area.router.routes)
     install_error_handlers(app)
     app.state.telemetry = telemetry
+    app.add_middleware(RefuseRebinding)
     app.add_middleware(ObservedRequests, metrics=telemetry.metrics, tracing=telemetry.tracing)
     describe_bodies(app)
     app.add_middleware(UploadCounter)

@@ -117,7 +117,7 @@ class Gateway:
         self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
         self.identity = Identity(config.auth, store.keys)
         self.checkpoint_actions = CheckpointActions(store, files, self.tenants.pools.saving)
-        self.signed_urls = SignedUrls(store)
+        self.signed_urls = SignedUrls(store, self.identity)
         self.unloading = Unloading(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
         self._served = [name for served in config.served_models for name in served.names]

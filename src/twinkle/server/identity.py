@@ -4,7 +4,9 @@ A token (``auth.jwt``) stands for the key that it was issued for: once the key i
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from twinkle.errors import UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
@@ -37,8 +39,24 @@ class Identity:
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
         """The owner of an API key or token; without configured keys every key is a tenant of its own."""
         if key is not None and self._is_token(key):
-            return await self._tenant_of_token(key)
+            return str((await self._claims(key))["sub"])
         return (await self._described(key, prefix)).tenant_id
+
+    async def key_id(self, key: str | None, prefix: str = "tml-") -> str | None:
+        """Return the id of the key that a request came with, or that its token was issued for.
+
+        None where keys are not issued (``auth.mode: open``).
+        """
+        if key is not None and self._is_token(key):
+            claimed: str | None = (await self._claims(key))["key_id"]
+            return claimed
+        return (await self._described(key, prefix)).key_id
+
+    async def is_valid(self, key_id: str | None) -> bool:
+        """Return whether the key with this id still opens what was made with it; in open mode there are no keys."""
+        if self._auth.mode == "open":
+            return True
+        return key_id is not None and await self._keys.find_by_id(key_id) is not None
 
     async def describe(self, key: str | None) -> KeyDescription:
         """Of a key itself: a token says nothing of its key, and is not exchanged for another one."""
@@ -71,15 +89,14 @@ class Identity:
     def _is_token(self, key: str) -> bool:
         return self._auth.jwt and key.startswith(TOKEN_PREFIX)
 
-    async def _tenant_of_token(self, token: str) -> str:
+    async def _claims(self, token: str) -> Mapping[str, Any]:
+        """Return what a token of ours says, while it and its key are valid."""
         claims = read_token(token, self._secret)
         if claims is None or claims["exp"] <= time.time():
             raise UnauthorizedError("a token of this server that has not expired (POST auth/token with an API key)")
-        if self._auth.mode == "keys":
-            key_id = claims["key_id"]
-            if key_id is None or await self._keys.find_by_id(key_id) is None:
-                raise UnauthorizedError("a token whose key is still valid")
-        return str(claims["sub"])
+        if not await self.is_valid(claims["key_id"]):
+            raise UnauthorizedError("a token whose key is still valid")
+        return claims
 
     async def _described(self, key: str | None, prefix: str) -> KeyDescription:
         if not key or not key.startswith(prefix):

@@ -22,6 +22,7 @@ from twinkle.server.fleet import ModelReport, TenantReport
 from twinkle.server.ray_serve.gpu_demand import gpus_of_replica
 from twinkle.server.ray_serve.hosts import GatewayHost, ModelHost, Process, ProcessorHost
 from twinkle.server.ray_serve.layout import GATEWAY, replica_names
+from twinkle.server.ray_serve.loopback import LoopbackOnly
 from twinkle.server.ray_serve.replica import Refusal
 from twinkle.server.ray_serve.router import answered
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest
@@ -53,9 +54,14 @@ class GatewayReplica:
         name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
         _log_to(config, name)
         self._host = GatewayHost(await Process.open(config), name, keeps_house=keeps_house)
+        self._loopback = LoopbackOnly()
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
         return self._host.entrance
+
+    async def check_health(self) -> None:
+        """Is called by Serve before the first request, too."""
+        self._loopback.enforce()
 
     async def __del__(self) -> None:
         await self._host.stop()
@@ -70,6 +76,7 @@ class ModelReplica:
         """``companions``: the other replicas, which Serve deploys with the first one."""
         _log_to(config, name)
         self._host = await ModelHost.open(config, served, name)
+        self._loopback = LoopbackOnly()
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         return await answered(self._host.app, request)
@@ -96,6 +103,7 @@ class ModelReplica:
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""
+        self._loopback.enforce()
         if not self._host.is_alive:
             raise TwinkleServerError(self._host.report().detail)
 
@@ -120,6 +128,7 @@ class ProcessorReplica:
         """``companions``: the other replicas, which Serve deploys with the first one."""
         _log_to(config, name)
         self._host = await ProcessorHost.open(config, name)
+        self._loopback = LoopbackOnly()
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         return await answered(self._host.app, request)
@@ -134,6 +143,10 @@ class ProcessorReplica:
 
     async def end_session(self, session_id: str) -> None:
         await self._host.end_session(session_id)
+
+    async def check_health(self) -> None:
+        """Is called by Serve before the first request, too."""
+        self._loopback.enforce()
 
     async def __del__(self) -> None:
         await self._host.stop()

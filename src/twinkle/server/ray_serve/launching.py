@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus
 
-from twinkle.environment import twinkle_variables
+from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
@@ -41,6 +41,17 @@ class Cluster:
 
     address: str
     is_ours: bool
+
+    @property
+    def asks_for_token(self) -> bool:
+        """Whether its processes were started to ask for one: a worker has the variables of its node."""
+        mode: str | None = ray.get(_auth_mode.remote())
+        return mode == "token"
+
+
+@ray.remote(num_cpus=0)
+def _auth_mode() -> str | None:
+    return read_ray_variables().auth_mode
 
 
 @contextlib.contextmanager

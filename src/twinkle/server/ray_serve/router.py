@@ -7,13 +7,14 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
 
-from twinkle.errors import TwinkleError
+from twinkle.errors import QuotaError, TwinkleError
 from twinkle.server import relay
 from twinkle.server.ray_serve.addressing import (
     Destination,
@@ -25,8 +26,10 @@ from twinkle.server.ray_serve.addressing import (
 from twinkle.server.ray_serve.directory import Directory
 from twinkle.server.ray_serve.replica import Replica, ReplicaGoneError
 from twinkle.server.relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
-from twinkle.server.routes.http import SMALL_BODY, gateway_of, key_of
+from twinkle.server.routes.http import SMALL_BODY, gateway_of, key_of, refuse_rebinding
+from twinkle.server.routes.uploads import Upload
 from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.telemetry import instruments
 from twinkle.server.wire.errors import BodyTooLargeError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,7 @@ class Router:
         self._replicas = replicas
         self._max_body_bytes = max_body_bytes
         self._own = own
+        self._uploading: Counter[str] = Counter()  # bytes of long bodies that are not answered yet, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -69,18 +73,36 @@ class Router:
             await send({"type": "websocket.close", "code": 1000})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. A long body counts among its tenant's uploads until then."""
+        upload = Upload(self._uploading)
+        try:
+            await self._counted(scope, receive, send, upload)
+        finally:
+            upload.end()
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send, upload: Upload) -> None:
+        limit = sys.maxsize
         try:
             most = most_bytes_of(scope["path"], self._max_body_bytes)
-            if _announced(scope) > SMALL_BODY and not await self._is_known(scope):
-                await self._app(scope, receive, send)  # it says so, without reading the body
-                return
-            body = await _body(scope, receive, most)
+            if _announced(scope) > SMALL_BODY:
+                tenant_id = await self._tenant(scope)
+                if tenant_id is None:
+                    await self._app(scope, receive, send)  # it says so, without reading the body
+                    return
+                upload.belongs_to(tenant_id)
+                limit = self._app.state.gateway.tenants.limits(tenant_id).uploading_bytes
+            body = await _body(scope, receive, most, lambda size: upload.grow_to(size, limit))
             if body is None:
                 return  # the client left
             request = HttpRequest.of(scope, body)
             replica, streams = await self._replica_for(request)
         except BodyTooLargeError as error:
+            self._count(error.key)
             await _send(send, _refusal(413, str(error)))
+            return
+        except QuotaError as error:
+            self._count(error.key)
+            await _send(send, _refusal(429, str(error)))
             return
         except DatabaseUnavailableError as error:
             await _send(send, _refusal(503, str(error)))
@@ -92,14 +114,18 @@ class Router:
             work = self._stream(request, replica, send) if streams else self._whole(request, replica, send)
             await _unless_gone(work, receive)
 
-    async def _is_known(self, scope: Scope) -> bool:
-        """Whether this process is to read and understand a long body for whoever sends it."""
+    def _count(self, limit: str) -> None:
+        """Count a refusal in /metrics, as the application does for those of its own."""
+        self._app.state.telemetry.metrics.counter(instruments.REFUSALS, limit).inc()
+
+    async def _tenant(self, scope: Scope) -> str | None:
+        """Return for whom this process is to read and understand a long body; None: for nobody that it knows."""
         request = Request({**scope, "app": self._app})
         try:
-            await gateway_of(request).tenant(key_of(request), prefix="")
+            refuse_rebinding(request)
+            return await gateway_of(request).tenant(key_of(request), prefix="")
         except TwinkleError:
-            return False
-        return True
+            return None
 
     async def _replica_for(self, request: HttpRequest) -> tuple[Replica | None, bool]:
         """Who answers, None is this process, and whether the answer is to be handed on as it comes."""
@@ -179,10 +205,16 @@ def _announced(scope: Scope) -> int:
     return int(length) if length.isdigit() else sys.maxsize
 
 
-async def _body(scope: Scope, receive: Receive, most: int) -> bytes | None:
-    """None: the client left before it had sent all of it."""
-    if sys.maxsize > _announced(scope) > most:
-        raise BodyTooLargeError(most)
+async def _body(scope: Scope, receive: Receive, most: int, grow_to: Callable[[int], None]) -> bytes | None:
+    """Return the body; None if the client left before it had sent all of it. ``grow_to`` is told its size, and raises.
+
+    A size that is announced counts from the start, as in :func:`twinkle.server.routes.http.body_of`.
+    """
+    announced = _announced(scope)
+    if announced < sys.maxsize:
+        if announced > most:
+            raise BodyTooLargeError(most)
+        grow_to(announced)
     parts, size = [], 0
     while True:
         message = await receive()
@@ -192,6 +224,7 @@ async def _body(scope: Scope, receive: Receive, most: int) -> bytes | None:
         size += len(parts[-1])
         if size > most:
             raise BodyTooLargeError(most)
+        grow_to(size)
         if not message.get("more_body"):
             return b"".join(parts)
 
@@ -227,6 +260,6 @@ async def _send(send: Send, reply: HttpReply) -> None:
 
 
 def _refusal(status: int, detail: str) -> HttpReply:
-    headers = {"content-type": "application/json", **({"Retry-After": "1"} if status == 503 else {})}
+    headers = {"content-type": "application/json", **({"Retry-After": "1"} if status in (429, 503) else {})}
     raw = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     return HttpReply(HttpHead(status, raw), json.dumps({"detail": detail}).encode())

@@ -7,6 +7,7 @@ from twinkle.environment import set_variable_defaults
 from twinkle.server.announcement import announcement
 from twinkle.server.config import ServerConfig
 from twinkle.server.process_record import recorded
+from twinkle.server.ray_serve.cluster_access import OPEN_CLUSTER, prepare_access
 from twinkle.server.ray_serve.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
 
 # What Ray reads when it is imported or starts a process.
@@ -21,11 +22,14 @@ _SETTINGS = {
 def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
     """Serve until SIGTERM or SIGINT, then take the applications down."""
     set_variable_defaults(_SETTINGS)
+    prepare_access(may_start=True)
     from twinkle.server.ray_serve import launching
 
     with recorded(config.data_dir) as record, launching.connected(config) as cluster:
         which = "one of its own" if cluster.is_ours else "one that was there"
         print(f"deploying on the Ray cluster at {cluster.address}, {which}", file=sys.stderr, flush=True)
+        if not cluster.asks_for_token:
+            print(OPEN_CLUSTER, file=sys.stderr, flush=True)
         with launching.deployed(config, cluster) as url:
             record(url)
             print(announcement(config, [*notes, *launching.scaling_notes(config)], [], url), flush=True)
@@ -35,6 +39,7 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
 def applications(config: ServerConfig) -> dict[str, str]:
     """How Serve sees each application of this configuration, on the cluster that is there."""
     set_variable_defaults(_SETTINGS)
+    prepare_access(may_start=False)
     from twinkle.server.ray_serve import launching
 
     with launching.connected(config, start=False):
@@ -44,6 +49,7 @@ def applications(config: ServerConfig) -> dict[str, str]:
 def take_down(config: ServerConfig) -> bool:
     """The applications of a server whose own process is gone; False: there are none."""
     set_variable_defaults(_SETTINGS)
+    prepare_access(may_start=False)
     from twinkle.server.ray_serve import launching
 
     with launching.connected(config, start=False) as cluster:

@@ -10,7 +10,7 @@ from twinkle.errors import NotFoundError
 from twinkle.server import ids
 from twinkle.server.checkpoint_access import expired, readable_checkpoint
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, public_address, tenant_of
+from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, key_id_of, public_address, tenant_of
 from twinkle.server.routes.rest import path_of
 from twinkle.server.tar_stream import TarStream
 
@@ -27,7 +27,8 @@ async def archive_url(request: Request, run_id: str, kind: str, name: str) -> Re
     gateway = gateway_of(request)
     path = path_of(run_id, kind, name)
     record = await readable_checkpoint(gateway.store, path, tenant_id)
-    token, expires = gateway.signed_urls.sign("archive", path=str(path), request_id=record.request_id)
+    claims = {"path": str(path), "request_id": record.request_id}
+    token, expires = gateway.signed_urls.sign("archive", await key_id_of(request), claims)
     details = {"model_id": run_id, "tinker_path": str(path), "purpose": "download"}
     await gateway.store.audit.add(tenant_id, "checkpoint_read", details)
     url = f"{public_address(request)}{PREFIX}/archives/{token}"
@@ -39,7 +40,7 @@ async def archive_url(request: Request, run_id: str, kind: str, name: str) -> Re
 async def archive(request: Request, token: str) -> Response:
     """All files of a checkpoint at the top of one tar file. Gone with the checkpoint, as single files are."""
     gateway = gateway_of(request)
-    claims = gateway.signed_urls.read("archive", token)
+    claims = await gateway.signed_urls.read("archive", token)
     path = CheckpointPath.parse(claims["path"])
     record = await gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
     if record is None or record.request_id != claims["request_id"] or expired(record):

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
 from twinkle.errors import NotFoundError
-from twinkle.server.routes.http import refuse_rebinding
 
 router = APIRouter()
 
@@ -26,7 +25,7 @@ _PARTS: Mapping[str, str] = {
     "style.css": "text/css",
 }
 # Nothing but our own files, no markup made of texts, and no page around ours.
-_HEADERS = {
+PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -42,22 +41,21 @@ _HEADERS = {
 
 
 @router.get("/dashboard")
-async def page(request: Request) -> Response:
-    refuse_rebinding(request)
-    return Response(_content(_PAGE), headers=_HEADERS, media_type="text/html")
+async def page() -> Response:
+    return Response(_content(_PAGE), headers=PAGE_HEADERS, media_type="text/html")
 
 
 @router.get("/dashboard/")
 async def page_with_slash() -> Response:
-    return RedirectResponse("../dashboard", headers=_HEADERS)  # from there the page would look elsewhere for its parts
+    # With the slash the page would look elsewhere for its parts.
+    return RedirectResponse("../dashboard", headers=PAGE_HEADERS)
 
 
 @router.get("/dashboard/{part}")
-async def page_part(request: Request, part: str) -> Response:
-    refuse_rebinding(request)
+async def page_part(part: str) -> Response:
     if part not in _PARTS:
         raise NotFoundError("file", part)
-    return Response(_content(part), headers=_HEADERS, media_type=_PARTS[part])
+    return Response(_content(part), headers=PAGE_HEADERS, media_type=_PARTS[part])
 
 
 @cache

@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse
 from twinkle.errors import NotFoundError
 from twinkle.server.checkpoint_access import expired, readable_checkpoint
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, public_address, tenant_of
+from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, key_id_of, public_address, tenant_of
 from twinkle.server.routes.rest import path_of
 from twinkle.server.session_trace import session_trace, trace_file_name
 
@@ -25,7 +25,8 @@ async def external_weights_urls(request: Request, run_id: str, kind: str, name: 
     record = await readable_checkpoint(gateway.store, path, tenant_id)
     if record.kind != "external_weights":
         raise NotFoundError("checkpoint of kind external_weights", str(path))
-    token, expires = gateway.signed_urls.sign("external_weights", path=str(path), request_id=record.request_id)
+    claims = {"path": str(path), "request_id": record.request_id}
+    token, expires = gateway.signed_urls.sign("external_weights", await key_id_of(request), claims)
     listed = partial(_file_names, gateway.files.root / record.directory)
     names = await gateway.tenants.pools.downloads.in_thread(tenant_id, listed)
     details = {"model_id": run_id, "tinker_path": str(path), "purpose": "download"}
@@ -38,7 +39,7 @@ async def external_weights_urls(request: Request, run_id: str, kind: str, name: 
 async def download(request: Request, token: str, file: str) -> Response:
     """Whole or in ranges. Gone with the checkpoint, also if another one has its name by now."""
     gateway = gateway_of(request)
-    claims = gateway.signed_urls.read("external_weights", token)
+    claims = await gateway.signed_urls.read("external_weights", token)
     path = CheckpointPath.parse(claims["path"])
     record = await gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
     if record is None or record.request_id != claims["request_id"] or expired(record):
@@ -56,14 +57,14 @@ async def trace_export(request: Request, session_id: str) -> Response:
     tenant_id = await tenant_of(request)
     gateway = gateway_of(request)
     session = await gateway.session(session_id, tenant_id)
-    token, _ = gateway.signed_urls.sign("trace", session_id=session.session_id)
+    token, _ = gateway.signed_urls.sign("trace", await key_id_of(request), {"session_id": session.session_id})
     return json_response({"status": "ready", "url": f"{public_address(request)}{PREFIX}/traces/{token}"})
 
 
 @router.get("/traces/{token}")
 async def trace(request: Request, token: str) -> Response:
     gateway = gateway_of(request)
-    session_id = gateway.signed_urls.read("trace", token)["session_id"]
+    session_id = (await gateway.signed_urls.read("trace", token))["session_id"]
     session = await gateway.store.sessions.get(session_id)
     if session is None:
         raise NotFoundError("session", session_id)

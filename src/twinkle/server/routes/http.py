@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twinkle.errors import (
     CapacityError,
@@ -40,9 +41,11 @@ logger = logging.getLogger(__name__)
 PREFIX = GATEWAY_PREFIX
 # Bodies below this are decoded on the event loop, in a fraction of a millisecond; larger ones in a thread.
 SMALL_BODY = 16_384
-_BEARER = "bearer "
+_BEARER = "bearer"
 # The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
 JSON_BYTES = 2**20
+# What says no more than that the server is there, and /metrics, which looks at its callers itself.
+_FOR_ANY_HOST = frozenset({f"{PREFIX}/healthz", f"{PREFIX}/twinkle/healthz", "/-/healthz", "/metrics"})
 RequestT = TypeVar("RequestT", bound=fields.Request)
 
 # The first that matches; anything else of ours is a 500.
@@ -69,16 +72,23 @@ def gateway_of(request: Request) -> Gateway:
 
 async def tenant_of(request: Request, prefix: str = "tml-") -> str:
     """Who asks."""
-    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
-    prefix = "" if "twinkle-authorization" in request.headers else prefix
-    tenant_id = await gateway_of(request).tenant(key_of(request), prefix)
+    tenant_id = await gateway_of(request).tenant(key_of(request), _prefix_of(request, prefix))
     upload_of(request).belongs_to(tenant_id)
     return tenant_id
 
 
+async def key_id_of(request: Request) -> str | None:
+    """Return the id of the caller's key, also where a token stands for it; None where keys are not issued."""
+    return await gateway_of(request).identity.key_id(key_of(request), _prefix_of(request, "tml-"))
+
+
+def _prefix_of(request: Request, prefix: str) -> str:
+    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
+    return "" if "twinkle-authorization" in request.headers else prefix
+
+
 def key_of(request: Request) -> str | None:
     """The SDK sends X-API-Key; the others are for people and for our own client."""
-    refuse_rebinding(request)
     key = request.headers.get("x-api-key")
     for name in ("twinkle-authorization", "authorization"):
         key = bearer_of(request, name) if key is None else key
@@ -86,16 +96,26 @@ def key_of(request: Request) -> str | None:
 
 
 def bearer_of(request: Request, header: str = "authorization") -> str | None:
+    """Return the key in an Authorization header: after ``Bearer``, or alone, as people and some scripts send it.
+
+    Other schemes are refused: a browser may send ``Basic`` by itself, and their credentials are no keys.
+    """
     value = request.headers.get(header)
     if value is None:
         return None
-    return value[len(_BEARER) :].strip() if value.lower().startswith(_BEARER) else value
+    scheme, space, rest = value.strip().partition(" ")
+    if scheme.lower() == _BEARER:
+        return rest.strip()
+    if space:
+        raise UnauthorizedError(f"an API key (tml-…), alone or after Bearer; {scheme[:20]!r} is another scheme")
+    return scheme
 
 
 def refuse_rebinding(request: Request) -> None:
-    """A web page may give its own name this machine's address, and its visitors' browsers would act as tenants here.
+    """Raise InvalidInputError where the Host header may be that of a web page that gave its name our address.
 
-    Where any key will do and only this machine can connect, a request must also call us by a name of this machine.
+    Its visitors' browsers would act as tenants here. Where any key will do and only this machine can connect, a
+    request must also call us by a name of this machine.
     """
     config, host = gateway_of(request).config, request.url.hostname or ""
     if config.auth.mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
@@ -168,6 +188,22 @@ def note_refusal(error: Exception) -> None:
     """Count a request that met a limit in /metrics."""
     if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
         request_context.refused_by(error.key)
+
+
+class RefuseRebinding:
+    """ASGI middleware: :func:`refuse_rebinding` for every path but those in ``_FOR_ANY_HOST``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in _FOR_ANY_HOST:
+            try:
+                refuse_rebinding(Request(scope))
+            except InvalidInputError as error:
+                app = json_response({"detail": str(error)}, 400)
+        await app(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twinkle.errors import QuotaError
 
-__all__ = ["UploadCounter", "upload_of"]
+__all__ = ["Upload", "UploadCounter", "upload_of"]
 
 _KEY = "twinkle.upload"
 
