@@ -95,6 +95,46 @@ def test_samples_come_first_come_first_served_within_a_share(trainer: Trainer) -
     assert list(finish(sampler)) == [f"{n}" for n in range(6)]
 
 
+def test_places_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant's many requests of one sample each fill all places; another one's late request has one at once."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
+    sampler = toy_sampler(trainer, max_sequences=8)
+    crowd = [replace(request(f"{n}", "a", prompt(6, n), max_tokens=80, seed=n), scope="crowd") for n in range(40)]
+    late = replace(request("late", "b", prompt(12), 2, max_tokens=10, seed=0), scope="quiet")
+    expected = run(toy_sampler(trainer), [*crowd, late])
+    for each in crowd:
+        sampler.submit(each)
+    for _ in range(10):
+        sampler.step()
+    assert len(sampler._schedule._running) == 8
+    sampler.submit(late)
+    outcomes: dict[str, SampleResult] = {}
+    for _ in range(15):  # its ten tokens, and a few steps for the prompt and for places
+        outcomes |= {event.request_id: event.outcome for event in sampler.step() if isinstance(event, Finished)}
+    assert list(outcomes) == ["late"]
+    outcomes |= finish(sampler)
+    for name, result in expected.items():
+        assert_same_samples(outcomes[name], result)
+    assert_nothing_left(sampler)
+
+
+def test_prompts_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts of one tenant wait in line; the prompt of another one does not wait behind them."""
+    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    sampler = toy_sampler(trainer, max_sequences=16)
+    sampler._schedule._chunk_tokens = 16  # several passes a prompt
+    for n in range(12):
+        sampler.submit(replace(request(f"{n}", None, prompt(100, n), max_tokens=4, seed=n), scope="crowd"))
+    sampler.step()
+    sampler.submit(replace(request("late", None, prompt(16, 77), max_tokens=4, seed=0), scope="quiet"))
+    outcomes: list[str] = []
+    for _ in range(8):
+        outcomes += [event.request_id for event in sampler.step() if isinstance(event, Finished)]
+    assert outcomes[:1] == ["late"]
+    assert len(finish(sampler)) + len(outcomes) == 13
+    assert_nothing_left(sampler)
+
+
 def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose samples fill the cache does not push out one that came later, again and again."""
     monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine

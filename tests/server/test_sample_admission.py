@@ -66,6 +66,21 @@ def test_a_quarter_of_the_engine_is_left_for_others() -> None:
     running(sampler, check, engine_samples=8)
 
 
+def test_a_full_engine_takes_the_first_request_of_others() -> None:
+    """A request counts with all its samples: one may fill the engine beyond its tenant's share."""
+    sampler = ScriptedSampler()
+
+    async def check(service: SamplerService) -> None:
+        taken(service, 3, "crowd", num_samples=5)
+        await turns(service)
+        assert len(sampler.submitted) == 2, "ten samples where eight are allowed"
+        taken(service, 3, "quiet", first=1000)
+        await turns(service)
+        assert sampler.submitted[2:] == ["s:sample:0:1000"]
+
+    running(sampler, check, engine_samples=8)
+
+
 def test_who_fetches_nothing_gets_nothing_more_computed() -> None:
     sampler = ScriptedSampler()
 

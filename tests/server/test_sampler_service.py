@@ -272,6 +272,43 @@ def test_cancelling() -> None:
     running(sampler, check, engine_samples=2)
 
 
+def test_samples_that_nobody_asks_for_are_cancelled() -> None:
+    """In the engine and before it. Whoever comes back is told to send them again; who waits is not disturbed."""
+    sampler = ScriptedSampler()
+
+    def later(service: SamplerService, seconds: float) -> None:
+        service._asked = {name: at - seconds for name, at in service._asked.items()}
+
+    async def check(service: SamplerService) -> None:
+        for number in range(3):
+            service.sample(session(), request(number))
+        streamed = asyncio.create_task(anext(service.generate(session("streaming"), request("x"))))
+        await turns(service)
+        later(service, 59)
+        assert not service.unasked_sessions(60)
+        await service.wait("s:sample:0:1", 0.01)  # a question for one is a sign of life for all of the client's
+        later(service, 59)
+        assert not service.unasked_sessions(60)
+        later(service, 2)
+        assert service.unasked_sessions(60) == {"s"}
+        assert service.cancel_unasked("other", 60) == 0
+        assert service.cancel_unasked("s", 60) == 3
+        await turns(service)
+        assert sorted(sampler.cancelled) == ["s:sample:0:0", "s:sample:0:1"]
+        assert not streamed.done(), "it ends with its connection"
+        streamed.cancel()
+        with pytest.raises(GoneError, match="send it again"):
+            await service.wait("s:sample:0:1", 5)
+        told = await service.completions.after("s:sample:0", 0, 0, 5, 0.0)
+        assert [(each.request_id, each.size) for each in told] == [(f"s:sample:0:{n}", None) for n in range(3)]
+        service.sample(session(), request(9))  # and there is room again
+        sampler.finish.add("s:sample:0:9")
+        await turns(service)
+        assert not (await service.wait("s:sample:0:9", 5)).failed
+
+    running(sampler, check, engine_samples=2)
+
+
 def test_acknowledged_results_are_freed() -> None:
     sampler = ScriptedSampler()
 

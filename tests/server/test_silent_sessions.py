@@ -1,11 +1,13 @@
 """Sessions that fell silent make room for their own tenant at its limits; a frozen server makes nobody silent."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from running import MODEL, Server, Tenant, key_for, mock_config
+from running import MODEL, Server, Tenant, key_for, mock_config, sample_body
 
 from twinkle.server.running_time import RunningTime
 
@@ -186,3 +188,43 @@ def test_a_break_is_noticed(wall: float, monotonic: float) -> None:
     clocks.go_on(60)
     assert clocks.time.ran_for(60)
     assert not clocks.time.take_interruption()
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def waiting_samples(tenant: Tenant) -> int:
+    models = tenant.get("status").json()["models"]
+    return int(next(iter(models.values()))["waiting_samples"])
+
+
+def sampler(tenant: Tenant, session: str) -> str:
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    return str(tenant.post("create_sampling_session", body).json()["sampling_session_id"])
+
+
+def test_samples_of_a_client_that_vanished_are_cancelled(own_server: Callable[..., Server]) -> None:
+    """One client is killed, one only sends heartbeats, one only asks: just the first one's samples are dropped."""
+    server = own_server(mock_config(limits={"silent_session_seconds": SILENT}), housekeeping=0.2, sample=0.2)
+    long = {"max_tokens": 4000, "seed": 1, "stop": []}
+    tenants = {name: Tenant(server.url, f"tml-{name}") for name in ("killed", "beating", "asking")}
+    requests, sessions = {}, {}
+    for name, tenant in tenants.items():
+        sessions[name] = tenant.session()
+        body = sample_body(sampler(tenant, sessions[name]), sampling_params=long)
+        requests[name] = [tenant.submit("asample", {**body, "seq_id": seq}) for seq in range(3)]
+    assert waiting_samples(tenants["asking"]) == 9
+    # The server has to have listened for a while, too.
+    until = time.monotonic() + 2 * SILENT + 1
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(tenants["asking"].result, requests["asking"][0])
+        while time.monotonic() < until:
+            beat(tenants["beating"], sessions["beating"])
+            time.sleep(0.2)
+        assert waiting_samples(tenants["beating"]) == 6
+        answer = tenants["killed"].poll(requests["killed"][0])
+        assert answer.status_code == 410
+        assert "send it again" in answer.json()["detail"]
+        server.kill()
+        with contextlib.suppress(Exception):
+            asked.result(60)

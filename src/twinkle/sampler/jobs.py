@@ -111,6 +111,11 @@ class Job:
         return len(self.request.prompt)
 
     @property
+    def scope(self) -> str:
+        """Whose request it is: places are shared among scopes."""
+        return self.request.scope
+
+    @property
     def longest(self) -> int:
         """Tokens that a sample may have in the cache: nothing is computed of the last one."""
         return self.prompt_length + self.request.max_tokens - 1

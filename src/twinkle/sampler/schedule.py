@@ -1,18 +1,20 @@
 """Who is computed next: plain Python over sequences and cache blocks.
 
-Places go to those who came first, but a request does not get another one while someone has fewer: places are shared
-among requests, not among samples. Room is not reserved for tokens that may never be drawn: when the cache is full, the
-last sample of the request with the most samples gives its blocks back and computes its tokens again later, as far as
-they have not been remembered. Any sequence fits alone (requests that do not are refused) and the first one never gives
-way, so it always gets on.
+Places go to those who came first, but a scope (a tenant, on a server) does not get another one while a scope that waits
+has fewer, nor within a scope a request: places are shared among scopes, then among requests, not among samples. So a
+late small request gets a place at once, whatever others have under way. Pieces of prompts are shared among scopes in
+the same way. Room is not reserved for tokens that may never be drawn: when the cache is full, the last sample of the
+request with the most samples, in the scope with the most, gives its blocks back and computes its tokens again later, as
+far as they have not been remembered. Any sequence fits alone (requests that do not are refused) and the first one never
+gives way, so it always gets on.
 """
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, zip_longest
 
 from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for
 from twinkle.sampler.jobs import Job, Sequence
@@ -49,6 +51,7 @@ class Schedule:
         self._waiting: dict[Job, list[Sequence]] = {}  # no list is empty; both lists in order
         self._running: list[Sequence] = []
         self._turns = count(1)
+        self._prompt_turns: dict[str, int] = {}  # when each scope that runs last had a piece of a prompt computed
 
     def add(self, sequence: Sequence) -> None:
         insort(self._waiting.setdefault(sequence.job, []), sequence, key=lambda each: each.order)
@@ -94,30 +97,34 @@ class Schedule:
 
     def _entrants(self, eligible: Eligible) -> Iterator[tuple[Sequence, Sequence | None]]:
         """Who may have a place, those with the fewest first, and who has to leave for it when all are taken."""
-        running: dict[Job, list[Sequence]] = {}
-        for sequence in self._running:
-            running.setdefault(sequence.job, []).append(sequence)
+        shares = _Shares(self._running)
         places = self._max_sequences - len(self._running)
-        if places == 0 and all(len(each) == 1 for each in running.values()):
+        if places == 0 and not shares.unequal(self._waiting):
             return
         queues = {job: queue[::-1] for job, queue in self._waiting.items() if eligible(job)}
-        heap = [(len(running.get(job, ())), job.number, job) for job in queues]
+        heap = [(*shares.of(job), job.number, job) for job in queues]
         heapify(heap)
+        refused: set[str] = set()  # scopes whose other requests have no better right to a place
         while heap:
-            samples, number, job = heappop(heap)
+            scope_places, samples, number, job = heappop(heap)
+            if job.scope in refused:
+                continue
+            if (scope_places, samples) != shares.of(job):  # others of its scope came in, or had to leave, meanwhile
+                heappush(heap, (*shares.of(job), number, job))
+                continue
             leaving = None
             if places == 0:
-                most = max(running.values(), key=lambda each: (len(each), each[0].order))
-                if len(most) <= samples + 1:
-                    return
-                leaving = most.pop()
+                leaving = shares.take_for(job)
+                if leaving is None:
+                    refused.add(job.scope)
+                    continue
             else:
                 places -= 1
             entering = queues[job].pop()
-            running.setdefault(job, []).append(entering)
+            shares.add(entering)
             yield entering, leaving
             if queues[job]:
-                heappush(heap, (samples + 1, number, job))
+                heappush(heap, (*shares.of(job), number, job))
 
     def _begin(self, sequence: Sequence) -> None:
         """Start from what the cache holds: the prompt's blocks, or more of the sequence, if it ran before."""
@@ -166,7 +173,7 @@ class Schedule:
         """Pieces of prompts, and of sequences that gave way, as many as fit into a pass."""
         steps: dict[Sequence, Step] = {}
         tokens = 0
-        for sequence in self._in_turn():
+        for sequence in self._in_turn_of_scopes():
             if not sequence.running or not eligible(sequence.job) or self._decodes(sequence):
                 continue
             self._adopt(sequence)  # others may have computed the same since
@@ -176,6 +183,9 @@ class Schedule:
             if self._make_room(sequence, stop, steps):
                 steps[sequence] = Step(sequence, start, stop)
                 tokens += stop - start
+        turn = next(self._turns)
+        for sequence in steps:
+            self._prompt_turns[sequence.job.scope] = turn
         return list(steps.values())
 
     def computed(self, step: Step) -> None:
@@ -188,6 +198,16 @@ class Schedule:
         sequence.job.reached(step.stop, reused=False)
         for index in range(step.start // BLOCK, step.stop // BLOCK):
             cache.remember(sequence.job.version_key, self._name(sequence, index), sequence.blocks[index])
+
+    def _in_turn_of_scopes(self) -> list[Sequence]:
+        """One sequence of each scope, then the next of each; first the scope whose prompts waited for longest."""
+        scopes: dict[str, list[Sequence]] = {}
+        for sequence in self._in_turn():
+            scopes.setdefault(sequence.job.scope, []).append(sequence)
+        self._prompt_turns = {scope: self._prompt_turns.get(scope, 0) for scope in scopes}
+        ordered = sorted(scopes, key=self._prompt_turns.__getitem__)  # first come first among those that never had one
+        rounds = zip_longest(*(scopes[scope] for scope in ordered))
+        return [sequence for each in rounds for sequence in each if sequence is not None]
 
     def _in_turn(self) -> list[Sequence]:
         """First come first; without a cache, where every token is like a prompt, those not computed for longest."""
@@ -266,9 +286,10 @@ class Schedule:
     def _last(self, planned: Collection[Sequence]) -> Sequence:
         """Who gives way: never the first, nor those whose step is planned already."""
         samples = Counter(sequence.job for sequence in self._running)
+        scopes = Counter(sequence.job.scope for sequence in self._running)
         others = [sequence for sequence in self._running[1:] if sequence not in planned]
         assert others, "a sequence must fit the cache alone"
-        return max(others, key=lambda sequence: (samples[sequence.job], sequence.order))
+        return max(others, key=lambda each: (scopes[each.job.scope], samples[each.job], each.order))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
@@ -291,3 +312,46 @@ class Schedule:
         if self._cache is not None:
             self._cache.release(sequence.blocks)
         sequence.blocks, sequence.cached = [], 0
+
+
+class _Shares:
+    """How many places each scope and each request has, while places are being given and taken."""
+
+    def __init__(self, running: Iterable[Sequence]) -> None:
+        self._jobs: dict[str, dict[Job, list[Sequence]]] = {}  # by scope; no list is empty
+        self._places: Counter[str] = Counter()
+        for sequence in running:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        self._jobs.setdefault(sequence.job.scope, {}).setdefault(sequence.job, []).append(sequence)
+        self._places[sequence.job.scope] += 1
+
+    def of(self, job: Job) -> tuple[int, int]:
+        """Return the places of the job's scope, and of the job."""
+        return self._places[job.scope], len(self._jobs.get(job.scope, {}).get(job, ()))
+
+    def unequal(self, waiting: Iterable[Job]) -> bool:
+        """Return whether anybody who waits might have a right to the place of another."""
+        most = max(self._places.values(), default=0)
+        several = any(len(samples) > 1 for jobs in self._jobs.values() for samples in jobs.values())
+        return several or any(self._places[job.scope] + 1 < most for job in waiting)
+
+    def take_for(self, job: Job) -> Sequence | None:
+        """Take a place away from whoever has the most; None if nobody has two more than those who would get it."""
+        scope = max(self._places, key=lambda each: (self._places[each], each != job.scope))
+        if self._places[scope] > self._places[job.scope] + 1:
+            return self._take_last(scope)
+        own = self._jobs.get(job.scope, {})
+        most = max(map(len, own.values()), default=0)
+        return self._take_last(job.scope) if most > len(own.get(job, ())) + 1 else None
+
+    def _take_last(self, scope: str) -> Sequence:
+        """Take the last sample of the request with the most samples in the scope."""
+        jobs = self._jobs[scope]
+        most = max(jobs.values(), key=lambda each: (len(each), each[0].order))
+        leaving = most.pop()
+        if not most:
+            del jobs[leaving.job]
+        self._places[scope] -= 1
+        return leaving

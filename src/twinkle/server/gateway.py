@@ -413,7 +413,8 @@ class Gateway:
             sampling.acknowledge(session.sampling_session_id, acknowledged[start : start + _ACKNOWLEDGED_AT_ONCE])
             await asyncio.sleep(0)  # others get their turn
         key = session.sampling_session_id, client
-        return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
+        with sampling.being_asked(session.sampling_session_id):
+            return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
 
     async def join_sampling_session(self, session: SamplingSessionRecord) -> int:
         return await self.store.sampling_sessions.join(session.sampling_session_id)
@@ -447,6 +448,7 @@ class Gateway:
         """What concerns our own services."""
         await self.books.keep(now)
         await self.end_what_was_ending()
+        await self._cancel_samples_of_vanished_clients(now)
         limits = self.config.limits
         await self.store.runs.touch(
             {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
@@ -458,6 +460,20 @@ class Gateway:
         await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
         await self.store.audit.prune(now - limits.audit_retention_seconds)
+
+    async def _cancel_samples_of_vanished_clients(self, now: float) -> None:
+        """Cancel samples that nobody waits for: no heartbeat of their session and no question for them for a while."""
+        seconds = self.config.limits.silent_session_seconds
+        if not self.running_time.ran_for(seconds):
+            return
+        for entry in self.services.values():
+            unasked = set() if entry.sampling is None else entry.sampling.unasked_sessions(seconds)
+            for session_id in unasked:
+                record = await self.store.sessions.get(session_id)
+                gone = record is None or record.state != "active" or self.last_seen(record) < now - seconds
+                if gone and entry.sampling is not None:
+                    count = entry.sampling.cancel_unasked(session_id, seconds)
+                    logger.info("%d samples of session %s cancelled: its client is gone", count, session_id)
 
     async def expire(self, now: float) -> None:
         """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints.

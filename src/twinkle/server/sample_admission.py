@@ -67,16 +67,17 @@ class SampleAdmission:
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
-    @property
-    def engine_has_room(self) -> bool:
-        return self._in_engine.total() < self._engine_samples
-
     def may_start(self, tenant_id: str) -> bool:
-        """Not while it leaves too many results unfetched: what waits here could not be refused any more.
+        """Return whether the engine is given one more request of this tenant.
 
-        And of the engine a tenant gets three quarters at most, so that another one's sample need not wait for it.
+        Not while the tenant leaves too many results unfetched: what waits here could not be refused any more. Of the
+        engine a tenant gets three quarters at most. A tenant that has nothing in the engine is let in even when it is
+        full, unless many tenants are there: the engine shares its places among them, and only what it was given can
+        get one.
         """
-        if self._in_engine[tenant_id] >= self._engine_samples - self._engine_samples // 4:
+        own, quarter = self._in_engine[tenant_id], self._engine_samples // 4
+        full = self._in_engine.total() >= self._engine_samples
+        if own >= self._engine_samples - quarter or (full and (own > 0 or len(self._in_engine) >= quarter)):
             return False
         return self._futures.unfetched_bytes(tenant_id) < self._tenants.limits(tenant_id).unfetched_bytes
 

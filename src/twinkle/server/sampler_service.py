@@ -1,12 +1,14 @@
 """The sampler service: samples of one base model and of its tenants' published versions.
 
 Requests wait here until the engine has room and the compute thread a turn for them; tenants take turns. Samples are not
-journalled: they change nothing, and a client that asks for one lost in a restart is told so and sends it again.
+journalled: they change nothing, and a client that asks for one lost in a restart is told so and sends it again. Samples
+of clients that vanished are cancelled and end in the same way.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,6 +79,8 @@ class SamplerService:
         self.admission = SampleAdmission(tenants, self._futures, engine_samples)
         self._context = context
         self._jobs: dict[str, SampleJob] = {}  # all that are not done
+        self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
+        self._asking: Counter[str] = Counter()  # long polls that wait now, by sampling session
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
         self._queue: FairQueue[SampleJob] = FairQueue(tenants.standing)  # those that the engine was not given yet
         self._cancelled: list[str] = []
@@ -118,6 +122,7 @@ class SamplerService:
         known = self._futures.digest(request.request_id)
         if known is None:
             self._accept(request, session, encode)
+            self._asked[session.sampling_session_id] = time.monotonic()
             self._futures.promise(request.request_id, session.tenant_id, digest)
         elif known != digest:
             number = request.request_id.rpartition(":")[2]
@@ -149,8 +154,12 @@ class SamplerService:
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
         request_context.about(request_id)
         if request_id not in self._futures:
-            raise GoneError(f"sample {request_id} was lost in a restart or is too old: send it again")
-        return await self._futures.wait(request_id, timeout)
+            raise GoneError(
+                f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
+                "send it again"
+            )
+        with self.being_asked(request_id.rpartition(":")[0]):
+            return await self._futures.wait(request_id, timeout)
 
     @contextmanager
     def delivering(self, request_id: str) -> Iterator[Delivery]:
@@ -165,6 +174,42 @@ class SamplerService:
         if job is not None and not isinstance(job.into, asyncio.Queue):
             self._withdraw(job)
             self._settle(request_id, responses.failed("cancelled by its client", "user"))
+
+    @contextmanager
+    def being_asked(self, sampling_session_id: str) -> Iterator[None]:
+        """A client of the sampling session is there: it asks for a sample, and waits."""
+        self._asking[sampling_session_id] += 1
+        try:
+            yield
+        finally:
+            self._asked[sampling_session_id] = time.monotonic()
+            self._asking[sampling_session_id] -= 1
+            if not self._asking[sampling_session_id]:
+                del self._asking[sampling_session_id]
+
+    def unasked_sessions(self, seconds: float) -> set[str]:
+        """Return the sessions of which samples are under way that nobody asked for in so many seconds."""
+        return {job.session.session_id for job in self._unasked(seconds)}
+
+    def cancel_unasked(self, session_id: str, seconds: float) -> int:
+        """Stop the work on samples of a session that nobody asked for in so many seconds; returns how many.
+
+        They are forgotten, not failed: whoever comes back for one after all is told to send it again, which SDKs do.
+        """
+        cancelled = [job for job in self._unasked(seconds) if job.session.session_id == session_id]
+        for job in cancelled:
+            self._withdraw(job)
+            self._futures.forget(job.request_id)
+            if self.completions is not None:
+                self.completions.add(job.request_id, None, time.time())
+        return len(cancelled)
+
+    def _unasked(self, seconds: float) -> list[SampleJob]:
+        """Requests that are answered in their own connection end with it: they are not among these."""
+        before = time.monotonic() - seconds
+        waiting = (job for job in self._jobs.values() if not isinstance(job.into, asyncio.Queue))
+        named = ((job, job.session.sampling_session_id) for job in waiting)
+        return [job for job, name in named if name not in self._asking and self._asked.get(name, 0.0) < before]
 
     def give_up_version(self, version_id: str) -> None:
         """The sessions that sampled from it have ended: drop it as soon as no request uses it."""
@@ -207,6 +252,8 @@ class SamplerService:
         if self.completions is not None:
             self.completions.sweep(now, self._futures.delivered)
         self._rate.note(self.tokens_sampled, now)
+        under_way = {job.session.sampling_session_id for job in self._jobs.values()}
+        self._asked = {name: at for name, at in self._asked.items() if name in under_way}
         self._turn_due = True  # versions are published and grow old also when nobody samples
         self._wake.set()
 
@@ -299,14 +346,11 @@ class SamplerService:
                 self._hand_over(each)
 
     def _can_start(self) -> bool:
-        return self.admission.engine_has_room and self._queue.has(self.admission.may_start)
+        return self._queue.has(self.admission.may_start)
 
     def _orders(self) -> Orders:
         fresh = []
-        while self.admission.engine_has_room:
-            job = self._queue.pop(self.admission.may_start)
-            if job is None:
-                break
+        while (job := self._queue.pop(self.admission.may_start)) is not None:
             self.admission.start(job)
             fresh.append(job)
         orders = Orders(self._cancelled, self._given_up, fresh)
