@@ -59,16 +59,45 @@ def test_config_has_no_trace_of_the_conversion(folder):
     assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 2
 
 
+@pytest.fixture(scope="module")
+def question(tokenizer):
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+ANSWER = "The capital of France is Paris.<|im_end|>"
+
+
+def test_capital_of_france(folder, tokenizer, question):
+    """In fp32, whose error (8e-5 of a logit) is far below the smallest lead on the way, 0.1 of "The" before "L"."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    with torch.no_grad():
+        output = model.generate(**question, do_sample=False, max_new_tokens=32)
+    assert tokenizer.decode(output[0, question["input_ids"].shape[1] :]) == ANSWER
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_capital_of_france(folder, tokenizer, dtype):
+def test_the_answer_is_the_likeliest(folder, tokenizer, question, dtype):
+    """No token has a higher logit than the answer's, up to rounding; Paris leads by more than that."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    with torch.no_grad():
-        output = model.generate(**prompt, do_sample=False, max_new_tokens=32)
-    answer = output[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+    answer = torch.tensor(tokenizer.encode(ANSWER))
+    rows, cache = [], transformers.DynamicCache()
+    with torch.no_grad():  # one by one: on CPUs without bf16 instructions torch has no fast product of two matrices
+        for token in [*question["input_ids"][0], *answer[:-1]]:
+            rows.append(model(token.reshape(1, 1), past_key_values=cache).logits[0, -1].double())
+    logits_TV = torch.stack(rows[-len(answer) :])
+    # Some 14 tensors a layer are rounded, each number up or down by at most eps/2 of its size: a standard deviation of
+    # eps/√12. A lead is the difference of two logits, and three standard deviations of that are allowed (bf16: 0.7).
+    deviation_T = (14 * model.config.num_hidden_layers / 12) ** 0.5 * torch.finfo(model.dtype).eps * logits_TV.std(1)
+    bound_T = 3 * 2**0.5 * deviation_T
+    answers_T = logits_TV.gather(1, answer[:, None])[:, 0]
+    assert (logits_TV.max(1).values - answers_T <= bound_T).all()
+    paris = tokenizer.convert_tokens_to_ids("ĠParis")
+    (place,) = torch.nonzero(answer == paris)[0].tolist()
+    others_V = logits_TV[place].clone()
+    others_V[paris] = -torch.inf
+    assert answers_T[place] - others_V.max() > bound_T[place]
 
 
 def test_second_resolve_needs_no_network(folder, monkeypatch):
