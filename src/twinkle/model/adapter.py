@@ -17,6 +17,8 @@ from twinkle.model.types import LoraSpec
 # Bytes a parameter of a resident adapter, beside its compute copy: weights, two Adam moments and the gradient in fp32,
 # and what a batch holds for it in passing (its own row of gradients).
 STATE_BYTES_PER_PARAMETER = 20
+# Bytes a parameter in host memory: the same but for what a batch holds.
+PAGED_BYTES_PER_PARAMETER = 16
 # The same of a frozen adapter, of which a compute copy is all there is: its passage from host memory.
 FROZEN_BYTES_PER_PARAMETER = 4
 
@@ -79,6 +81,14 @@ class Adapter:
     def state_bytes(self) -> int:
         """Device memory it takes while resident, beside its compute copy."""
         return (FROZEN_BYTES_PER_PARAMETER if self.frozen else STATE_BYTES_PER_PARAMETER) * self.layout.size
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory it takes now. In any thread."""
+        rows = (self.weights_P, self.exp_avg_P, self.exp_avg_sq_P, self.gradient_P)
+        copy = self.layout.size * self.stack.dtype.itemsize if self.slot is not None else 0
+        on_host = sum(row.nbytes for row in rows if row is not None and row.device.type == "cpu")
+        return on_host + (copy if self.stack.device.type == "cpu" else 0)
 
     @cached_property
     def finite(self) -> bool:

@@ -94,6 +94,10 @@ class AdapterPool:
         """In any thread: the list is made at once, however many adapters come and go meanwhile."""
         return [adapter.adapter_id for adapter in list(self._adapters.values()) if adapter.slot is not None]
 
+    def host_bytes(self) -> int:
+        """Host memory that adapters take now, without a sampler's versions. In any thread, like the last."""
+        return sum(adapter.host_bytes for adapter in list(self._adapters.values()))
+
     def fit(self, adapters: Iterable[Adapter]) -> bool:
         """Whether these adapters can be resident at the same time."""
         return _bytes_of(adapters) <= self.budget_bytes

@@ -23,11 +23,12 @@ from twinkle import hub
 from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import checkpoint
-from twinkle.model.adapter import Adapter
+from twinkle.model.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
 from twinkle.model.architecture import read_architecture
 from twinkle.model.call import Call
 from twinkle.model.compilation import compile_layers
 from twinkle.model.engine import Engine
+from twinkle.model.host_memory import host_memory_limit
 from twinkle.model.loading import load_model, read_dtype
 from twinkle.model.lockstep import Lockstep
 from twinkle.model.memory import (
@@ -121,7 +122,7 @@ class Trainer:
             device=self.device,
         )
         self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed)
-        self._pool = AdapterPool(self.memory.adapters, self.dtype, self.device)
+        self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
 
     @classmethod
     def from_pretrained(
@@ -194,6 +195,16 @@ class Trainer:
     def resident_adapter_ids(self) -> list[str]:
         """Those on the device now; the others wait in host memory. In any thread."""
         return self._pool.resident_ids()
+
+    def host_bytes(self) -> int:
+        """Host memory that adapters take now, on a CPU also those on the device. In any thread."""
+        return self._pool.host_bytes()
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        """Host memory that an adapter of this shape takes at most. In any thread."""
+        layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
+        copy = self.dtype.itemsize if self.device.type == "cpu" else 0
+        return (PAGED_BYTES_PER_PARAMETER + copy) * layout.size
 
     def numbers(self) -> TrainerNumbers:
         resident = len(self._pool.resident_ids())
@@ -387,8 +398,16 @@ class Trainer:
             raise CapacityError(
                 f"{size / 2**20:.0f} MiB are asked for, adapters have {self.memory.adapters / 2**20:.0f} MiB"
             )
-        self._pool.shrink(self.memory.adapters - size)
         self.memory = dataclasses.replace(self.memory, adapters=self.memory.adapters - size)
+        self._pool.shrink(self._pool_bytes())
+
+    def _pool_bytes(self) -> int:
+        """What adapters may take on the device.
+
+        A CPU has no memory of its own that paging out would spare: there whoever uses the trainer bounds what adapters
+        take of the host's (:meth:`host_bytes`).
+        """
+        return self.memory.adapters if self.device.type == "cuda" else max(self.memory.adapters, host_memory_limit())
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

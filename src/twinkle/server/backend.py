@@ -40,6 +40,14 @@ class TrainingBackend(Protocol):
         """Those on the device now; the others wait in host memory. In any thread."""
         ...
 
+    def host_bytes(self) -> int:
+        """Host memory that adapters take now, on a CPU also those on the device. In any thread."""
+        ...
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        """Host memory that an adapter of this shape takes at most. In any thread."""
+        ...
+
     def numbers(self) -> TrainerNumbers:
         """How it is doing, without waiting for the device."""
         ...

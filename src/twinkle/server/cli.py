@@ -128,10 +128,13 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
     if here is not None and here.url is None and args.url is None:
         raise TwinkleServerError(f"process {here.pid} on {config.data_dir} is starting or stopping")
     status = fetch_status(args.url or (here and here.url) or "http://127.0.0.1:8000")
-    models = status.pop("models")
+    models, budgets = status.pop("models"), status.pop("budgets", {})
     assert isinstance(models, dict)
+    assert isinstance(budgets, dict)
     for key, value in status.items():
         print(f"{key:18} {value:.0f}" if isinstance(value, float) else f"{key:18} {value}")
+    for resource, numbers in budgets.items():
+        print(f"{resource:18} {numbers['used'] / 2**20:.0f} of {numbers['limit'] / 2**20:.0f} MiB")
     for name, numbers in models.items():
         print(name)
         beside = {key for keys in _SIDE_BY_SIDE.values() for key in keys}

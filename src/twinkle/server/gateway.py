@@ -47,6 +47,7 @@ from twinkle.server.templates import Templates
 from twinkle.server.tenant_turns import TenantTurns
 from twinkle.server.tenants import Tenants
 from twinkle.server.types import (
+    Budget,
     CheckpointRecord,
     CreateAdapter,
     FinishReason,
@@ -129,6 +130,16 @@ class Gateway:
 
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
         return await self.identity.tenant(key, prefix)
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """What this process uses of everything in bytes that all tenants share, with the limits; one a resource."""
+        budgets = [self.memory.guard.budget, self.memory.results.budget]
+        adapters = [budget for entry in self.services.values() for budget in entry.training.budgets]
+        for resource in dict.fromkeys(budget.resource for budget in adapters):
+            same = [budget for budget in adapters if budget.resource == resource]
+            budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
+        return budgets
 
     # --- which model --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """What the model service knows of an adapter beside its ops, and of an op on its way through the device."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -33,12 +35,23 @@ class LiveAdapter:
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it comes from disk
     numbering: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an op without a number gets one
     changed_seq: int = 0  # the last op that gave it other weights
+    used_at: float = 0.0  # when it was last brought to the trainer or an op of it ended, by the monotonic clock
+    users: int = 0  # who relies on its being in the trainer beside its ops
     versions: list[str] = field(default_factory=list)  # for sampling, of its newest weights last
 
     @property
     def repeats(self) -> bool:
         """Whether ops that had ended before a restart are still to be done again."""
         return any(replay.outcome is not None for replay in self.replays.values())
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the adapter in the trainer, once it is there."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
 
     async def next_end(self) -> None:
         """Returns when one more of its ops has ended."""
@@ -61,3 +74,4 @@ class Task:
     adapter: LiveAdapter
     op: Op
     finished: bool = False
+    in_background: bool = False  # it ends by itself, whatever becomes of its batch

@@ -34,6 +34,10 @@ class LiveVersions:
             raise UnsupportedError(f"{self._model.name} is served for training only")
         while self._is_coming(adapter) and not self._runner.stopping:
             await adapter.next_end()
+        with adapter.in_use():
+            return await self._version(adapter)
+
+    async def _version(self, adapter: LiveAdapter) -> LiveVersion | None:
         if not await self._runner.load(adapter):
             return None
         run_id = adapter.run.run_id

@@ -57,6 +57,11 @@ class MemoryGuard:
         return self._memory.limit - self._memory.used - self._expected - self.reserve
 
     @property
+    def is_short(self) -> bool:
+        """Whether what is kept for convenience had better go. In any thread."""
+        return self.free < self.reserve
+
+    @property
     def budget(self) -> Budget:
         return Budget("process_memory", self._memory.used, max(0, self._memory.limit - self.reserve))
 
@@ -87,7 +92,7 @@ class MemoryGuard:
     async def _look(self) -> None:
         self._memory = await asyncio.to_thread(self._read)
         self._expected = 0
-        if self.free < self.reserve:
+        if self.is_short:
             dropped = sum(drop() for drop in self._reliefs)
             if time.monotonic() - self._trimmed_at > _TRIM_SECONDS:
                 logger.warning(

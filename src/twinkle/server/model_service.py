@@ -43,7 +43,7 @@ from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.tenants import Tenants
-from twinkle.server.types import Op, Outcome, RunRecord, digest
+from twinkle.server.types import Budget, Op, Outcome, RunRecord, digest
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class ModelService:
             merge=merge,
             allowed_dirs=allowed_dirs,
             recorder=self._recorder,
+            adapter_bytes=memory.adapter_bytes,
         )
         self._adapters = self._runner.adapters
         self._parking = Parking(self._runner, store, files)
@@ -147,7 +148,8 @@ class ModelService:
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
         if run.run_id not in self._adapters:
-            self._guard.check(op.price.held_bytes)
+            self._runner.adapter_memory.check()
+            self._guard.check(op.price.held_bytes + self._runner.adapter_memory.growth(run.spec))
         with self._recorder.journalling(op):
             most = self._tenants.limits(run.tenant_id).adapters
             accepted = await self._store.ops.accept_run(run, op, op.digest, time.time(), most)
@@ -238,9 +240,12 @@ class ModelService:
             adapter = self._adapters.get(run_id)
             while adapter is not None and adapter.repeats and not self._runner.stopping:
                 await adapter.next_end()  # its template may be among what is done again after a restart
-            if adapter is None or not await self._runner.load(adapter):
+            if adapter is None:
                 raise NotFoundError("model", run_id)
-            rows = await text.in_thread(run.tenant_id, partial(self._runner.native.adapters.encode, run_id, rows))
+            with adapter.in_use():
+                if not await self._runner.load(adapter):
+                    raise NotFoundError("model", run_id)
+                rows = await text.in_thread(run.tenant_id, partial(self._runner.native.adapters.encode, run_id, rows))
         return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
 
     async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
@@ -351,6 +356,11 @@ class ModelService:
         self._futures.promise(request_id, run.tenant_id)
         self._futures.settle(request_id, responses.failed(message, "user"), time.time())
         return request_id
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """What adapters take of the host's memory."""
+        return (self._runner.adapter_memory.budget,)
 
     @property
     def alive(self) -> bool:

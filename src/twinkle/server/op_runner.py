@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from twinkle.model.types import AdapterSnapshot
+from twinkle.server.adapter_memory import AdapterMemory
 from twinkle.server.backend import ServedModel
 from twinkle.server.checkpoints import Checkpoints
 from twinkle.server.compute import Compute
@@ -54,7 +55,9 @@ class OpRunner:
         merge: bool,
         allowed_dirs: Sequence[Path],
         recorder: TrainingRecorder,
+        adapter_bytes: int = 2**62,
     ) -> None:
+        """``adapter_bytes``: host memory for adapters; beyond it they are on disk between their ops."""
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(
             model.tokens_per_batch,
@@ -65,6 +68,7 @@ class OpRunner:
         self.checkpoints = Checkpoints(model, self.native, store, compute, files, tenants, allowed_dirs)
         self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.measurements = RunMeasurements(store.run_metrics)
+        self.adapter_memory = AdapterMemory(model.trainer, adapter_bytes)
         self.busy_seconds = 0.0
         self.stopping = False
         self._model = model
@@ -122,6 +126,7 @@ class OpRunner:
             batch = self.scheduler.next_batch()
             if batch is not None:
                 await self._run_batch(batch)
+                await self._make_room()
             due = self.snapshots.due(now)
             if due is not None:
                 await self._snapshot(due)
@@ -139,18 +144,30 @@ class OpRunner:
     async def _run_batch(self, batch: Batch) -> None:
         tasks = [self._task(ticket) for ticket in batch.tickets]
         try:
-            tasks = [task for task in tasks if not await self._repeat_outcome(task) and await self._is_here(task)]
-            slow = [task for task in tasks if task.op.kind.takes_files]
-            quick = [task for task in tasks if task not in slow]
-            for task in slow:  # these wait for disk and database: other adapters go on meanwhile
-                self._background(self._run_slow(task))
-            tasks = quick
-            if quick:
-                await self._run_quick(quick)
+            ready: list[Task] = []
+            for task in tasks:
+                if await self._repeat_outcome(task):
+                    continue
+                if ready and not await self._has_room(task):
+                    await self._run_tasks(ready)  # then their adapters may go to disk, and this one has room
+                    ready = []
+                await self._has_room(task)
+                if await self._is_here(task):
+                    ready.append(task)
+            await self._run_tasks(ready)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
-                if not task.finished:
+                if not task.finished and not task.in_background:
                     self._finish(task, unexpected(error, task.op.request_id))
+
+    async def _run_tasks(self, tasks: Sequence[Task]) -> None:
+        slow = [task for task in tasks if task.op.kind.takes_files]
+        quick = [task for task in tasks if task not in slow]
+        for task in slow:  # these wait for disk and database: other adapters go on meanwhile
+            task.in_background = True
+            self._background(self._run_slow(task))
+        if quick:
+            await self._run_quick(quick)
 
     async def _run_quick(self, tasks: Sequence[Task]) -> None:
         ops = [task.op for task in tasks]
@@ -237,6 +254,7 @@ class OpRunner:
                     native = await asyncio.to_thread(read_native_state, directory)
                     await self._compute.run(lambda: self._restore(run_id, snapshot, native))
                     adapter.place = Place.TRAINER
+                    adapter.used_at = time.monotonic()
                 except Exception:  # the trainer loop is an edge: ops of other adapters are in the same batch
                     logger.exception("snapshot of %s cannot be restored", run_id)
         return adapter.place is Place.TRAINER
@@ -245,6 +263,58 @@ class OpRunner:
         self._model.trainer.restore(run_id, snapshot)
         if native is not None:
             self.native.adapters.put_back(run_id, native)
+
+    # --- adapters that go to disk -------------------------------------------------------------------------------------
+    # All of this runs in the pump, between batches: no op starts meanwhile.
+
+    async def _has_room(self, task: Task) -> bool:
+        """Make room for the adapter of an op, if the op brings it to the trainer; returns whether there is any now."""
+        comes = task.op.kind.creates or task.adapter.place is Place.DISK
+        return not comes or await self._make_room(self.adapter_memory.size_of(task.adapter.run.spec))
+
+    async def _make_room(self, size: int = 0) -> bool:
+        """Send idle adapters to disk until ``size`` more bytes fit into host memory; returns whether they do."""
+        tried: set[str] = set()
+
+        def may_leave(adapter: LiveAdapter) -> bool:
+            return adapter.run.run_id not in tried and self._may_leave(adapter)
+
+        while self.adapter_memory.lacks(size):
+            adapter = self.adapter_memory.next_to_leave(self.adapters.values(), may_leave)
+            if adapter is None:
+                return False
+            tried.add(adapter.run.run_id)
+            await self._send_to_disk(adapter)
+        return True
+
+    def _may_leave(self, adapter: LiveAdapter) -> bool:
+        """Not while an op of it runs, or while something of it is only in memory that no snapshot has."""
+        run_id = adapter.run.run_id
+        is_idle = self.scheduler.position(run_id) is not None and not adapter.users and not adapter.repeats
+        return is_idle and not adapter.unrecorded and self.native.is_settled(run_id)
+
+    async def _send_to_disk(self, adapter: LiveAdapter) -> None:
+        """Bring the snapshot up to date and take the adapter out of the trainer; it stays if that fails."""
+        run_id = adapter.run.run_id
+        async with adapter.loading:
+            try:
+                await self.snapshots.finish_writing()
+                position = self.scheduler.position(run_id)
+                if position is not None and run_id in self.snapshots.changed():
+                    await self.snapshots.take_now(run_id, position.seq, position.failed_seq)
+                has_snapshot = await self._store.snapshots.get(run_id) is not None
+                if not has_snapshot or run_id in self.snapshots.changed() or not self._may_leave(adapter):
+                    return
+                await self._compute.run(partial(self._take_out, run_id))
+                adapter.place = Place.DISK
+                logger.debug("%s went to disk: host memory for adapters is full", run_id)
+            except Exception:  # the trainer loop is an edge; the adapter is where it was
+                logger.exception("%s could not go to disk", run_id)
+
+    def _take_out(self, run_id: str) -> None:
+        """In the compute thread."""
+        self._model.trainer.remove_adapter(run_id)
+        self.native.remove(run_id)
 
     async def _drop_window(self, adapter: LiveAdapter) -> None:
         """Forget the gradient since the last optim_step, also where it is still in a snapshot."""
@@ -275,6 +345,7 @@ class OpRunner:
     def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Tell whoever waits, then write it down. What is lost in between is computed again."""
         adapter.ops.pop(op.seq, None)
+        adapter.used_at = time.monotonic()
         replay = adapter.replays.pop(op.seq, None)
         self._recorder.settled(op, outcome, repeated=replay is not None and replay.outcome is not None)
         if replay is not None and replay.outcome is not None:

@@ -73,6 +73,7 @@ class SamplerService:
         self._recorder = recorder or SamplingRecorder("sampler")
         memory = memory or ProcessMemory()
         self._guard = memory.guard
+        self._guard.relieve_with(self._tidy_soon)
         self._futures = futures or Futures(memory=memory.results)
         self.completions = Completions() if completion_streams else None
         tenants = tenants or Tenants()
@@ -257,6 +258,12 @@ class SamplerService:
         self._turn_due = True  # versions are published and grow old also when nobody samples
         self._wake.set()
 
+    def _tidy_soon(self) -> int:
+        """Have the next turn drop versions that no request uses; nothing has left memory before that."""
+        self._turn_due = True
+        self._wake.set()
+        return 0
+
     def release_waiters(self) -> None:
         """Let everybody go who waits, now and from now on: long polls, and whoever reads events."""
         self._futures.close()
@@ -395,7 +402,7 @@ class SamplerService:
             for event in self._sampler.step():
                 if event.request_id in self._running:
                     happenings.append(self._result(event))
-            self._versions.tidy(time.monotonic())
+            self._versions.tidy(time.monotonic(), memory_is_short=self._guard.is_short)
             busy = self._sampler.busy
         except Exception as error:  # the sampler loop is an edge; nobody may wait for ever
             if not self._running:  # nobody else hears of it

@@ -44,13 +44,13 @@ class SamplerVersions:
         """Nobody is expected to ask for it again."""
         self._unwanted.add(version_id)
 
-    def tidy(self, now: float) -> None:
-        """Drop what nobody needs in memory."""
+    def tidy(self, now: float, *, memory_is_short: bool = False) -> None:
+        """Drop what nobody needs in memory; all that no request uses, when memory is short."""
         loaded = self._sampler.version_ids()
         for version_id in loaded:  # one that was just published was not asked for yet
             self._last_used.setdefault(version_id, now)
         idle = sorted((one for one in loaded if not self._pins[one]), key=self._last_used.__getitem__)
-        too_many = max(0, len(loaded) - self._most)
+        too_many = max(0, len(loaded) - (0 if memory_is_short else self._most))
         for place, version_id in enumerate(idle):
             old = now - self._last_used[version_id] > self._idle_seconds
             if place < too_many or old or version_id in self._unwanted:

@@ -136,6 +136,13 @@ class MockTrainer:
     def resident_adapter_ids(self) -> list[str]:
         return self.adapter_ids()
 
+    def host_bytes(self) -> int:
+        return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        """As if each rank took a kilobyte."""
+        return 1024 * spec.rank
+
     def numbers(self) -> TrainerNumbers:
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 

@@ -132,6 +132,13 @@ class TrainerGroup:
         """Which of them are in host memory each rank decides for itself: all count as on the devices."""
         return list(self._adapters)
 
+    def host_bytes(self) -> int:
+        """None in this process: each rank has its own, and divides it by itself."""
+        return 0
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        return 0
+
     def numbers(self) -> TrainerNumbers:
         """Of what this process knows without asking anybody."""
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)

@@ -1,5 +1,7 @@
 """The client handshake, what is served, and how the server is doing."""
 
+import asyncio
+import shutil
 import time
 from collections.abc import Mapping
 
@@ -7,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle.server.gateway import Gateway
 from twinkle.server.routes.http import PREFIX, body_of, gateway_of, json_response, parsed, tenant_of
+from twinkle.server.types import Budget
 from twinkle.server.wire.requests import MAX_TELEMETRY_BYTES, ClientConfigRequest
 
 router = APIRouter(prefix=PREFIX)
@@ -72,8 +75,19 @@ async def status(request: Request) -> Response:
     """Sums over all tenants: nothing here says who does what."""
     gateway = gateway_of(request)
     return json_response(
-        {"uptime_seconds": time.time() - gateway.started_at, "models": await status_of_models(gateway)}
+        {
+            "uptime_seconds": time.time() - gateway.started_at,
+            "budgets": await _budgets(gateway),
+            "models": await status_of_models(gateway),
+        }
     )
+
+
+async def _budgets(gateway: Gateway) -> dict[str, Mapping[str, int]]:
+    """Return what is in use of each resource in bytes, and its limit: of this process, and of the disk."""
+    disk = await asyncio.to_thread(shutil.disk_usage, gateway.files.root)
+    budgets = [*gateway.budgets, Budget("disk", disk.used, disk.total)]
+    return {budget.resource: {"used": budget.used, "limit": budget.limit} for budget in budgets}
 
 
 async def status_of_models(gateway: Gateway) -> dict[str, Mapping[str, object]]:

@@ -24,6 +24,9 @@ async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Us
     readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
     for name, entry in gateway.services.items():
         readings += _of_model(name, entry)
+    for budget in gateway.budgets:
+        readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
+        readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
     if tenants is not None:
         if usage is not None:
             readings += tenants.usage(usage.totals())
