@@ -29,8 +29,9 @@ def services_on(
     merge: bool,
     sampling_compute: Compute | None = None,
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
+    replica: str = "",
 ) -> Services:
-    """``is_ours`` tells which runs of this base model are to be brought back here.
+    """``is_ours`` tells which runs of this base model are to be brought back here, to this ``replica``.
 
     ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
     """
@@ -48,6 +49,8 @@ def services_on(
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds),
         is_ours=is_ours,
         recorder=telemetry.training(model.name),
+        replica=replica,
+        gap_seconds=limits.sequence_gap_seconds,
     )
     if model.sampler is None:
         return Services(model, training, None, templates)

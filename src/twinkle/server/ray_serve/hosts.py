@@ -212,6 +212,7 @@ class ModelHost:
             merge=served.model.merge,
             sampling_compute=sampling,
             is_ours=is_ours,
+            replica=name,
         )
         host = cls(process, name, services, (compute, sampling), lock)
         await host._start()
