@@ -412,7 +412,7 @@ def test_forward_scores_like_training_and_leaves_no_gradient(make_trainer: MakeT
     scored = trainer.forward(items)
     assert all(trainer.gradients(name) == {} for name in ALL)
     for name in ALL:
-        assert trainer.optim_step(name, AdamParams()) == {"unclipped_grad_l2:mean": 0.0}
+        assert trainer.optim_step(name, AdamParams()) == {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
     trained = trainer.forward_backward(items)
     for left, right in zip(scored, trained, strict=True):
         assert_logprobs_close(left.logprobs, right.logprobs)

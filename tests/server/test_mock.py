@@ -108,7 +108,7 @@ class TestTrainer:
         trainer = _trainer()
         before = trainer.vector("a")
         trainer.forward([TrainItem("a", [_datum()])])
-        assert trainer.optim_step("a", PARAMS) == {"unclipped_grad_l2:mean": 0.0}
+        assert trainer.optim_step("a", PARAMS) == {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
         np.testing.assert_array_equal(trainer.vector("a"), before)
         assert trainer.step_count("a") == 0
 

@@ -174,6 +174,7 @@ def test_version_1_gets_the_tables_of_a_new_database(tmp_path, backend):
         "DROP TABLE audit",
         "ALTER TABLE sessions DROP COLUMN finish_reason",
         "ALTER TABLE sessions DROP COLUMN finish_detail",
+        "ALTER TABLE ops DROP COLUMN ending",
     ):
         query(tmp_path, change)
     query(tmp_path, "UPDATE schema_version SET version = 1")

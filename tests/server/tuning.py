@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from twinkle.server import embedded, signed_urls, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
@@ -38,10 +39,19 @@ def _break_in_batch(number: float) -> None:
     Scheduler.next_batch = broken  # type: ignore[method-assign]
 
 
+def _give_up_gaps_after(seconds: float) -> None:
+    build = Scheduler.__init__
+
+    def init(self: Scheduler, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **{**options, "gap_timeout": seconds})
+
+    Scheduler.__init__ = init  # type: ignore[method-assign]
+
+
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
     "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
-    "gap": lambda seconds: Scheduler.__init__.__kwdefaults__.update(gap_timeout=seconds),
+    "gap": _give_up_gaps_after,
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
     "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),

@@ -23,6 +23,7 @@ from twinkle import hub
 from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model import checkpoint
+from twinkle.model.adam_params import check_adam_params
 from twinkle.model.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
 from twinkle.model.architecture import read_architecture
 from twinkle.model.call import Call
@@ -39,7 +40,7 @@ from twinkle.model.memory import (
     head_chunk_rows,
     parameter_bytes,
 )
-from twinkle.model.optimizer import adam_step, check_adam_params, gradient_norm
+from twinkle.model.optimizer import adam_step, gradient_norm
 from twinkle.model.packing import Budget
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
 from twinkle.model.peft_config import peft_config, spec_from_peft
@@ -233,7 +234,8 @@ class Trainer:
         return self._run(items, train=True)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes.
+        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes, and the
+        metrics have ``no_gradient:max``.
 
         decoupled: False is Adam, whose weight decay is part of the gradient.
         """

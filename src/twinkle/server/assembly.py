@@ -31,8 +31,9 @@ def services_on(
     sampling_compute: Compute | None = None,
     memory: ProcessMemory | None = None,
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
+    replica: str = "",
 ) -> Services:
-    """``is_ours`` tells which runs of this base model are to be brought back here.
+    """``is_ours`` tells which runs of this base model are to be brought back here, to this ``replica``.
 
     ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
     ``memory``: shared with all that runs in this process; None: nothing else does.
@@ -53,6 +54,8 @@ def services_on(
         memory=memory,
         is_ours=is_ours,
         recorder=telemetry.training(model.name),
+        replica=replica,
+        gap_seconds=limits.sequence_gap_seconds,
     )
     if model.sampler is None:
         return Services(model, training, None, templates)

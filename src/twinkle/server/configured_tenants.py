@@ -34,4 +34,5 @@ def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
         training_tokens_per_minute=limits.max_training_tokens_per_minute,
         sampling_tokens_per_minute=limits.max_sampling_tokens_per_minute,
         checkpoint_bytes=limits.max_checkpoint_bytes_per_tenant,
+        journal_bytes=limits.max_journal_bytes_per_tenant,
     )

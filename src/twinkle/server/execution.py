@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from twinkle.errors import TwinkleError, UserError
+from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backend import ServedModel, TrainingBackend
 from twinkle.server.native.codec import answered
@@ -15,6 +15,7 @@ from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import (
     CreateAdapter,
     CreateNative,
+    Ending,
     NativePass,
     NativeVerb,
     Op,
@@ -128,6 +129,7 @@ class Execution:
         """Forget the gradient of a window that failed."""
         if adapter_id in self._trainer.adapter_ids():
             self._trainer.zero_grad(adapter_id)
+        self._native.drop_window(adapter_id)
         self._measurements.dropped(adapter_id)
 
     def _guarded(self, op: Op) -> Outcome:
@@ -159,9 +161,12 @@ class Execution:
             case OptimStep(params):
                 try:
                     metrics = self._trainer.optim_step(op.adapter_id, params)
-                except TwinkleError:
-                    self.drop_window(op.adapter_id)  # the window is closed: the next one starts clean
-                    raise
+                except NonFiniteError as error:
+                    # With such a gradient no step is possible: the next window starts clean. After any other error,
+                    # such as parameters that are refused, the gradient is still there.
+                    self.drop_window(op.adapter_id)
+                    message = f"{error}; the gradient since the last optim_step is dropped"
+                    return replace(responses.failed(message, "user"), ending=Ending.DROPPED)
                 norm = metrics.get(_GRAD_NORM)
                 self._measurements.stepped(op.adapter_id, op.seq, params.learning_rate, norm)
                 return responses.stepped(metrics)

@@ -470,6 +470,8 @@ class Gateway:
                 entry.sampling.sweep(now)
         await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
+        for entry in self.services.values():
+            await entry.training.journal.measure()
         await self.store.audit.prune(now - limits.audit_retention_seconds)
 
     async def _cancel_samples_of_vanished_clients(self, now: float) -> None:

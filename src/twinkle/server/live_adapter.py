@@ -30,7 +30,7 @@ class LiveAdapter:
     highest_seq: int = 0
     unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written down yet
     ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
-    replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again)
+    replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again), in order
     op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it comes from disk
     numbering: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an op without a number gets one
@@ -42,7 +42,17 @@ class LiveAdapter:
     @property
     def repeats(self) -> bool:
         """Whether ops that had ended before a restart are still to be done again."""
-        return any(replay.outcome is not None for replay in self.replays.values())
+        return any(replay.ended for replay in self.replays.values())
+
+    @property
+    def unfinished(self) -> set[int]:
+        """The numbers of all ops that were accepted and have not ended, or have to end once more after a restart."""
+        return {*self.ops, *self.replays}
+
+    def take_undecoded(self) -> list[Op]:
+        """Take out, without their bodies, what a restart left to do and nobody has decoded yet."""
+        left = [seq for seq in self.replays if seq not in self.ops]
+        return [self.replays.pop(seq).without_body() for seq in left]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

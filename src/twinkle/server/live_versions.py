@@ -51,7 +51,7 @@ class LiveVersions:
 
     def _is_coming(self, adapter: LiveAdapter) -> bool:
         """Not created yet, or not yet again what it was before a restart."""
-        return adapter.repeats or (adapter.place is Place.NOWHERE and 0 in adapter.ops)
+        return adapter.repeats or (adapter.place is Place.NOWHERE and 0 in adapter.unfinished)
 
     def _publish(self, version_id: str, run_id: str) -> bool:
         """In the compute thread, where no optimizer step is half done."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from twinkle.errors import NotFoundError, UserError
 from twinkle.server.adapter_status import AdapterStatus, QueueStatus
@@ -24,6 +25,7 @@ from twinkle.server.custom_losses import LossGraphs
 from twinkle.server.files import DataDir
 from twinkle.server.futures import Delivery, Futures
 from twinkle.server.ids import is_native_run, split_request_id
+from twinkle.server.journal_quota import JournalQuota
 from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.live_versions import LiveVersion, LiveVersions
 from twinkle.server.memory_guard import ProcessMemory
@@ -36,14 +38,17 @@ from twinkle.server.op_runner import OpRunner
 from twinkle.server.parking import Parking
 from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
-from twinkle.server.recovery import read_replay
+from twinkle.server.recovery import plan_replay
+from twinkle.server.refused_ops import journalled
+from twinkle.server.replay_feed import ReplayFeed
+from twinkle.server.running_ops import RunningOps
 from twinkle.server.state import Store
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.tenants import Tenants
-from twinkle.server.types import Budget, Op, Outcome, RunRecord, digest
+from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
@@ -71,10 +76,14 @@ class ModelService:
         memory: ProcessMemory | None = None,
         is_ours: Callable[[RunRecord], bool] = lambda _run: True,
         recorder: TrainingRecorder | None = None,
+        replica: str = "",
+        gap_seconds: float = 360.0,
     ) -> None:
         """``is_ours`` tells which runs of this base model are to be brought back here.
 
         ``memory``: the budgets that all services of this process share.
+        ``replica``: the name of this one where a model has several. ``gap_seconds``: how long ops wait for a sequence
+        number that is missing.
         """
         self.model = model
         self._is_ours = is_ours
@@ -98,16 +107,23 @@ class ModelService:
             allowed_dirs=allowed_dirs,
             recorder=self._recorder,
             adapter_bytes=memory.adapter_bytes,
+            running=RunningOps(files.root / "running" / quote(replica or model.name, safe="")),
+            gap_seconds=gap_seconds,
         )
         self._adapters = self._runner.adapters
         self._parking = Parking(self._runner, store, files)
         self._scheduler = self._runner.scheduler
         self._loss_graphs = LossGraphs(store, self._tenants.pools.reading)
+        self._feed = ReplayFeed(store, self._loss_graphs, self._runner, self._runner.running)
+        self._runner.on_settled = self._feed.ended
+        self.journal = JournalQuota(store, self._tenants)
+        self._runner.on_recorded = self.journal.add
         self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self._adapters)
         self._live_versions = LiveVersions(model, self._runner, compute)
         self.base_model = BaseModelPasses(model, self._runner.native, compute, self._tenants)
         self._refused_ids = itertools.count(_REFUSED_FROM)
         self._rate = RecentRate(time.time())
+        self._feeding: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -116,32 +132,55 @@ class ModelService:
         for run in await self._store.runs.in_state("live"):
             if run.model_name == self.model.name and self._is_ours(run):
                 await self._recover(run)
+        left = (replay.without_body() for adapter in self._adapters.values() for replay in adapter.replays.values())
+        self._runner.running.keep_only([op.request_id for op in left])
+        await self._free_journal()
         self._runner.start()
+        self._feeding = asyncio.create_task(self._feed.run())
 
     async def stop(self) -> None:
         """Finish what is on the device, put every changed adapter on disk, and end."""
+        self._runner.stopping = True
+        self._feed.stop()
         await self._runner.stop()
+        if self._feeding is not None:
+            await asyncio.gather(self._feeding, return_exceptions=True)
+
+    async def _free_journal(self) -> None:
+        """Delete files of the journal that nobody needs, which earlier versions kept, before they are counted."""
+        pruned = await self._store.ops.delete_segments()
+        if pruned.freed_bytes:
+            files = pruned.body_segments + pruned.outcome_segments
+            logger.info("the journal had %d files that nobody needs: freed %.1f MB", files, pruned.freed_bytes / 1e6)
+        await self.journal.measure()
 
     async def _recover(self, run: RunRecord) -> None:
         snapshot = await self._store.snapshots.get(run.run_id)
         applied = -1 if snapshot is None else snapshot.seq
+        plan = await plan_replay(self._store, run, applied)
+        failed_seq = None if snapshot is None else snapshot.failed_seq
+        if not plan.replays and plan.last > applied and not any(passed.given_up for passed in plan.passed):
+            await self._store.snapshots.advance(run.run_id, plan.last, failed_seq)  # nothing but answered passes
         # Without a snapshot its creation is among the ops to replay.
-        adapter = LiveAdapter(run, Place.NOWHERE if snapshot is None else Place.DISK, highest_seq=max(applied, 0))
+        place = Place.NOWHERE if snapshot is None else Place.DISK
+        adapter = LiveAdapter(run, place, highest_seq=max(plan.last, 0))
         self._adapters[run.run_id] = adapter
         self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
         self._scheduler.add_adapter(
             run.run_id,
             run.tenant_id,
             next_seq=applied + 1,
-            failed_seq=None if snapshot is None else snapshot.failed_seq,
+            failed_seq=failed_seq,
+            passed=plan.passed,
+            owed=[replay.seq for replay in plan.replays],
         )
-        replays = await read_replay(self._store, run, applied)
-        for replay in replays:
-            op = await self._loss_graphs.resolved(replay.op, run)
-            adapter.replays[op.seq] = replace(replay, op=op)
-            self._runner.enqueue(adapter, op)
-        if replays:
-            logger.info("replaying %d ops of %s from %d", len(replays), run.run_id, applied + 1)
+        for replay in plan.replays:
+            adapter.replays[replay.seq] = replay
+            if not replay.ended:
+                self._futures.promise(replay.without_body().request_id, run.tenant_id)
+        self._feed.add(adapter)
+        if plan.replays:
+            logger.info("replaying %d ops of %s from %d", len(plan.replays), run.run_id, applied + 1)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -185,20 +224,24 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        op = await self._loss_graphs.resolved(op, adapter.run)
+        op = journalled(await self._loss_graphs.resolved(op, adapter.run))
+        tenant_id = adapter.run.tenant_id
+        self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
         with self._recorder.journalling(op):
             accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))
         if accepted.created:
             entry.taken = True
+            self.journal.add(tenant_id, len(op.body))
             adapter.last_request_at = time.time()
             self._futures.promise(op.request_id, adapter.run.tenant_id)
             message = (
                 self._runner.enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
             )
             if message is not None:
-                self._runner.settle(adapter, op, responses.failed(message, "user"))
+                refusal = replace(responses.failed(message, "user"), ending=Ending.REFUSED)
+                self._runner.settle(adapter, op, refusal)
         return op.request_id
 
     async def submit_verb(
@@ -296,8 +339,8 @@ class ModelService:
     async def finish_accepted(self, run_id: str) -> None:
         """Returns when all that was accepted for an adapter until now has ended, unless the server ends before."""
         adapter = self._adapters.get(run_id)
-        accepted = set() if adapter is None else set(adapter.ops)
-        while adapter is not None and not accepted.isdisjoint(adapter.ops) and not self._runner.stopping:
+        accepted = set() if adapter is None else adapter.unfinished
+        while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self._runner.stopping:
             await adapter.next_end()
 
     async def live_version(self, run_id: str) -> LiveVersion | None:
@@ -314,13 +357,13 @@ class ModelService:
 
     def busy_sessions(self) -> frozenset[str]:
         """Those of which something waits to run."""
-        return frozenset(adapter.run.session_id for adapter in self._adapters.values() if adapter.ops)
+        return frozenset(adapter.run.session_id for adapter in self._adapters.values() if adapter.unfinished)
 
     def adapter_statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
         """Of the tenant's live adapters, by run id."""
         resident = frozenset(self.model.trainer.resident_adapter_ids())
         return {
-            run_id: AdapterStatus(whereabouts(adapter, run_id in resident), len(adapter.ops))
+            run_id: AdapterStatus(whereabouts(adapter, run_id in resident), len(adapter.unfinished))
             for run_id, adapter in self._adapters.items()
             if adapter.run.tenant_id == tenant_id
         }
@@ -345,6 +388,10 @@ class ModelService:
         self._rate.note(self._trained_tokens(), now)
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
         return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
+
+    def budgets(self) -> tuple[Budget, ...]:
+        """What the journal and the ops that are brought back after a restart take of the server."""
+        return self.journal.budget(), self._feed.budget()
 
     def release_waiters(self) -> None:
         self._futures.close()

@@ -7,7 +7,8 @@ adapters go on meanwhile. An outcome settles its future at once and goes to the 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from twinkle.server.compute import Compute
 from twinkle.server.execution import Execution, unexpected
 from twinkle.server.files import DataDir, read_native_state, read_snapshot
 from twinkle.server.futures import Futures
+from twinkle.server.ids import is_native_run
 from twinkle.server.live_adapter import LiveAdapter, Place, Task
 from twinkle.server.native.host import NativeHost
 from twinkle.server.pump import Pump
 from twinkle.server.run_measurements import RunMeasurements
+from twinkle.server.running_ops import MOST_DEATHS, RunningOps
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.snapshots import Snapshots
@@ -30,7 +33,7 @@ from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Sto
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.tenants import Tenants
-from twinkle.server.types import Op, OpKind, Outcome
+from twinkle.server.types import Ending, NativePass, NativeVerb, Op, OpKind, Outcome
 from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
@@ -55,13 +58,19 @@ class OpRunner:
         merge: bool,
         allowed_dirs: Sequence[Path],
         recorder: TrainingRecorder,
+        running: RunningOps,
+        gap_seconds: float,
         adapter_bytes: int = 2**62,
     ) -> None:
-        """``adapter_bytes``: host memory for adapters; beyond it they are on disk between their ops."""
+        """``running`` notes on disk what runs; ``gap_seconds``: how long ops wait for a number that is missing.
+
+        ``adapter_bytes``: host memory for adapters; beyond it they are on disk between their ops.
+        """
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(
             model.tokens_per_batch,
             merge=merge,
+            gap_timeout=gap_seconds,
             contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
         )
         self.native = NativeHost(model, templates)
@@ -71,6 +80,9 @@ class OpRunner:
         self.adapter_memory = AdapterMemory(model.trainer, adapter_bytes)
         self.busy_seconds = 0.0
         self.stopping = False
+        self.running = running
+        self.on_settled: Callable[[Op], None] = lambda _op: None
+        self.on_recorded: Callable[[str, int], None] = lambda _tenant_id, _size: None
         self._model = model
         self._store = store
         self._compute = compute
@@ -89,21 +101,23 @@ class OpRunner:
     async def stop(self) -> None:
         """Finish what is on the device, put every changed adapter on disk, and end."""
         self.stopping = True
+        self.running.stopping()
         self._wake.set()
         for adapter in self.adapters.values():
             adapter.op_ended.set()  # whoever waits for the next one waits in vain
         await self.pump.ended()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # After a bug nobody knows what state adapters are in: the next server begins at the last snapshots.
-        for adapter_id in () if self.pump.failed else self.snapshots.changed():
+        for adapter_id in () if self.pump.failed else self.snapshots.noted():
             await self.snapshots.finish_writing()
             await self._snapshot(adapter_id)
         await self.snapshots.finish_writing()
         await self.measurements.stop()
+        self.running.close()
 
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest)
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, _native_verb(op))
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
@@ -112,7 +126,9 @@ class OpRunner:
         self._recorder.accepted(op)
         adapter.ops.setdefault(op.seq, op)
         adapter.highest_seq = max(adapter.highest_seq, op.seq)
-        self._futures.promise(op.request_id, adapter.run.tenant_id)
+        replay = adapter.replays.get(op.seq)
+        if replay is None or not replay.ended:  # otherwise the journal has the outcome for whoever asks
+            self._futures.promise(op.request_id, adapter.run.tenant_id)
         self._wake.set()
         return None
 
@@ -143,16 +159,21 @@ class OpRunner:
 
     async def _run_batch(self, batch: Batch) -> None:
         tasks = [self._task(ticket) for ticket in batch.tickets]
+        for part in self.running.apart([task.op.request_id for task in tasks]):
+            await self._run_together(tasks[part])
+
+    async def _run_together(self, tasks: Sequence[Task]) -> None:
+        """Run a batch, or a part of it: an op that may have killed the process is alone."""
         try:
             ready: list[Task] = []
             for task in tasks:
-                if await self._repeat_outcome(task):
+                if self._is_poison(task) or await self._repeat_outcome(task):
                     continue
                 if ready and not await self._has_room(task):
                     await self._run_tasks(ready)  # then their adapters may go to disk, and this one has room
                     ready = []
                 await self._has_room(task)
-                if await self._is_here(task):
+                if await self._has_come(task):
                     ready.append(task)
             await self._run_tasks(ready)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
@@ -167,7 +188,15 @@ class OpRunner:
             task.in_background = True
             self._background(self._run_slow(task))
         if quick:
-            await self._run_quick(quick)
+            async with self.running.noted([task.op.request_id for task in quick]):
+                await self._run_quick(quick)
+
+    async def _has_come(self, task: Task) -> bool:
+        """Whether the op can run; an adapter that comes from disk does so under a note of what the process works on."""
+        if task.adapter.place is not Place.DISK:
+            return await self._is_here(task)
+        async with self.running.noted([task.op.request_id], decoding=True):
+            return await self._is_here(task)
 
     async def _run_quick(self, tasks: Sequence[Task]) -> None:
         ops = [task.op for task in tasks]
@@ -178,17 +207,18 @@ class OpRunner:
                 task.adapter.place = Place.TRAINER
             self._finish(task, outcome)
             if task.op.kind is OpKind.CREATE and outcome.failed:
-                self._give_up(task.adapter)
+                self.give_up(task.adapter, _not_created(task.adapter))
         self.measurements.write_soon()
 
-    def _give_up(self, adapter: LiveAdapter) -> None:
-        """An adapter that could not be created leaves again, and what waits for it fails."""
+    def give_up(self, adapter: LiveAdapter, note: str) -> None:
+        """An adapter that could not be created or brought back leaves, and what waits for it fails with the note."""
         run_id = adapter.run.run_id
         if self.adapters.pop(run_id, None) is None:
             return  # its session ended meanwhile
-        note = f"model {run_id} could not be created"
-        for ticket in self.scheduler.remove_adapter(run_id):
-            self.settle(adapter, adapter.ops[ticket.seq], responses.failed(note, "user"))
+        waiting = [adapter.ops[ticket.seq] for ticket in self.scheduler.remove_adapter(run_id)]
+        failure = replace(responses.failed(note, "user"), ending=Ending.REFUSED)
+        for op in (*waiting, *adapter.take_undecoded()):
+            self.settle(adapter, op, failure)
         self.snapshots.forget(run_id)
         self._background(self._store.runs.set_state(run_id, "failed", note))
 
@@ -201,7 +231,27 @@ class OpRunner:
         self.busy_seconds += time.perf_counter() - started
         return outcomes
 
+    def _is_poison(self, task: Task) -> bool:
+        """Whether the process died with this op as often as it may; then the op has failed now, and never runs."""
+        request_id = task.op.request_id
+        deaths = self.running.deaths(request_id)
+        if deaths < MOST_DEATHS:
+            return False
+        times = "twice" if deaths == 2 else f"{deaths} times"
+        message = f"request {request_id}: the server died {times} while running it; it was not run again"
+        logger.error("%s", message, extra={"request_id": request_id})
+        self.running.forgive(request_id)
+        self._finish(task, replace(responses.failed(message, "server"), ending=Ending.REFUSED))
+        if task.op.kind.creates:
+            self.give_up(task.adapter, _not_created(task.adapter))
+        return True
+
     async def _run_slow(self, task: Task) -> None:
+        async with self.running.noted([task.op.request_id]):
+            if await self._is_here(task):
+                await self._run_with_files(task)
+
+    async def _run_with_files(self, task: Task) -> None:
         kind = task.op.kind
         self._recorder.started(task.op)
         outcome = await self.checkpoints.run(task.op, task.adapter.run)
@@ -212,7 +262,7 @@ class OpRunner:
             await self._keep_loaded(task.op, outcome)
         self._finish(task, outcome)
         if kind.creates and outcome.failed:
-            self._give_up(task.adapter)
+            self.give_up(task.adapter, _not_created(task.adapter))
 
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
         """Once the client hears of a load, its source may be replaced or deleted: no replay may need it any more."""
@@ -226,11 +276,11 @@ class OpRunner:
     async def _repeat_outcome(self, task: Task) -> bool:
         """After a restart: what failed fails again, what only wrote files is not written twice."""
         replay = task.adapter.replays.get(task.op.seq)
-        if replay is None or replay.outcome is None or replay.must_run:
+        if replay is None or replay.repeated is None:
             return False
-        if task.op.kind is OpKind.OPTIM_STEP:  # it closed its window all the same
+        if replay.repeated.ending is Ending.DROPPED:
             await self._drop_window(task.adapter)
-        self._finish(task, replay.outcome)
+        self._finish(task, replay.repeated)
         return True
 
     async def _is_here(self, task: Task) -> bool:
@@ -326,7 +376,10 @@ class OpRunner:
         for refusal, task in tasks:
             if refusal.drops_gradient:
                 await self._drop_window(task.adapter)
-            self.settle(task.adapter, task.op, responses.failed(refusal.message, "user"))
+            ending = Ending.DROPPED if refusal.drops_gradient else Ending.REFUSED
+            outcome = replace(responses.failed(refusal.message, "user"), ending=ending)
+            self.running.forgive(task.op.request_id)
+            self.settle(task.adapter, task.op, outcome)
             # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
             self.snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
 
@@ -347,22 +400,22 @@ class OpRunner:
         adapter.ops.pop(op.seq, None)
         adapter.used_at = time.monotonic()
         replay = adapter.replays.pop(op.seq, None)
-        self._recorder.settled(op, outcome, repeated=replay is not None and replay.outcome is not None)
-        if replay is not None and replay.outcome is not None:
-            if outcome.failed and not replay.outcome.failed:
+        repeated = replay is not None and replay.ended
+        self._recorder.settled(op, outcome, repeated=repeated)
+        self.on_settled(op)
+        if replay is not None and repeated:
+            if outcome.failed and not replay.record.failed:
                 logger.error("replay of %s failed, though it had succeeded before", op.request_id)
-            outcome = replay.outcome
         else:
             self._background(self._record(adapter, op, outcome))
             if not outcome.failed:
                 tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
                 self._usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
-        self._futures.settle(op.request_id, outcome, time.time())
-        if replay is not None and replay.outcome is not None:
-            self._futures.recorded(op.request_id)
+            self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
-        if op.kind is not OpKind.FORWARD:
-            self.snapshots.note(op.adapter_id, time.monotonic())
+        # A forward pass of Tinker's protocol changes nothing: its number is covered by the snapshot there is.
+        changed = op.kind is not OpKind.FORWARD or is_native_run(op.adapter_id)
+        self.snapshots.note(op.adapter_id, time.monotonic(), changed=changed)
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Write an outcome down, however long the disk is full or the database away."""
@@ -371,6 +424,7 @@ class OpRunner:
                 await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
                 adapter.unrecorded.discard(op.seq)
                 self._futures.recorded(op.request_id)
+                self.on_recorded(adapter.run.tenant_id, len(outcome.body))
                 return
             except (StorageFullError, DatabaseUnavailableError) as error:
                 adapter.unrecorded.add(op.seq)
@@ -391,7 +445,7 @@ class OpRunner:
             self.snapshots.postpone(adapter_id, time.monotonic())
             return
         try:
-            await self.snapshots.take(adapter_id, position.seq, position.failed_seq)
+            await self.snapshots.bring_up_to(adapter_id, position.seq, position.failed_seq)
         except Exception:  # the trainer loop is an edge; the journal still has everything
             logger.exception("no snapshot of %s", adapter_id)
             self.snapshots.postpone(adapter_id, time.monotonic())
@@ -406,3 +460,14 @@ class OpRunner:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("background work failed", exc_info=task.exception())
+
+
+def _not_created(adapter: LiveAdapter) -> str:
+    return f"model {adapter.run.run_id} could not be created"
+
+
+def _native_verb(op: Op) -> str | None:
+    """The verb of a native op; empty where it is refused or about files."""
+    if isinstance(op.payload, NativePass | NativeVerb):
+        return op.payload.verb
+    return "" if is_native_run(op.adapter_id) else None

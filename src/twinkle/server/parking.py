@@ -59,6 +59,7 @@ class Parking:
         if adapter is None:
             return None
         waiting = [adapter.ops.pop(ticket.seq) for ticket in self._runner.scheduler.remove_adapter(run_id)]
+        waiting += adapter.take_undecoded()
         leaving = self._leaving[run_id] = _Leaving(adapter, waiting)
         return leaving
 

@@ -34,6 +34,7 @@ from twinkle.server.scheduler_sequence import (
     Conflict,
     Duplicate,
     OpSequence,
+    Passed,
     Position,
     Refusal,
     RefusalReason,
@@ -197,14 +198,25 @@ class Scheduler:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def add_adapter(self, adapter_id: str, tenant_id: str, next_seq: int = 0, failed_seq: int | None = None) -> None:
-        """A new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run."""
+    def add_adapter(
+        self,
+        adapter_id: str,
+        tenant_id: str,
+        next_seq: int = 0,
+        failed_seq: int | None = None,
+        passed: Iterable[Passed] = (),
+        owed: Iterable[int] = (),
+    ) -> None:
+        """A new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run.
+
+        After a restart ``passed`` are numbers that ended before it and ``owed`` those that are submitted again.
+        """
         if adapter_id in self._adapters or any(ticket.adapter_id == adapter_id for ticket in self._running):
             raise ValueError(f"adapter {adapter_id!r} exists already, or its ops still run")
         tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
         tenant.adapters += 1
         self._absent.pop(tenant_id, None)
-        ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout)
+        ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout, passed, owed)
         self._adapters[adapter_id] = _Adapter(ops, tenant)
 
     def set_standing(self, tenant_id: str, standing: Standing) -> None:

@@ -5,25 +5,49 @@ Order. An op runs when all numbers before it have ended; any later number may ar
 Gaps. A gap is a missing number with ops waiting behind it. Its age counts from the arrival of the oldest of those,
 however long earlier ops of the adapter ran meanwhile. A gap that is too old is given up once nothing of the adapter
 runs: the ops waiting behind it, up to the next gap, are refused, and the adapter goes on after the last of them. What
-the missing number would have been is unknown, so it counts as a failed forward_backward, and whoever replays a journal
-puts one in its place. The next gap has its own age.
+the missing number would have been is unknown, so it counts as a failed forward_backward. The next gap has its own age.
+
+Restarts. Numbers that ended before a restart and need not run again are passed over (:class:`Passed`); numbers that
+whoever replays the journal still owes are no gap.
 
 Windows. A window is what lies between two optim_steps, and it is atomic. A forward_backward that failed, ran or not,
 spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
 clean window too, for it drops the gradient. Forward-only ops spoil nothing, and everything else in a spoilt window
 runs. A *refused* optim_step always ends with the gradient dropped, by the caller; one that ran and failed changed
-nothing here.
+nothing here. In the native protocol a client hears of a failed pass before it sends the next request, and decides for
+itself: there only a missing number spoils a window.
 """
 
 import heapq
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from twinkle.server.types import OpKind
 
+_DROPPED = "the gradient since the last optim_step is dropped, send its forward_backward calls again"
+_SPOILT = "the optim_step that follows will be refused, as the missing number may have been a forward_backward"
+
 # Reposts come within the minutes that a client retries, and the journal knows all older ones.
 REMEMBERED_DIGESTS = 1024
+
+
+class WindowRole(StrEnum):
+    """What an op means for the window between two optimizer steps."""
+
+    NONE = "none"
+    SPOILS = "spoils"  # if it fails
+    CLOSES = "closes"
+    CLEARS = "clears"  # if it succeeds: the gradient is gone
+
+
+_ROLES = {
+    OpKind.FORWARD_BACKWARD: WindowRole.SPOILS,
+    OpKind.OPTIM_STEP: WindowRole.CLOSES,
+    OpKind.LOAD: WindowRole.CLEARS,
+}
+_NATIVE_STEPS = ("step", "clip_grad_and_step")
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,13 @@ class Ticket:
     kind: OpKind
     tokens: int
     digest: bytes
+    native_verb: str | None = None  # of an op of the native protocol
+
+    @property
+    def role(self) -> WindowRole:
+        if self.native_verb is not None and self.kind is not OpKind.LOAD:
+            return WindowRole.CLOSES if self.native_verb in _NATIVE_STEPS else WindowRole.NONE
+        return _ROLES.get(self.kind, WindowRole.NONE)
 
     @property
     def request_id(self) -> str:
@@ -92,7 +123,16 @@ class Refusal:
     @property
     def drops_gradient(self) -> bool:
         """Whether the adapter's accumulated gradient must go before its next op runs."""
-        return self.ticket.kind is OpKind.OPTIM_STEP
+        return self.ticket.role is WindowRole.CLOSES
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Numbers that ended before a restart and are not run again: answered, or ``given_up`` as missing."""
+
+    first: int
+    last: int
+    given_up: bool
 
 
 @dataclass(frozen=True)
@@ -106,7 +146,16 @@ class Position:
 class OpSequence:
     """The ops of one adapter, from arrival to end. Times are seconds on any clock that never goes back."""
 
-    def __init__(self, adapter_id: str, next_seq: int, failed_seq: int | None, gap_timeout: float) -> None:
+    def __init__(
+        self,
+        adapter_id: str,
+        next_seq: int,
+        failed_seq: int | None,
+        gap_timeout: float,
+        passed: Iterable[Passed] = (),
+        owed: Iterable[int] = (),
+    ) -> None:
+        """``passed``: in order. ``owed``: numbers that a replay of the journal will bring."""
         self.adapter_id = adapter_id
         self.next_seq = next_seq  # the next to start
         self.failed_seq = failed_seq
@@ -116,6 +165,9 @@ class OpSequence:
         self._numbers: list[int] = []  # a heap of those waiting
         self._digests: dict[int, bytes] = {}
         self._ended: deque[int] = deque()
+        self._passed: deque[Passed] = deque(passed)
+        self._owed = set(owed)
+        self._pass_over()
 
     def __len__(self) -> int:
         """How many ops wait."""
@@ -142,6 +194,8 @@ class OpSequence:
         if self.next_seq in self._waiting:
             _, arrived = self._waiting[self.next_seq]
             return arrived
+        if self.next_seq in self._owed:
+            return None
         _, arrived = next(iter(self._waiting.values()))
         return arrived + self._gap_timeout
 
@@ -151,6 +205,7 @@ class OpSequence:
             return Duplicate() if known == ticket.digest else Conflict(self._reused(ticket.seq))
         if ticket.seq < self.next_seq:
             return TooLate(self._late(ticket.seq))
+        self._owed.discard(ticket.seq)
         self._digests[ticket.seq] = ticket.digest
         self._waiting[ticket.seq] = (ticket, now)
         heapq.heappush(self._numbers, ticket.seq)
@@ -165,6 +220,7 @@ class OpSequence:
     def finish(self, ticket: Ticket, failed: bool) -> None:
         del self.running[ticket.seq]
         self._end(ticket, failed)
+        self._pass_over()
 
     def refuse(self, now: float) -> list[Refusal]:
         """Take out all that must fail by now without running."""
@@ -184,19 +240,22 @@ class OpSequence:
         return tickets
 
     def _give_up_gap(self) -> list[Refusal]:
-        message = self._gap_message(self.next_seq, self._numbers[0] - 1)
+        last = min((self._numbers[0], *self._owed)) - 1
+        message = self._gap_message(self.next_seq, last)
         self._spoil(self.next_seq)
-        self.next_seq = self._numbers[0]
+        self.next_seq = last + 1
         refusals: list[Refusal] = []
         while self.next_seq in self._waiting:
-            refusals.append(self._refuse(RefusalReason.GAP, message))
+            closes = self._waiting[self.next_seq][0].role is WindowRole.CLOSES
+            refusals.append(self._refuse(RefusalReason.GAP, f"{message}; {_DROPPED if closes else _SPOILT}"))
         return refusals
 
     def _refuse(self, reason: RefusalReason, message: str) -> Refusal:
         ticket = self._take()
         self._end(ticket, failed=True)
-        if ticket.kind is OpKind.OPTIM_STEP:
+        if ticket.role is WindowRole.CLOSES:
             self.failed_seq = None
+        self._pass_over()
         return Refusal(ticket, reason, message)
 
     def _take(self) -> Ticket:
@@ -206,10 +265,18 @@ class OpSequence:
         ticket, _ = self._waiting.pop(seq)
         return ticket
 
+    def _pass_over(self) -> None:
+        """Go past numbers that ended before a restart, once all before them have ended."""
+        while self._passed and self._passed[0].first <= self.next_seq and not self.running:
+            passed = self._passed.popleft()
+            if passed.given_up:
+                self._spoil(passed.first)
+            self.next_seq = max(self.next_seq, passed.last + 1)
+
     def _end(self, ticket: Ticket, failed: bool) -> None:
-        if failed and ticket.kind is OpKind.FORWARD_BACKWARD:
+        if failed and ticket.role is WindowRole.SPOILS:
             self._spoil(ticket.seq)
-        if not failed and ticket.kind is OpKind.LOAD:
+        if not failed and ticket.role is WindowRole.CLEARS:
             self.failed_seq = None
         self._ended.append(ticket.seq)
         if len(self._ended) > REMEMBERED_DIGESTS:
@@ -220,12 +287,12 @@ class OpSequence:
         self.failed_seq = seq if self.failed_seq is None else min(seq, self.failed_seq)
 
     def _closes_spoilt_window(self, ticket: Ticket) -> bool:
-        return ticket.kind is OpKind.OPTIM_STEP and self.failed_seq is not None
+        return ticket.role is WindowRole.CLOSES and self.failed_seq is not None
 
     def _window_message(self) -> str:
         return (
-            f"optim_step {self.next_seq} was not applied: forward_backward {self.failed_seq} before it failed; "
-            "the gradient since the last optim_step is dropped, send its forward_backward calls again"
+            f"optim_step {self.next_seq} was not applied: forward_backward {self.failed_seq} before it failed "
+            f"or never arrived; {_DROPPED}"
         )
 
     def _gap_message(self, first: int, last: int) -> str:

@@ -29,23 +29,28 @@ class Snapshots:
         self._store = store
         self._compute = compute
         self._files = files
-        self._due_at: dict[str, float] = {}  # changed adapters
+        self._due_at: dict[str, float] = {}  # adapters that ran something since their snapshot …
+        self._changed: set[str] = set()  # … and were changed by it
         self._not_before = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # held from copying an adapter until it is written
 
-    def note(self, adapter_id: str, now: float, *, urgent: bool = False) -> None:
-        """An op changed this adapter."""
+    def note(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
+        """An op of this adapter ended, and ``changed`` it or not."""
         due = now if urgent else now + _INTERVAL_SECONDS
         self._due_at[adapter_id] = min(due, self._due_at.get(adapter_id, due))
+        if changed:
+            self._changed.add(adapter_id)
 
     def postpone(self, adapter_id: str, now: float) -> None:
         self._due_at[adapter_id] = now + _INTERVAL_SECONDS
 
     def forget(self, adapter_id: str) -> None:
         self._due_at.pop(adapter_id, None)
+        self._changed.discard(adapter_id)
 
-    def changed(self) -> list[str]:
+    def noted(self) -> list[str]:
+        """The adapters whose snapshot does not cover all their ops."""
         return list(self._due_at)
 
     def due(self, now: float) -> str | None:
@@ -63,9 +68,20 @@ class Snapshots:
             return time.monotonic() + _INTERVAL_SECONDS
         return max(self._not_before, min(self._due_at.values()))
 
+    async def bring_up_to(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
+        """:meth:`take`, or let the snapshot that there is cover the ops up to ``seq`` if none of them changed anything.
+
+        Whoever only evaluates would otherwise never get rid of a journal that grows with every pass.
+        """
+        if adapter_id not in self._changed:
+            self._due_at.pop(adapter_id, None)  # before anything else: another op may end meanwhile
+            if await self._store.snapshots.advance(adapter_id, seq, failed_seq):
+                return
+        await self.take(adapter_id, seq, failed_seq)
+
     async def take(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
         """Copy the adapter now, with all ops up to ``seq`` applied, and write it behind the scenes."""
-        self._due_at.pop(adapter_id, None)
+        self.forget(adapter_id)
         await self._turn.acquire()
         started = time.monotonic()
         try:
@@ -84,6 +100,7 @@ class Snapshots:
                 await asyncio.to_thread(self._files.remove_older_snapshots, directory, before)
             except Exception:  # part of the trainer loop; the journal still has everything: try again later
                 logger.exception("snapshot of %s failed", adapter_id)
+                self._changed.add(adapter_id)
                 self._due_at.setdefault(adapter_id, time.monotonic() + _INTERVAL_SECONDS)
             finally:
                 took = time.monotonic() - started

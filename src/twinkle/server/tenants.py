@@ -27,6 +27,7 @@ class TenantLimits:
     training_tokens_per_minute: int | None = None
     sampling_tokens_per_minute: int | None = None
     checkpoint_bytes: int | None = None
+    journal_bytes: int = 4 * 2**30
 
 
 @dataclass(frozen=True)

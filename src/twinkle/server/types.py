@@ -285,6 +285,14 @@ class Encoding(StrEnum):
     PROTOBUF = "application/x-protobuf"
 
 
+class Ending(StrEnum):
+    """How an op ended, as far as its outcome does not say it and a replay of the journal must know."""
+
+    RAN = "ran"
+    REFUSED = "refused"  # it never ran
+    DROPPED = "dropped"  # it failed, and the gradient since the last optimizer step was dropped with it
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a future, encoded once. ``failed`` ones are JSON with the keys error and category."""
@@ -292,6 +300,7 @@ class Outcome:
     encoding: Encoding
     body: bytes
     failed: bool = False
+    ending: Ending = Ending.RAN
 
 
 # --- records: what the state keeps ------------------------------------------------------------------------------------
@@ -415,6 +424,7 @@ class OpRecord:
     outcome: BlobRef | None = None
     encoding: Encoding | None = None
     failed: bool = False
+    ending: Ending | None = None  # None: the outcome was recorded by a version that did not record this
 
 
 @dataclass(frozen=True)

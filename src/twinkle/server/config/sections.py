@@ -226,6 +226,15 @@ class LimitsConfig(BaseModel):
     max_waiting_samples_per_tenant: Count = Field(
         default=4096, description="Accepted sampling requests that are not finished."
     )
+    max_journal_bytes_per_tenant: Count = Field(
+        default=4 * 2**30,
+        description="Disk space of training requests that a restart would need and of results that are kept.",
+    )
+    sequence_gap_seconds: Seconds = Field(
+        default=360.0,
+        description="How long a training op waits for a sequence number before it that did not arrive; then it fails. "
+        "SDKs retry a request for five minutes.",
+    )
     max_rank: int = Field(default=128, ge=1, le=512, description="LoRA rank of one adapter.")
     max_tokens_per_request: Count = Field(
         default=1_048_576, description="Tokens of one training request, summed over its sequences."

@@ -30,6 +30,9 @@ class SpecialLimits(BaseModel):
     max_training_tokens_per_minute: Count | None = Field(default=None, description=_AS_FOR_ALL.capitalize())
     max_sampling_tokens_per_minute: Count | None = Field(default=None, description=_AS_FOR_ALL.capitalize())
     max_checkpoint_bytes_per_tenant: Count | None = Field(default=None, description=f"Disk space; {_AS_FOR_ALL}")
+    max_journal_bytes_per_tenant: Count | None = Field(
+        default=None, description=f"Disk space of requests and results; {_AS_FOR_ALL}"
+    )
     max_waiting_samples_per_tenant: Count | None = Field(
         default=None, description=f"Samples that are not finished; {_AS_FOR_ALL}"
     )

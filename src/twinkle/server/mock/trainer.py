@@ -170,7 +170,7 @@ class MockTrainer:
         adapter = self._get(adapter_id)
         _check_params(params)
         if adapter.gradient is None:
-            return {"unclipped_grad_l2:mean": 0.0}
+            return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
         gradient = adapter.gradient
         norm = float(np.linalg.norm(gradient.astype(np.float64)))
         if params.grad_clip_norm > 0:

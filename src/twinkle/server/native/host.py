@@ -34,6 +34,12 @@ class NativeHost:
     def dump(self, adapter_id: str) -> bytes | None:
         return None if self._adapters is None else self._adapters.dump(adapter_id)
 
+    def drop_window(self, adapter_id: str) -> None:
+        """Forget what was counted of a gradient that is dropped."""
+        group = None if self._adapters is None else self._adapters.optimizer_group.get(adapter_id)
+        if group is not None:
+            group.drop_window()
+
     def remove(self, adapter_id: str) -> None:
         if self._adapters is not None:
             self._adapters.remove_adapter(adapter_id)

@@ -224,6 +224,7 @@ class ModelHost:
             sampling_compute=sampling,
             memory=process.memory,
             is_ours=is_ours,
+            replica=name,
         )
         host = cls(process, name, services, (compute, sampling), lock)
         await host._start()

@@ -11,6 +11,7 @@ The processes of one server may share a journal (:mod:`twinkle.server.state.jour
 begins with its writer's.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -122,6 +123,14 @@ class Journal:
         for number in segments:
             assert self._fd is None or number != self._segment, f"segment {number} is being written"
             self._path(number).unlink(missing_ok=True)
+
+    def size(self, segments: Iterable[int] | None = None) -> int:
+        """Bytes of these segments on disk; None: of all."""
+        total = 0
+        for number in self.segments() if segments is None else segments:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                total += self._path(number).stat().st_size
+        return total
 
     def close(self) -> None:
         self._close_segment()

@@ -149,6 +149,17 @@ def _add_audit_and_finish_reasons(connection: Connection) -> None:
     connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_detail TEXT")
 
 
+def _add_endings(connection: Connection) -> None:
+    """Record how ops ended, and forget failed passes of native adapters: only a lost number spoils their windows now.
+
+    Native run ids have no colon; Tinker's contain ``:train:``.
+    """
+    connection.exec_driver_sql("ALTER TABLE ops ADD COLUMN ending VARCHAR")
+    snapshots = Table("snapshots", MetaData(), Column("adapter_id", String), Column("failed_seq", BigInteger))
+    native = snapshots.c.adapter_id.not_like("%:train:%")
+    connection.execute(update(snapshots).where(native).values(failed_seq=None))
+
+
 MIGRATIONS: Sequence[Migration] = (
     _add_sampling_clients,
     _add_replicas,
@@ -156,6 +167,7 @@ MIGRATIONS: Sequence[Migration] = (
     _add_custom_losses,
     _add_usage,
     _add_audit_and_finish_reasons,
+    _add_endings,
 )
 
 

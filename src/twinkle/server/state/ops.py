@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import and_, bindparam, delete, exists, insert, or_, select, update
+from sqlalchemy import and_, bindparam, case, delete, exists, func, insert, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database import Cursor, Database, Row
@@ -15,7 +15,7 @@ from twinkle.server.state.journal import Journal
 from twinkle.server.state.journal_writers import JournalWriters
 from twinkle.server.state.runs import insert_run
 from twinkle.server.state.tables import OPS, RUNS, SNAPSHOTS
-from twinkle.server.types import BlobRef, Encoding, Op, OpKind, OpRecord, Outcome, RunRecord
+from twinkle.server.types import BlobRef, Encoding, Ending, Op, OpKind, OpRecord, Outcome, RunRecord
 
 __all__ = ["Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
 
@@ -27,6 +27,13 @@ _AT = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq == bindparam("num
 _COVERED = exists().where(SNAPSHOTS.c.adapter_id == OPS.c.adapter_id, SNAPSHOTS.c.seq >= OPS.c.seq)
 _LIVE = exists().where(RUNS.c.run_id == OPS.c.adapter_id, RUNS.c.state == "live")
 _REPLAYED = and_(_LIVE, ~_COVERED)
+# A forward pass of Tinker's protocol leaves nothing behind: with its outcome on record nobody runs it again, and only
+# its row is kept until a snapshot covers it, to tell its number from one that never arrived. Native forward passes,
+# whose run ids have no colon, leave behind what a loss and metrics are computed from.
+_FINAL = and_(
+    OPS.c.kind == OpKind.FORWARD.value, OPS.c.outcome_segment.is_not(None), OPS.c.adapter_id.like("%:train:%")
+)
+_NEEDED = and_(_REPLAYED, ~_FINAL)
 # An op whose outcome nobody will ask for any more. Without one, which only an adapter that is not live can be left
 # with, it counts from its acceptance.
 _SETTLED = or_(
@@ -37,9 +44,9 @@ _SETTLED = or_(
 
 _INSERT = insert(OPS)
 _GET = select(OPS).where(_AT)
-_SINCE = (
-    select(OPS).where(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number")).order_by(OPS.c.seq)
-)
+_AFTER = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number"))
+_SINCE = select(OPS).where(_AFTER, ~_FINAL).order_by(OPS.c.seq)
+_FINAL_SINCE = select(OPS.c.seq).where(_AFTER, _FINAL).order_by(OPS.c.seq)
 _TIMES = (
     select(OPS.c.seq, OPS.c.kind, OPS.c.accepted_at, OPS.c.finished_at, OPS.c.failed)
     .where(OPS.c.adapter_id == bindparam("adapter"))
@@ -54,6 +61,7 @@ _FINISH = (
         outcome_length=bindparam("length"),
         encoding=bindparam("encoding"),
         failed=bindparam("failed"),
+        ending=bindparam("how"),
         finished_at=bindparam("now"),
     )
 )
@@ -62,8 +70,17 @@ _FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finishe
 _DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
 _PRUNABLE = select(OPS.c.adapter_id, OPS.c.seq).where(~_REPLAYED, _SETTLED)
 _PRUNE = delete(OPS).where(_AT, ~_REPLAYED, _SETTLED)
-_BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_REPLAYED).distinct()
+_BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
 _OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).distinct()
+_OWNERS = RUNS.alias("owners")
+_BYTES_BY_TENANT = (
+    select(
+        _OWNERS.c.tenant_id,
+        func.sum(case((_NEEDED, OPS.c.body_length), else_=0) + func.coalesce(OPS.c.outcome_length, 0)).label("size"),
+    )
+    .select_from(OPS.join(_OWNERS, _OWNERS.c.run_id == OPS.c.adapter_id))
+    .group_by(_OWNERS.c.tenant_id)
+)
 
 
 @dataclass(frozen=True)
@@ -85,11 +102,12 @@ class AcceptedRun:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What pruning removed: rows, and segment files of bodies and outcomes."""
+    """What pruning removed: rows, segment files of bodies and outcomes, and the bytes of these files."""
 
     rows: int
     body_segments: int
     outcome_segments: int
+    freed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,9 +181,23 @@ class Ops:
         return None if row is None else _record(row)
 
     async def since(self, adapter_id: str, seq: int) -> tuple[OpRecord, ...]:
-        """The adapter's ops after ``seq``, in sequence order; there may be gaps."""
+        """The adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
         rows = await self._database.read(lambda cursor: cursor.rows(_SINCE, _at(adapter_id, seq)))
         return tuple(map(_record, rows))
+
+    async def final_since(self, adapter_id: str, seq: int) -> list[int]:
+        """The numbers of the other ops after ``seq``, in order: forward passes that are answered and left nothing."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_FINAL_SINCE, _at(adapter_id, seq)))
+        return [row["seq"] for row in rows]
+
+    async def bytes_by_tenant(self) -> dict[str, int]:
+        """Bytes of bodies that a recovery needs and of outcomes that are kept, by tenant."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_BYTES_BY_TENANT, {}))
+        return {row["tenant_id"]: int(row["size"]) for row in rows}
+
+    async def bytes_on_disk(self) -> int:
+        """The size of all segment files, of bodies and of outcomes."""
+        return await self._database.read(lambda _: self._bodies.size() + self._outcomes.size())
 
     async def times(self, adapter_id: str) -> tuple[OpTimes, ...]:
         """Of the adapter's ops that are still on record, in sequence order."""
@@ -183,7 +215,9 @@ class Ops:
             record = None if row is None else _record(row)
             if record is None or record.outcome is None or record.encoding is None:
                 return None
-            return Outcome(record.encoding, self._outcomes.read(record.outcome), record.failed)
+            return Outcome(
+                record.encoding, self._outcomes.read(record.outcome), record.failed, record.ending or Ending.RAN
+            )
 
         return await self._database.read(work)
 
@@ -220,9 +254,10 @@ class Ops:
         for start in range(0, len(keys), _PRUNE_BATCH):
             batch = keys[start : start + _PRUNE_BATCH]
             rows += await self._database.write(partial(_delete_rows, batch))
-        return await self._delete_segments(rows)
+        return await self.delete_segments(rows)
 
-    async def _delete_segments(self, rows: int) -> Pruned:
+    async def delete_segments(self, rows: int = 0) -> Pruned:
+        """Delete the segment files of which nothing is needed. ``rows``: how many were deleted before."""
         # What is in a segment that the writer's thread finds closed was written with or before the transaction it is
         # in: once that is committed, a blob there has its row, or never will.
         bodies, outcomes = await self._database.write(
@@ -232,11 +267,12 @@ class Ops:
         def work(cursor: Cursor) -> Pruned:
             bodies.difference_update(row["segment"] for row in cursor.rows(_BODIES_NEEDED, {}))
             outcomes.difference_update(row["segment"] for row in cursor.rows(_OUTCOMES_NEEDED, {}))
+            freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
             self._bodies.delete_segments(bodies)
             self._outcomes.delete_segments(outcomes)
             if self._writers is not None:
                 self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
-            return Pruned(rows, len(bodies), len(outcomes))
+            return Pruned(rows, len(bodies), len(outcomes), freed)
 
         return await self._database.read(work)
 
@@ -265,6 +301,7 @@ def _outcome_columns(outcome: Outcome, ref: BlobRef) -> Row:
         "length": ref.length,
         "encoding": outcome.encoding.value,
         "failed": int(outcome.failed),
+        "how": outcome.ending.value,
     }
 
 
@@ -286,6 +323,7 @@ def _row(record: OpRecord) -> Row:
         "failed": 0,
         "finished_at": None,
         "delivered_at": None,
+        "ending": None,
     }
 
 
@@ -301,4 +339,5 @@ def _record(row: Row) -> OpRecord:
         outcome=BlobRef(row["outcome_segment"], row["outcome_offset"], row["outcome_length"]) if finished else None,
         encoding=Encoding(row["encoding"]) if finished else None,
         failed=bool(row["failed"]),
+        ending=None if row["ending"] is None else Ending(row["ending"]),
     )

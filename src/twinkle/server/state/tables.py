@@ -171,6 +171,7 @@ OPS = Table(
     Column("failed", Integer, nullable=False),
     Column("finished_at", Double),
     Column("delivered_at", Double),
+    Column("ending", String),
     sqlite_with_rowid=False,
 )
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.model.adam_params import check_adam_params
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.types import (
     LoadWeights,
@@ -169,7 +170,9 @@ class AdamConfig(Parameters):
     type: Literal["adamw"] = "adamw"
 
     def params(self) -> AdamParams:
-        return AdamParams(**self.model_dump(exclude={"type"}))
+        params = AdamParams(**self.model_dump(exclude={"type"}))
+        check_adam_params(params)
+        return params
 
 
 class OptimStepRequest(SequencedRequest):

@@ -1,0 +1,36 @@
+"""Ops that are refused before they run, as they are journalled: the reason in the place of what was sent.
+
+A body of which only the error will ever be repeated may be a thousand times larger than what came over the wire. Its
+digest stays, which tells the same request from another one under its number.
+"""
+
+import json
+from dataclasses import replace
+
+from twinkle.server.types import Op, OpKind, Refused
+
+__all__ = ["is_refused", "journalled", "read_refused"]
+
+_MARK = b"\x00\x00"  # neither Tinker's bodies nor native ones, a zero byte and the verb's name, begin like this
+_MOST_CHARACTERS = 4096  # of a reason
+_SMALL = 512  # bytes: a shorter body is kept as it is
+
+
+def journalled(op: Op) -> Op:
+    """Return the op as it goes to the journal: without its body if it is refused."""
+    if not isinstance(op.payload, Refused) or len(op.body) <= _SMALL:
+        return op
+    message = op.payload.message[:_MOST_CHARACTERS]
+    body = _MARK + json.dumps({"refused": message}).encode()
+    short = replace(op, payload=Refused(message), body=body, sent=None)
+    vars(short)["digest"] = op.digest  # a cached property: that of what was sent, which goes
+    return short
+
+
+def is_refused(body: bytes) -> bool:
+    return body.startswith(_MARK)
+
+
+def read_refused(adapter_id: str, seq: int, kind: OpKind, body: bytes) -> Op:
+    """From the journal."""
+    return Op(adapter_id, seq, kind, Refused(json.loads(body[len(_MARK) :])["refused"]), body)

@@ -1,0 +1,183 @@
+"""Which ops run right now, on disk: after the death of the process the next one knows what it died of.
+
+One small file for each model service (on Ray: for each replica of a model). A batch appends one line before it runs and
+one when it has ended, with a plain ``write``: the page cache survives the death of the process, and no fsync is needed,
+because the death of the machine says nothing about an op. A line costs some ten microseconds; a row in the database
+would make every batch wait for a commit.
+
+    d REQUEST_ID COUNT    at the start: the process died COUNT times while this op ran
+    + NUMBER REQUEST_ID…  a batch begins
+    - NUMBER              it has ended, well or not
+    ~ NUMBER              it was about decoding, which has ended: the op is still to run
+    s                     the process was told to end: whatever kills it from now on is no op's fault
+
+An op that ran when the process died is a suspect: it runs next time with no other op beside it. So after two deaths
+only the culprit has both. Samples are not journalled, and so not noted: nobody runs them again.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+__all__ = ["MOST_DEATHS", "RunningOps"]
+
+logger = logging.getLogger(__name__)
+
+MOST_DEATHS = 2  # after so many an op is not run again
+_COMPACT_BYTES = 65_536  # above this the file is written anew when that is cheap …
+_MOST_BYTES = 2**20  # … and above this in any case
+
+
+class RunningOps:
+    """The ops of one model service that run now, and how often the process died with each. For one event loop."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what the last process left behind, and count its death. Blocks, for a moment."""
+        self._path = path
+        self._fd: int | None = None
+        self._size = 0
+        self._number = 0
+        self._batches: dict[int, tuple[str, ...]] = {}
+        self._turn = asyncio.Lock()
+        self._stopping = False
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._deaths = _read(path)
+        for request_id, deaths in self._deaths.items():
+            logger.warning("the server died %d time(s) while it ran request %s", deaths, request_id)
+        self._rewrite()
+
+    def keep_only(self, request_ids: Iterable[str]) -> None:
+        """Forget suspects that nobody will run again."""
+        self._deaths = {each: self._deaths[each] for each in request_ids if each in self._deaths}
+
+    def deaths(self, request_id: str) -> int:
+        """How often the process died while this op ran."""
+        return self._deaths.get(request_id, 0)
+
+    def forgive(self, request_id: str) -> None:
+        """The op ended without running."""
+        self._deaths.pop(request_id, None)
+
+    def apart(self, request_ids: Sequence[str]) -> Iterator[slice]:
+        """Divide a batch so that each suspect is alone; the order stays."""
+        first = 0
+        for index, request_id in enumerate(request_ids):
+            if request_id in self._deaths:
+                if first < index:
+                    yield slice(first, index)
+                yield slice(index, index + 1)
+                first = index + 1
+        if first < len(request_ids):
+            yield slice(first, len(request_ids))
+
+    @asynccontextmanager
+    async def noted(self, request_ids: Sequence[str], *, decoding: bool = False) -> AsyncIterator[None]:
+        """On disk these ops run for as long as the block takes. While there are suspects, one block at a time runs.
+
+        ``decoding``: they are prepared only, and remain suspects.
+        """
+        if self._deaths:
+            async with self._turn:
+                number = self._begin(tuple(request_ids))
+                try:
+                    yield
+                finally:
+                    self._end(number, decoding)
+        else:
+            number = self._begin(tuple(request_ids))
+            try:
+                yield
+            finally:
+                self._end(number, decoding)
+
+    def _begin(self, request_ids: tuple[str, ...]) -> int:
+        self._number += 1
+        self._batches[self._number] = request_ids
+        self._append(f"+ {self._number} {' '.join(request_ids)}\n")
+        return self._number
+
+    def _end(self, number: int, decoding: bool) -> None:
+        request_ids = self._batches.pop(number)
+        self._append(f"{'~' if decoding else '-'} {number}\n")
+        if not decoding:
+            for request_id in request_ids:
+                self._deaths.pop(request_id, None)
+        cheap = not self._batches and not self._deaths
+        if self._size > (_COMPACT_BYTES if cheap else _MOST_BYTES):
+            self._rewrite()
+
+    def stopping(self) -> None:
+        """The process was told to end."""
+        self._stopping = True
+        self._append("s\n")
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        self._batches.clear()
+        self._rewrite()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _append(self, line: str) -> None:
+        if self._fd is None:
+            return
+        data = line.encode()
+        try:
+            os.write(self._fd, data)
+            self._size += len(data)
+        except OSError as error:  # a full disk: better an op without a note than none at all
+            logger.error("%s: what runs cannot be noted: %s", self._path, error)
+
+    def _rewrite(self) -> None:
+        """The file with what still holds, and nothing else. It appears whole or not at all."""
+        lines = [f"d {request_id} {deaths}\n" for request_id, deaths in self._deaths.items()]
+        lines += [f"+ {number} {' '.join(ids)}\n" for number, ids in self._batches.items()]
+        lines += ["s\n"] if self._stopping and self._batches else []
+        data = "".join(lines).encode()
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, data)
+                os.replace(new, self._path)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            logger.error("%s cannot be written: %s", self._path, error)
+            return
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd, self._size = fd, len(data)
+
+
+def _read(path: Path) -> dict[str, int]:
+    """How often the process died with each op, its last death included. Lines that were cut short do not count."""
+    deaths: dict[str, int] = {}
+    batches: dict[str, list[str]] = {}
+    stopping = False
+    text = ""
+    with suppress(FileNotFoundError):
+        text = path.read_text(errors="replace")
+    for line in text.splitlines(keepends=True):
+        words = line.split()
+        if not line.endswith("\n") or not words:
+            continue
+        if words[0] == "d" and len(words) == 3 and words[2].isdigit():
+            deaths[words[1]] = int(words[2])
+        elif words[0] == "+" and len(words) > 2:
+            batches[words[1]] = words[2:]
+        elif words[0] in "-~" and len(words) == 2:
+            for request_id in batches.pop(words[1], ()):
+                if words[0] == "-":
+                    deaths.pop(request_id, None)
+        elif words[0] == "s":
+            stopping = True
+    for request_ids in () if stopping else batches.values():
+        for request_id in request_ids:
+            deaths[request_id] = deaths.get(request_id, 0) + 1
+    return deaths
