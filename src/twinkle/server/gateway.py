@@ -135,10 +135,12 @@ class Gateway:
     def budgets(self) -> list[Budget]:
         """What this process uses of everything in bytes that all tenants share, with the limits; one a resource."""
         budgets = [self.memory.guard.budget, self.memory.results.budget]
-        adapters = [budget for entry in self.services.values() for budget in entry.training.budgets]
-        for resource in dict.fromkeys(budget.resource for budget in adapters):
-            same = [budget for budget in adapters if budget.resource == resource]
+        services = [entry.training for entry in self.services.values()]
+        of_models = [budget for training in services for budget in training.budgets]
+        for resource in dict.fromkeys(budget.resource for budget in of_models):
+            same = [budget for budget in of_models if budget.resource == resource]
             budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
+        budgets += [training.journal.budget() for training in services[:1]]  # all services write to one journal
         return budgets
 
     # --- which model --------------------------------------------------------------------------------------------------

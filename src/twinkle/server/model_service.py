@@ -5,6 +5,7 @@ The life of an op: ``submit`` journals it and hands it to the :class:`~twinkle.s
 journalled ops again, in order; clients find the same futures under the same ids.
 """
 
+import asyncio
 import itertools
 import logging
 import time
@@ -389,10 +390,6 @@ class ModelService:
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
         return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
 
-    def budgets(self) -> tuple[Budget, ...]:
-        """What the journal and the ops that are brought back after a restart take of the server."""
-        return self.journal.budget(), self._feed.budget()
-
     def release_waiters(self) -> None:
         self._futures.close()
 
@@ -406,8 +403,8 @@ class ModelService:
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """What adapters take of the host's memory."""
-        return (self._runner.adapter_memory.budget,)
+        """What adapters and replayed ops take of the host's memory."""
+        return self._runner.adapter_memory.budget, self._feed.budget()
 
     @property
     def alive(self) -> bool:

@@ -350,10 +350,11 @@ class OpRunner:
             try:
                 await self.snapshots.finish_writing()
                 position = self.scheduler.position(run_id)
-                if position is not None and run_id in self.snapshots.changed():
-                    await self.snapshots.take_now(run_id, position.seq, position.failed_seq)
+                if position is not None and run_id in self.snapshots.noted():
+                    await self.snapshots.bring_up_to(run_id, position.seq, position.failed_seq)
+                    await self.snapshots.finish_writing()
                 has_snapshot = await self._store.snapshots.get(run_id) is not None
-                if not has_snapshot or run_id in self.snapshots.changed() or not self._may_leave(adapter):
+                if not has_snapshot or run_id in self.snapshots.noted() or not self._may_leave(adapter):
                     return
                 await self._compute.run(partial(self._take_out, run_id))
                 adapter.place = Place.DISK

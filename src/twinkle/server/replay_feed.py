@@ -63,7 +63,7 @@ class ReplayFeed:
         self._wake.set()
 
     def budget(self) -> Budget:
-        return Budget("replayed ops", sum(self._held.values()), _MOST_BYTES)
+        return Budget("replayed_ops", sum(self._held.values()), _MOST_BYTES)
 
     async def run(self) -> None:
         """Returns when nothing is left to be brought back, or when the server ends."""
