@@ -45,11 +45,10 @@ class Cluster:
     @property
     def asks_for_token(self) -> bool:
         """Whether its processes were started to ask for one: a worker has the variables of its node."""
-        mode: str | None = ray.get(_auth_mode.remote())
+        mode: str | None = ray.get(ray.remote(num_cpus=0)(_auth_mode).remote())
         return mode == "token"
 
 
-@ray.remote(num_cpus=0)
 def _auth_mode() -> str | None:
     return read_ray_variables().auth_mode
 
