@@ -227,7 +227,8 @@ class ModelService:
                 await adapter.next_end()  # its template may be among what is done again after a restart
             if adapter is None or not await self._runner.load(adapter):
                 raise NotFoundError("model", run_id)
-            rows = await text.in_thread(run.tenant_id, partial(self._runner.native.adapters.encode, run_id, rows))
+            encode = partial(self._runner.native.adapters.encode, run_id, rows, max_tokens)
+            rows = await text.in_thread(run.tenant_id, encode)
         return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
 
     async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
