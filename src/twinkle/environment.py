@@ -55,6 +55,7 @@ __all__ = [
     "set_variable_defaults",
     "set_variables",
     "twinkle_variables",
+    "variables_with_own_caches",
 ]
 
 Mode = Literal["local", "ray"]
@@ -191,6 +192,22 @@ def hides_devices(visible_variable: str) -> bool:
 def twinkle_variables() -> dict[str, str]:
     """Our own variables of this process, for the worker processes that it starts."""
     return {name: value for name, value in os.environ.items() if name.startswith("TWINKLE_")}
+
+
+def variables_with_own_caches(directory: Path) -> dict[str, str]:
+    """Return the variables for a process that keeps what it downloads, and its temporary files, in a directory of its
+    own. Without a network there is nothing to download: then it reads the caches of this machine.
+    """
+    variables = {**os.environ, "TMPDIR": str(directory)}
+    if not _switch("TWINKLE_OFFLINE") and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+        caches = {
+            "HF_HUB_CACHE": "hub",
+            "HF_XET_CACHE": "xet",
+            "HF_DATASETS_CACHE": "datasets",
+            "MODELSCOPE_CACHE": "ms",
+        }
+        variables |= {name: str(directory / folder) for name, folder in caches.items()}
+    return variables
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ import twinkle.preprocessor
 import twinkle.reward
 import twinkle.template
 from twinkle.dataset import DatasetMeta
+from twinkle.environment import variables_with_own_caches
 from twinkle.errors import GoneError, InvalidInputError, QuotaError, UnsupportedError, UserError
-from twinkle.server.processors import catalog, sources
+from twinkle.server.processors import catalog, sources, worker_process
 from twinkle.server.processors.answers import Answers
-from twinkle.server.processors.frames import Settings
-from twinkle.server.processors.live import Batches, Pass
+from twinkle.server.processors.frames import FrameTooLargeError, Settings, pack, receive_frame
+from twinkle.server.processors.live import Batches, BatchRoom, NoRoomError, Pass
 from twinkle.server.processors.plain import to_json
 from twinkle.server.processors.service import ProcessorLimits, ProcessorService
 from twinkle.server.processors.sources import Sources
@@ -122,7 +124,7 @@ def test_a_pass_that_failed_does_not_look_like_its_end() -> None:
 
 
 def test_the_last_batches_are_kept() -> None:
-    batches = Batches()
+    batches = Batches(BatchRoom(1000))
     with pytest.raises(InvalidInputError, match="no batch was served"):
         batches.get(0)
     assert [batches.add(str(number)) for number in range(20)] == list(range(20))
@@ -241,7 +243,8 @@ def test_columns_of_images_are_refused(tmp_path: Path) -> None:
         assert dataset.dataset is None
 
 
-def test_a_served_model_is_known_by_its_names(tmp_path: Path) -> None:
+def test_a_served_model_is_known_by_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINKLE_OFFLINE", "1")
     (tmp_path / "m").mkdir()
     bench = Sources([tmp_path], {"hf://org/m": "/models/m", "m": "/models/m", "mock": None}, tmp_path)
     assert bench.model_folder("m") == bench.model_folder("ms://m") == bench.model_folder("hf://org/m") == "/models/m"
@@ -266,7 +269,7 @@ def test_a_served_model_is_known_by_its_names(tmp_path: Path) -> None:
 
 
 def _bench(tmp_path: Path) -> Workbench:
-    return Workbench(Sources([], {}, tmp_path))
+    return Workbench(Sources([], {}, tmp_path), 2**20)
 
 
 def _body(**fields: Any) -> bytes:
@@ -403,3 +406,141 @@ def test_a_worker_imports_nothing_heavy_for_light_work(tmp_path: Path) -> None:
         return (await process.communicate())[0].decode().strip()
 
     assert asyncio.run(main()) == "[]"
+
+
+# --- batches by reference ---------------------------------------------------------------------------------------------
+
+
+def test_old_batches_make_room_for_new_ones() -> None:
+    """A session's kept batches have a limit in bytes, over all of its loaders."""
+    room = BatchRoom(most_of_one=100)
+    room.limit = 250
+    first, second = Batches(room), Batches(room)
+    assert [first.add("x" * 100), second.add("y" * 100), second.add("z" * 50)] == [0, 0, 1]
+    assert room.used == 250
+    second.add("w" * 60)
+    assert room.used == 210
+    with pytest.raises(GoneError, match=r"max_referenced_batch_bytes_per_tenant"):
+        first.get(0)
+    assert second.get(0) == "y" * 100
+    with pytest.raises(UserError, match="101 bytes of JSON, allowed: at most 100"):
+        first.add("x" * 101)
+    room.limit = 50
+    with pytest.raises(NoRoomError):
+        first.add("x" * 60)
+    second.close()
+    assert room.used == 0
+
+
+ROWS = json.dumps({"_TWINKLE_TYPE_": "DatasetMeta", "data": [{"question": "?", "answer": "#### 1"}] * 8})
+
+
+async def _loader(service: ProcessorService, session: str, text: str, rows: int) -> str:
+    """A loader whose batches hold ``rows`` rows with a long text each."""
+    dataset = await service.create(
+        "t", session, _body(processor_type="dataset", class_type="Dataset", dataset_meta=ROWS), None
+    )
+    mapped = _body(processor_id=dataset, function="map", preprocess_func="GSM8KProcessor", init_args={"system": text})
+    await service.call("t", session, mapped, None)
+    loader = _body(processor_type="dataloader", class_type="DataLoader", dataset=dataset, batch_size=rows)
+    return await service.create("t", session, loader, None)
+
+
+def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
+    """What is too large for an answer is too large for a reference, and all that is kept has a limit."""
+
+    async def main() -> None:
+        settings = Settings((), {}, "", 2 * 2**30, answer_bytes=40_000)
+        limits = ProcessorLimits(9, 5, 5, 120.0, batch_bytes_per_tenant=50_000)
+        service = ProcessorService(tmp_path / "processors", settings, limits)
+        await service.start()
+        try:
+            loader = await _loader(service, "s", "x" * 10_000, 8)
+            following = _body(processor_id=loader, function="__next__", by_reference=True)
+            with pytest.raises(UserError, match="bytes of JSON, allowed: at most 40000"):
+                await service.call("t", "s", following, None)
+            for session in ("a", "b"):
+                loader = await _loader(service, session, "x" * 7_000, 4)
+                following = _body(processor_id=loader, function="__next__", by_reference=True)
+                if session == "a":
+                    await service.call("t", session, following, None)
+                    rows = await service.batch("t", session, loader, 0)
+                    assert len(rows) == 4
+                    assert 28_000 < service.budget.used < 40_000
+            with pytest.raises(QuotaError, match="max_referenced_batch_bytes_per_tenant"):
+                await service.call("t", "b", following, None)
+        finally:
+            await service.stop()
+
+    asyncio.run(main())
+
+
+def test_a_worker_cannot_send_more_than_it_may() -> None:
+    """The length comes first, and what is too long is never read."""
+
+    async def main() -> None:
+        stream = asyncio.StreamReader()
+        stream.feed_data(b"".join(pack({"outcome": "ok"}, b"x" * 1000)))
+        with pytest.raises(FrameTooLargeError, match="allowed: at most 999"):
+            await receive_frame(stream, 999)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_fills_the_disk_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_DISK_CHECK_SECONDS", 0.1)
+
+    async def main() -> None:
+        settings = Settings((), {}, "", 2**30, answer_bytes=1000, disk_bytes=2**20)
+        service = ProcessorService(tmp_path / "processors", settings, ProcessorLimits(5, 5, 5, 60.0))
+        await service.start()
+        made = await service.create("t", "s", _body(processor_type="reward", class_type="FormatReward"), None)
+        (own,) = (tmp_path / "processors").iterdir()
+        (own / "cache" / "downloaded").write_bytes(bytes(2**21))
+        async with asyncio.timeout(60):
+            while service.status()["workers"]:
+                await asyncio.sleep(0.05)
+        with pytest.raises(WorkerEndedError, match=r"limits\.processor_disk_gib"):
+            await service.call("t", "s", _reward(made, []), None)
+        while own.exists():
+            await asyncio.sleep(0.05)
+        await service.stop()
+
+    asyncio.run(main())
+
+
+def test_downloads_of_a_worker_are_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TWINKLE_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_CACHE", "/shared")
+    online = variables_with_own_caches(tmp_path)
+    names = ("TMPDIR", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "MODELSCOPE_CACHE")
+    assert all(Path(online[name]).is_relative_to(tmp_path) for name in names)
+    monkeypatch.setenv("TWINKLE_OFFLINE", "1")
+    assert variables_with_own_caches(tmp_path)["HF_HUB_CACHE"] == "/shared"
+
+
+def test_a_repository_that_is_too_large_is_refused_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    class Api:
+        def model_info(self, repo_id: str, *, revision: str | None, files_metadata: bool, token: str | None) -> Any:
+            assert files_metadata
+            sizes = {
+                "tokenizer.json": 3_000,
+                "model.safetensors": 10**12,
+                "junk.dat": {"org/big": 2_000_000}.get(repo_id),
+            }
+            files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+            return SimpleNamespace(siblings=files)
+
+    monkeypatch.delenv("TWINKLE_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    places = Sources([], {}, tmp_path, hub_bytes=1_000_000)
+    with pytest.raises(InvalidInputError, match=r"2003000 bytes.*limits\.max_hub_download_bytes"):
+        places.model_folder("hf://org/big")
+    assert places.model_folder("hf://org/small") == "hf://org/small"
+    monkeypatch.setenv("TWINKLE_OFFLINE", "1")
+    assert places.model_folder("hf://org/big") == "hf://org/big"  # what is cached may be used

@@ -87,7 +87,11 @@ def parsed(parser):
 
 
 FORMATS = {
-    "cline": (cline, parsed(ClineParser()), "<a> </a> <f> </f> <F> </F> <think> </think> <é> < > / f x \n".split(" ")),
+    "cline": (
+        cline,
+        parsed(ClineParser()),
+        ["<a>", "</a>", "<f>", "</f>", "<F>", "</F>", "<think>", "</think>", "<é>", "<", ">", "/", "f", "x", "\n"],
+    ),
     "qwen": (
         qwen,
         parsed(HermesQwenParser()),
@@ -107,8 +111,10 @@ FORMATS = {
     "vcp": (
         vcp,
         parsed(VCPParser()),
-        "<<<[TOOL_REQUEST]>>> <<<[END_TOOL_REQUEST]>>> 「始」 「末」 「始ESCAPE」 「末ESCAPE」 「始 : ： tool_name k - é 」".split()
-        + [" ", "\n"],
+        [
+            *("<<<[TOOL_REQUEST]>>>", "<<<[END_TOOL_REQUEST]>>>", "「始」", "「末」", "「始ESCAPE」", "「末ESCAPE」"),
+            *("「始", ":", "：", "tool_name", "k", "-", "é", "」", " ", "\n"),
+        ],
     ),
     "dsml": (
         dsml,

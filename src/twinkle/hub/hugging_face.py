@@ -9,7 +9,7 @@ from typing import Any
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError, MissingDependencyError, TwinkleError, UploadError
 from twinkle.hub.progress import announce
-from twinkle.hub.repository import DatasetRequest, RepoType, Upload
+from twinkle.hub.repository import DatasetRequest, RepoType, Upload, bytes_of
 
 __all__ = ["HFHub"]
 
@@ -80,6 +80,17 @@ class HFHub:
         cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None
     ) -> Path:
         return cls._snapshot(model_id, "model", revision, None, ignore_patterns, token)
+
+    @classmethod
+    def model_bytes(cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None) -> int:
+        """Return the size of what :meth:`download_model` would fetch, as the hub tells it."""
+        _require(f"hf://{model_id}")
+        from huggingface_hub import HfApi
+
+        with _errors(DownloadError, f"cannot look up hf://{model_id}"):
+            branch = "main" if revision == "master" else revision
+            info = HfApi().model_info(model_id, revision=branch, files_metadata=True, token=token)
+        return bytes_of(((file.rfilename, file.size) for file in info.siblings or ()), ignore_patterns)
 
     @classmethod
     def download_file(

@@ -8,7 +8,7 @@ from typing import Any
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError, MissingDependencyError, TwinkleError, UploadError
 from twinkle.hub.progress import announce
-from twinkle.hub.repository import DatasetRequest, RepoType, Upload
+from twinkle.hub.repository import DatasetRequest, RepoType, Upload, bytes_of
 
 __all__ = ["MSHub"]
 
@@ -80,6 +80,14 @@ class MSHub:
         cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None
     ) -> Path:
         return cls._snapshot(model_id, "model", revision, None, ignore_patterns, token)
+
+    @classmethod
+    def model_bytes(cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None) -> int:
+        """Return the size of what :meth:`download_model` would fetch, as the hub tells it."""
+        api = _api(f"ms://{model_id}")
+        with _errors(DownloadError, f"cannot look up ms://{model_id}"):
+            files = api.get_model_files(model_id, revision=revision, recursive=True)
+        return bytes_of(((file["Path"], file.get("Size")) for file in files), ignore_patterns)
 
     @classmethod
     def download_file(

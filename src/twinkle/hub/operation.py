@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, MissingDependencyError
 from twinkle.hub.aliases import resolve_model_id_alias
 from twinkle.hub.hugging_face import HFHub
@@ -176,6 +177,23 @@ class HubOperation:
                 return str(MSHub.download_model(repo.name, revision or repo.revision, ignored, token))
             case _:
                 return str(resolve(model_id).path)
+
+    @classmethod
+    def template_bytes(cls, model_id: str) -> int:
+        """Return how many bytes ``download_model(model_id, ignore_model=True)`` would fetch from a hub.
+
+        0 for what is on this machine, and without a network, where nothing is fetched.
+        """
+        resolved = resolve_model_id_alias(model_id)
+        if read_environment().offline or Path(resolved).expanduser().exists():
+            return 0
+        match parse_model_id(resolved):
+            case HuggingFaceId() as repo:
+                require_hf(resolved)
+                return HFHub.model_bytes(repo.name, repo.revision, WEIGHT_FILES, None)
+            case ModelScopeId() as repo:
+                return MSHub.model_bytes(repo.name, repo.revision, WEIGHT_FILES, None)
+        return 0
 
     @classmethod
     def download_file(

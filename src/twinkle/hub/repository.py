@@ -1,14 +1,25 @@
 """What the two hubs have in common: the requests one can make of them, and how names say which one is meant."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError
 
-__all__ = ["WEIGHT_FILES", "DatasetRequest", "Hub", "RepoType", "Source", "Upload", "require_hf", "split_source"]
+__all__ = [
+    "WEIGHT_FILES",
+    "DatasetRequest",
+    "Hub",
+    "RepoType",
+    "Source",
+    "Upload",
+    "bytes_of",
+    "require_hf",
+    "split_source",
+]
 
 Source = Literal["hf", "ms"]
 RepoType = Literal["model", "dataset"]
@@ -78,9 +89,19 @@ class Hub(Protocol):
     ) -> Path: ...
 
     @classmethod
+    def model_bytes(
+        cls, model_id: str, revision: str | None, ignore_patterns: Sequence[str], token: str | None
+    ) -> int: ...
+
+    @classmethod
     def download_file(
         cls, repo_id: str, repo_type: RepoType, allow_patterns: Sequence[str] | None, token: str | None
     ) -> Path: ...
+
+
+def bytes_of(files: Iterable[tuple[str, int | None]], ignore_patterns: Sequence[str]) -> int:
+    """Return the size of all files, (name, bytes) each, that match none of the patterns."""
+    return sum(size or 0 for name, size in files if not any(fnmatchcase(name, pattern) for pattern in ignore_patterns))
 
 
 def split_source(name: str) -> tuple[Source, str]:

@@ -98,7 +98,7 @@ def warn_without_math_verify(reward: str) -> None:
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _SPACING = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|\\q?quad|~")
-_UNIT = re.compile(r"(?<=[\d}\s%])\s*\\(?:text|mathrm)\s*\{\s*[^{}]*\}\s*\.?$")
+_UNIT = re.compile(r"(?<=[\d}\s%])\\(?:text|mathrm)\s*\{[^{}]*\}\s*\.?$")  # blanks before it are removed later
 _FRACTION = re.compile(r"([-+]?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
 _POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[×*x])10\^\{?([-+]?\d+)\}?")
 _DECIMAL = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d{1,3})?")

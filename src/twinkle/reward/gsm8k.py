@@ -9,7 +9,7 @@ from twinkle.reward.interface import Reward, Trajectory, completion_text, ground
 __all__ = ["GSM8KAccuracyReward", "GSM8KFormatReward"]
 
 _WINDOW = 500  # characters at the end, where a final answer stands
-_HASHES = re.compile(r"####\s*([-+−]?\s*\$?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_HASHES = re.compile(r"####\s*((?:[-+−]\s*)?(?:\$\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 
 class GSM8KAccuracyReward(Reward):

@@ -13,7 +13,14 @@ from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.types import FloatArray
 from twinkle.sampler import types as engine_types
 
-__all__ = ["CompletionTemplate", "as_sampling_params", "engine_request", "refuse_unsupported", "response_of"]
+__all__ = [
+    "CompletionTemplate",
+    "as_sampling_params",
+    "engine_request",
+    "refuse_unsupported",
+    "response_of",
+    "sequence_of",
+]
 
 Pairs = list[list[tuple[int, float]]]
 
@@ -82,14 +89,14 @@ def response_of(
 ) -> SampleResponse:
     scored = bool(params.prompt_logprobs)
     return SampleResponse(
-        sequences=[_sequence(template, feature, sequence, params) for sequence in result.sequences],
+        sequences=[sequence_of(template, feature, sequence, params) for sequence in result.sequences],
         prompt_token_ids=[int(token) for token in feature["input_ids"]],
         prompt_logprobs=_after_first(result.prompt_logprobs) if scored else None,
         topk_prompt_logprobs=_tops_after_first(result.topk_prompt_logprobs) if scored else None,
     )
 
 
-def _sequence(
+def sequence_of(
     template: CompletionTemplate,
     feature: Mapping[str, Any],
     sequence: engine_types.SampledSequence,

@@ -289,7 +289,8 @@ class ModelService:
             with adapter.in_use():
                 if not await self._runner.load(adapter):
                     raise NotFoundError("model", run_id)
-                rows = await text.in_thread(run.tenant_id, partial(self._runner.native.adapters.encode, run_id, rows))
+                encode = partial(self._runner.native.adapters.encode, run_id, rows, max_tokens)
+                rows = await text.in_thread(run.tenant_id, encode)
         return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
 
     async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:

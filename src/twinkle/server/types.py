@@ -10,7 +10,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from twinkle.loss.graph.nodes import LossGraph
-from twinkle.model.types import AdamParams, Datum, LoraSpec, Preference
+from twinkle.model.types import AdamParams, Datum, IntArray, LoraSpec, Preference
 
 Metadata = Mapping[str, str]
 
@@ -152,7 +152,7 @@ class NativePass:
     """A pass through the library's verbs: forward, forward_only, forward_backward, or backward, which has no rows."""
 
     verb: str
-    rows: tuple[Mapping[str, list[int]], ...]
+    rows: tuple[Mapping[str, IntArray], ...]  # (T,) each
     options: Mapping[str, object]  # of the verb
     loss_arguments: Mapping[str, object]
 

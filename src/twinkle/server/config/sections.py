@@ -192,6 +192,9 @@ class LimitsConfig(BaseModel):
     max_request_bytes: Count = Field(
         default=64 * 2**20, description="Size of one request body, also after decompression."
     )
+    max_answer_bytes: Count = Field(
+        default=256 * 2**20, description="Size of one answer to the native protocol's `sample`."
+    )
     max_uploading_bytes_per_tenant: Count = Field(
         default=256 * 2**20, description="Bodies of requests that are not answered yet, from their first byte on."
     )
@@ -250,6 +253,18 @@ class LimitsConfig(BaseModel):
     )
     processor_memory_gib: float = Field(
         default=4.0, ge=2, description="Memory of one such process; torch alone takes more than one."
+    )
+    processor_disk_gib: float = Field(
+        default=20.0, gt=0, description="Disk space of one such process: its datasets and temporary files."
+    )
+    max_hub_download_bytes: Count = Field(
+        default=2**30, description="A hub's repository, without weights, from which a template takes its tokenizer."
+    )
+    max_referenced_batch_bytes_per_tenant: Count = Field(
+        default=256 * 2**20, description="Batches that loaders keep so that requests can name them, as JSON."
+    )
+    max_referenced_batch_bytes: Count = Field(
+        default=2 * 2**30, description="The same for all tenants of the server together."
     )
     processor_call_seconds: Seconds = Field(
         default=600.0, description="The longest a call of a processor may take; then its process is ended."

@@ -21,6 +21,7 @@ from twinkle.server.codec_template import CodecTemplate
 from twinkle.server.native.features import FIELDS
 from twinkle.server.native.verbs import NO_ADAPTER, SET_UP
 from twinkle.server.templates import TemplateChoice, Templates
+from twinkle.server.text_sizes import max_characters, text_groups
 from twinkle.server.types import NativePass, NativeVerb
 
 # What Python and torch raise about arguments that a tenant chose.
@@ -36,6 +37,7 @@ class NativeAdapters(LoraVerbs):
         super().__init__(model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False)
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
+        self._max_characters = max_characters(model.max_context_length)
         # Choices, for whoever encodes: building a template takes a while, and is not for the compute thread.
         self._chosen_templates: dict[str, TemplateChoice] = {}
 
@@ -106,11 +108,7 @@ class NativeAdapters(LoraVerbs):
         group = self.optimizer_group[adapter_name]
         sequences = group.status.sequences
         assert sequences is not None, "a pass was just absorbed"
-        rows = {
-            name: [row.tolist() for row in sequences.unpadded(outputs[name])]
-            for name in ("logps", "entropies")
-            if name in outputs
-        }
+        rows = {name: sequences.unpadded(outputs[name]) for name in ("logps", "entropies") if name in outputs}
         return {"loss": outputs.get("loss"), "num_tokens": outputs.get("num_tokens"), **rows}
 
     def run(self, adapter_name: str, asked: NativeVerb) -> object:
@@ -172,14 +170,26 @@ class NativeAdapters(LoraVerbs):
             group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
 
-    def encode(self, adapter_name: str, rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-        """Conversations as tokens, in any thread: with the template that was set or the plain one."""
+    def encode(
+        self, adapter_name: str, rows: Sequence[Mapping[str, object]], max_tokens: int
+    ) -> list[Mapping[str, object]]:
+        """Conversations as tokens, in any thread: with the template that was set or the plain one.
+
+        A group of rows at a time, and no further than ``max_tokens``: a tokenizer takes 200 bytes for each token.
+        """
         template = self._templates.get(self._chosen_templates.get(adapter_name, TemplateChoice()))
         if isinstance(template, CodecTemplate):
             raise UnsupportedError(f"inputs: {self.model_id} has no tokenizer; send input_ids")
-        with _mistakes_of_tenants("inputs"):
-            encoded = encode(rows, lambda: template)
-        return [{name: np.asarray(value).tolist() for name, value in row.items() if name in FIELDS} for row in encoded]
+        encoded: list[Mapping[str, object]] = []
+        tokens = 0
+        for group in text_groups(rows, self._max_characters):
+            with _mistakes_of_tenants("inputs"):
+                features = encode(group, lambda: template)
+            encoded += [{name: np.asarray(row[name]) for name in FIELDS if name in row} for row in features]
+            tokens += sum(len(row["input_ids"]) for row in features)
+            if tokens > max_tokens:
+                raise InvalidInputError("inputs", f"more than {max_tokens} tokens", f"at most {max_tokens}")
+        return encoded
 
 
 @contextmanager
@@ -210,4 +220,4 @@ def _numbers(tensors: Mapping[str, Any]) -> dict[str, object]:
     if size > _STATE_DICT_NUMBERS:
         allowed = f"at most {_STATE_DICT_NUMBERS} as JSON; save() and download the checkpoint instead"
         raise InvalidInputError("get_state_dict", f"{size} numbers", allowed)
-    return {name: tensor.tolist() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().float().numpy() for name, tensor in tensors.items()}

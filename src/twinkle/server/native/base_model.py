@@ -70,7 +70,8 @@ class BaseModelPasses:
         """Conversations go through the model's plain template: the chosen ones are those of adapters."""
         rows, text = as_rows(inputs), self._tenants.pools.text
         if not are_encoded(rows):
-            rows = await text.in_thread(tenant_id, partial(self._native.adapters.encode, NO_ADAPTER, rows))
+            encode = partial(self._native.adapters.encode, NO_ADAPTER, rows, max_tokens)
+            rows = await text.in_thread(tenant_id, encode)
         return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
 
     def _computed(self, asked: NativePass) -> Outcome:
@@ -79,5 +80,4 @@ class BaseModelPasses:
         (result,) = self._model.trainer.forward([self._native.adapters.prepare(NO_ADAPTER, alone).item])
         if isinstance(result, TrainFailure):
             raise result.error
-        logps = [row.tolist() for row in result.logprobs]
-        return succeeded({"result": {"loss": None, "num_tokens": None, "logps": logps}})
+        return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})

@@ -6,11 +6,14 @@ a zero byte. What it says is what the request meant: rows of tokens in the place
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
 
 from twinkle.errors import UserError
 from twinkle.model.peft_config import spec_from_peft
+from twinkle.server.native.features import Row
 from twinkle.server.native.settings import check_small, check_target_modules
 from twinkle.server.native.verbs import parse, payload_of, verb_named
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Refused, RunRecord
@@ -26,7 +29,18 @@ def is_native(body: bytes) -> bool:
 
 
 def journal_body(verb: str, fields: Mapping[str, object]) -> bytes:
-    return _MARK + verb.encode() + b"\n" + json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+    """Written row by row: one call of ``json.dumps`` for a million tokens would let no other thread work."""
+    parts = [_MARK + verb.encode() + b"\n", _text({name: fields[name] for name in fields if name != _INPUTS})]
+    if _INPUTS in fields:
+        rows = cast("Sequence[Row]", fields[_INPUTS])
+        texts = (_text({name: column.tolist() for name, column in row.items()}) for row in rows)
+        parts[-1] = parts[-1][:-1]  # its closing brace
+        parts += [b"," if len(fields) > 1 else b"", f'"{_INPUTS}":['.encode(), b",".join(texts), b"]}"]
+    return b"".join(parts)
+
+
+def _text(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
 
 
 def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:
@@ -62,10 +76,15 @@ def _op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], body: bytes
     kind = verb_named(verb).kind
     try:
         request = parse(verb, {**fields})
-        payload = payload_of(verb, request, tuple(fields.get(_INPUTS, ())))
+        payload = payload_of(verb, request, tuple(map(_arrays, fields.get(_INPUTS, ()))))
     except UserError as error:
         return Op(run_id, seq, kind, Refused(str(error)), body, sent)
     return Op(run_id, seq, kind, payload, body, sent)
+
+
+def _arrays(row: Mapping[str, Any]) -> Row:
+    """A checked row, as the journal has it or as it is."""
+    return {name: np.asarray(values, np.int64) for name, values in row.items()}
 
 
 def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -93,7 +112,7 @@ def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def succeeded(content: object) -> Outcome:
-    return Outcome(Encoding.JSON, json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode())
+    return Outcome(Encoding.JSON, b"".join(_json(content)))
 
 
 def answered(result: object) -> Outcome:
@@ -101,8 +120,31 @@ def answered(result: object) -> Outcome:
     return succeeded(None if result is None else {"result": result})
 
 
+def _json(value: object) -> Iterator[bytes]:
+    """Yield JSON in pieces, an array at a time, so that other threads get to work in between."""
+    if isinstance(value, Mapping):
+        for number, (key, each) in enumerate(value.items()):
+            yield b"," * (number > 0) or b"{"
+            yield json.dumps(str(key)).encode() + b":"
+            yield from _json(each)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list | tuple) and any(isinstance(each, np.ndarray) for each in value):
+        for number, each in enumerate(value):
+            yield b"," * (number > 0) or b"["
+            yield from _json(each)
+        yield b"]"
+    else:
+        yield json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode()
+
+
 def finite(value: object) -> object:
-    """JSON has neither NaN nor infinity: they become null."""
+    """Return what JSON can hold: it has neither NaN nor infinity, which become null. Arrays become lists."""
+    if isinstance(value, np.ndarray):
+        if np.isfinite(value).all():
+            return value.tolist()
+        numbers = value.astype(object)
+        numbers[~np.isfinite(value)] = None
+        return numbers.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

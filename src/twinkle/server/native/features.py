@@ -1,14 +1,19 @@
 """Rows of tokens as clients send them: lists of numbers, and much that training does not read."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.types import IntArray
 
 MAX_ROWS = 4096
 _TOKENS = "input_ids"
 # What training reads; everything else of a row (messages, length, the columns of its dataset) stays behind.
 FIELDS = (_TOKENS, "labels", "attention_mask", "position_ids", "completion_mask")
-_UNSUPPORTED = (
+UNSUPPORTED = (
     "pixel_values",
     "image_grid_thw",
     "pixel_values_videos",
@@ -19,7 +24,7 @@ _UNSUPPORTED = (
 )
 _LIMIT = 2**31
 
-Row = Mapping[str, list[int]]
+Row = Mapping[str, IntArray]  # (T,) each
 
 
 def as_rows(inputs: object) -> list[Mapping[str, object]]:
@@ -50,11 +55,11 @@ def checked_rows(rows: Sequence[Mapping[str, object]], max_tokens: int) -> tuple
 
 
 def _row(row: Mapping[str, object], where: str) -> Row:
-    for name in _UNSUPPORTED:
+    for name in UNSUPPORTED:
         if row.get(name) is not None:
             raise UnsupportedError(f"{where}.{name}: the models served here read text only")
-    fields = {name: _numbers(row[name], f"{where}.{name}") for name in FIELDS if row.get(name) is not None}
-    if not fields.get(_TOKENS):
+    fields = {name: numbers(row[name], f"{where}.{name}") for name in FIELDS if row.get(name) is not None}
+    if _TOKENS not in fields or not len(fields[_TOKENS]):
         raise InvalidInputError(f"{where}.{_TOKENS}", row.get(_TOKENS), "at least one token id")
     for name, values in fields.items():
         if len(values) != len(fields[_TOKENS]):
@@ -63,14 +68,24 @@ def _row(row: Mapping[str, object], where: str) -> Row:
     return fields
 
 
-def _numbers(value: object, where: str) -> list[int]:
-    """A flat list; of a nested one (a batch of one, rope axes) the first row, which is that of the text."""
-    while isinstance(value, list) and len(value) > 0 and isinstance(value[0], list):
+def numbers(value: object, where: str) -> IntArray:
+    """Return whole numbers, (T,); of a nested list (a batch of one, rope axes) the first row, which is the text's."""
+    while isinstance(value, list | np.ndarray) and len(value) > 0 and isinstance(value[0], list | np.ndarray):
         value = value[0]
-    if isinstance(value, list) and all(type(number) is int and -_LIMIT <= number < _LIMIT for number in value):
-        return value
-    if isinstance(value, list) and all(type(number) in (int, bool, float) for number in value):
-        whole = [int(number) for number in value if abs(number) < _LIMIT]  # NaN and infinity are not
-        if len(whole) == len(value) and all(a == b for a, b in zip(whole, value, strict=True)):
-            return whole
-    raise InvalidInputError(where, str(value)[:80], "a list of whole numbers")
+    if isinstance(value, list | np.ndarray):
+        try:
+            column = np.asarray(value)
+        except (ValueError, OverflowError):  # lists of different lengths
+            column = np.asarray(None)
+        if column.ndim == 1 and column.dtype.kind in "biuf" and _are_whole(column):
+            return column.astype(np.int64)
+    shown = list(value[:8]) if isinstance(value, list | np.ndarray) else value
+    raise InvalidInputError(where, str(shown)[:80], "a list of whole numbers")
+
+
+def _are_whole(column: NDArray[Any]) -> bool:
+    """Whether these are integers of 32 bits, however they are written. NaN and infinity are not."""
+    if not column.size:
+        return True
+    inside = bool((column >= -_LIMIT).all() and (column < _LIMIT).all()) if column.dtype.kind != "b" else True
+    return inside and (column.dtype.kind != "f" or bool((column == np.trunc(column)).all()))

@@ -1,14 +1,14 @@
 """From features to an answer, whole or line by line: all inputs of a request are sampled together."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from twinkle.data_format import SampleResponse, SamplingParams
+from twinkle.data_format import SampledSequence, SamplingParams
 from twinkle.errors import InvalidInputError
-from twinkle.sampler.features import engine_request, response_of
+from twinkle.sampler.features import engine_request, response_of, sequence_of
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.generating import generate_together, results_of
 from twinkle.server.native_sampling.inputs import Row, plain
@@ -58,33 +58,41 @@ class FeatureSampling:
         ]
 
     def _assemble(self, results: Sequence[SampleResult]) -> bytes:
-        """In a thread, input by input: neither time nor memory for all of them at once is asked for."""
-        parts: list[bytes] = []
+        """In a thread, sample by sample: neither time nor memory for all of them at once is asked for."""
+        parts: list[bytes] = [b'{"samples":']
         size = 0
-        for feature, result in zip(self.features, results, strict=True):
-            parts.append(_encoded(response_of(self.template, feature, result, self.params)))
-            size += len(parts[-1])
-            if size > self.most_bytes:
-                allowed = f"fewer inputs or samples: the answer has more than {self.most_bytes} bytes"
-                raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
-        return b'{"samples":[' + b",".join(parts) + b"]}"
+        for number, (feature, result) in enumerate(zip(self.features, results, strict=True)):
+            parts.append(b"," if number else b"[")
+            for part in _encoded(self.template, feature, result, self.params):
+                parts.append(part)
+                size += len(part)
+                if size > self.most_bytes:
+                    allowed = (
+                        f"fewer inputs or samples: the answer has more than {self.most_bytes} bytes "
+                        "(limits.max_answer_bytes)"
+                    )
+                    raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
+        return b"".join([*parts, b"]}"])
 
 
-def _encoded(response: SampleResponse) -> bytes:
-    """Numbers that are not finite become null."""
-    sequences = [
-        SampledSequenceModel(
-            stop_reason=sequence.stop_reason,
-            tokens=sequence.tokens,
-            logprobs=cast("list[list[tuple[int, float]] | None] | None", sequence.logprobs),
-            decoded=sequence.decoded,
-            new_input_feature=cast("dict[str, Any]", plain(sequence.new_input_feature)),
-        )
-        for sequence in response.sequences
-    ]
-    model = SampleResponseModel(
-        sequences=sequences,
-        prompt_logprobs=response.prompt_logprobs,
-        topk_prompt_logprobs=response.topk_prompt_logprobs,
+def _encoded(template: SamplingTemplate, feature: Row, result: SampleResult, params: SamplingParams) -> Iterator[bytes]:
+    """Yield the JSON of a SampleResponseModel, a sample at a time. Numbers that are not finite become null."""
+    yield b'{"sequences":['
+    for number, sequence in enumerate(result.sequences):
+        yield b"," * (number > 0) + _sequence(sequence_of(template, feature, sequence, params))
+    response = response_of(template, feature, replace(result, sequences=[]), params)
+    rest = SampleResponseModel(
+        sequences=[], prompt_logprobs=response.prompt_logprobs, topk_prompt_logprobs=response.topk_prompt_logprobs
+    )
+    yield b"]," + rest.model_dump_json(exclude={"sequences"}).encode().removeprefix(b"{")
+
+
+def _sequence(sequence: SampledSequence) -> bytes:
+    model = SampledSequenceModel(
+        stop_reason=sequence.stop_reason,
+        tokens=sequence.tokens,
+        logprobs=cast("list[list[tuple[int, float]] | None] | None", sequence.logprobs),
+        decoded=sequence.decoded,
+        new_input_feature=cast("dict[str, Any]", plain(sequence.new_input_feature)),
     )
     return model.model_dump_json().encode()

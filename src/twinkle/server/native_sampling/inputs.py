@@ -10,6 +10,7 @@ from twinkle.errors import InvalidInputError
 from twinkle.model.types import IntArray
 from twinkle.sampler.features import refuse_unsupported
 from twinkle.server.templates import SamplingTemplate
+from twinkle.server.text_sizes import text_groups
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
 
 Row = Mapping[str, Any]
@@ -34,8 +35,11 @@ def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) ->
     return params
 
 
-def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams) -> list[Row]:
-    """A feature for each input, in order. In a thread: tokenising takes a while."""
+def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, most_characters: int) -> list[Row]:
+    """Return a feature for each input, in order. In a thread: tokenising takes a while.
+
+    ``most_characters``: of one conversation.
+    """
     rows = _rows(inputs)
     if len(rows) * params.num_samples > MAX_SEQUENCES:
         allowed = f"{MAX_SEQUENCES} sequences in all, here for each of {len(rows)} inputs"
@@ -48,7 +52,9 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams) 
     for index, row in enumerate(rows):
         if not isinstance(row.get("messages"), list):
             raise InvalidInputError(f"inputs[{index}]", sorted(row), "input_ids, or a list of messages")
-    features = template.batch_encode(rows, add_generation_prompt=params.max_tokens != 0)
+    prompted = params.max_tokens != 0
+    groups = text_groups(rows, most_characters)
+    features = [feature for group in groups for feature in template.batch_encode(group, add_generation_prompt=prompted)]
     if len(features) != len(rows):
         left = f"{len(rows)} trajectories, of which the template leaves {len(features)}"
         raise InvalidInputError("inputs", left, "conversations that are not longer than the template's max_length")

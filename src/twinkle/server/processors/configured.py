@@ -25,11 +25,15 @@ def configured_processors(
         cache_dir="",  # each worker has its own
         memory_bytes=int(limits.processor_memory_gib * 2**30),
         answer_bytes=limits.max_request_bytes,
+        hub_bytes=limits.max_hub_download_bytes,
+        disk_bytes=int(limits.processor_disk_gib * 2**30),
     )
     processor_limits = ProcessorLimits(
         processors_per_tenant=limits.max_processors_per_tenant,
         workers_per_tenant=limits.max_processor_sessions_per_tenant,
         workers=config.processor.max_workers,
         call_seconds=limits.processor_call_seconds,
+        batch_bytes_per_tenant=limits.max_referenced_batch_bytes_per_tenant,
+        batch_bytes=limits.max_referenced_batch_bytes,
     )
     return ProcessorService(config.data_dir / "processors" / place, settings, processor_limits)

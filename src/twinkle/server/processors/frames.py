@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Literal
 
-__all__ = ["Frame", "Outcome", "Settings", "pack", "read_frame", "receive_frame"]
+__all__ = ["Frame", "FrameTooLargeError", "Outcome", "Settings", "pack", "read_frame", "receive_frame"]
 
 _LENGTHS = struct.Struct(">IQ")
+_MOST_HEADER_BYTES = 2**20
 
 # What became of a request: its answer follows, or the user's mistake, the name of the argument that is no processor of
-# the session, something that is over, or a mistake of ours.
-Outcome = Literal["ok", "user", "unknown", "gone", "failed"]
+# the session, something that is over, a tenant's limit that is reached, or a mistake of ours.
+Outcome = Literal["ok", "user", "unknown", "gone", "quota", "failed"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Settings:
     cache_dir: str
     memory_bytes: int
     answer_bytes: int
+    hub_bytes: int = 2**30  # the most that is fetched of a hub's repository for its tokenizer
+    disk_bytes: int = 2**62  # of the worker's own directory, in which its datasets are cached
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> "Settings":
@@ -60,8 +63,17 @@ def read_frame(stream: BinaryIO) -> Frame | None:
     return None if len(body) < body_bytes else Frame(json.loads(header), body)
 
 
-async def receive_frame(stream: asyncio.StreamReader) -> Frame:
-    """The same for the server; IncompleteReadError at the end of the stream."""
+class FrameTooLargeError(Exception):
+    """A worker wants to send more than it may."""
+
+
+async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
+    """Return the next frame for the server; IncompleteReadError at the end of the stream.
+
+    The lengths come first: what is larger than ``most_bytes`` is never in the server's memory.
+    """
     header_bytes, body_bytes = _LENGTHS.unpack(await stream.readexactly(_LENGTHS.size))
+    if header_bytes > _MOST_HEADER_BYTES or body_bytes > most_bytes:
+        raise FrameTooLargeError(f"an answer of {header_bytes + body_bytes} bytes, allowed: at most {most_bytes}")
     header = await stream.readexactly(header_bytes)
     return Frame(json.loads(header), await stream.readexactly(body_bytes))

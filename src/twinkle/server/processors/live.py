@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinkle.errors import GoneError, InvalidInputError, NotFoundError
+from twinkle.errors import GoneError, InvalidInputError, NotFoundError, UserError
 
-__all__ = ["Batches", "Live", "LiveObjects", "Pass", "UnknownProcessorError"]
+__all__ = ["BatchRoom", "Batches", "Live", "LiveObjects", "NoRoomError", "Pass", "UnknownProcessorError"]
 
 _KEPT = 16
 
@@ -56,26 +56,72 @@ class Pass:
         return item
 
 
+class NoRoomError(Exception):
+    """A batch of ``size`` bytes is more than the tenant's other sessions leave room for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"no room for a batch of {size} bytes")
+        self.size = size
+
+
+class BatchRoom:
+    """The bytes that all kept batches of a session have together. The oldest ones make room for new ones."""
+
+    def __init__(self, most_of_one: int) -> None:
+        self._most_of_one = most_of_one
+        self._kept: OrderedDict[tuple[Batches, int], int] = OrderedDict()  # sizes, oldest first
+        self.limit = 2**62  # what the tenant's other sessions leave; the server says it with every request
+        self.used = 0
+
+    def take(self, batches: "Batches", number: int, size: int) -> None:
+        if size > self._most_of_one:
+            raise UserError(f"result: {size} bytes of JSON, allowed: at most {self._most_of_one}")
+        if size > self.limit:
+            raise NoRoomError(size)
+        while self._kept and self.used + size > self.limit:
+            owner, oldest = next(iter(self._kept))
+            owner.drop(oldest)
+        self._kept[(batches, number)] = size
+        self.used += size
+
+    def give_back(self, batches: "Batches", number: int) -> None:
+        self.used -= self._kept.pop((batches, number))
+
+
 class Batches:
     """The last batches of a loader, as JSON, by their number over the loader's whole life."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: BatchRoom) -> None:
+        self._room = room
         self._kept: OrderedDict[int, str] = OrderedDict()
         self._served = 0
 
     def add(self, text: str) -> int:
         number = self._served
         self._served += 1
+        self._room.take(self, number, len(text))  # JSON as we write it is ASCII
         self._kept[number] = text
         if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+            self.drop(next(iter(self._kept)))
         return number
+
+    def drop(self, number: int) -> None:
+        self._room.give_back(self, number)
+        del self._kept[number]
+
+    def close(self) -> None:
+        for number in list(self._kept):
+            self.drop(number)
 
     def get(self, number: int) -> str:
         if number in self._kept:
             return self._kept[number]
         if 0 <= number < self._served:
-            raise GoneError(f"batch {number} is not kept any more: the last {_KEPT} are, now from {min(self._kept)}")
+            first = f"now from {min(self._kept)}" if self._kept else "now none"
+            raise GoneError(
+                f"batch {number} is not kept any more: the last {_KEPT} are, {first}, unless all kept batches of the "
+                "tenant have more bytes than limits.max_referenced_batch_bytes_per_tenant"
+            )
         allowed = f"0 to {self._served - 1}, the batches served" if self._served else "none: no batch was served yet"
         raise InvalidInputError("number", number, allowed)
 
@@ -88,21 +134,22 @@ class Live:
     processor_type: str
     class_name: str
     thing: Any
+    batches: Batches
     course: Pass = field(default_factory=Pass)
-    batches: Batches = field(default_factory=Batches)
 
 
 class LiveObjects:
     """All objects of a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: BatchRoom) -> None:
+        self.room = room
         self._by_id: dict[str, Live] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def add(self, processor_type: str, class_name: str, thing: Any) -> Live:
-        live = Live(f"pid:{secrets.token_hex(16)}", processor_type, class_name, thing)
+        live = Live(f"pid:{secrets.token_hex(16)}", processor_type, class_name, thing, Batches(self.room))
         self._by_id[live.processor_id] = live
         return live
 
@@ -114,3 +161,4 @@ class LiveObjects:
 
     def remove(self, live: Live) -> None:
         del self._by_id[live.processor_id]
+        live.batches.close()

@@ -13,11 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from twinkle.errors import GoneError, InvalidInputError, QuotaError, ShuttingDownError, TwinkleServerError, UserError
+from twinkle.errors import (
+    GoneError,
+    InvalidInputError,
+    OverloadedError,
+    QuotaError,
+    ShuttingDownError,
+    TwinkleServerError,
+    UserError,
+)
+from twinkle.server.native.features import FIELDS, numbers
 from twinkle.server.processors.answers import Answers
 from twinkle.server.processors.frames import Frame, Settings
 from twinkle.server.processors.live import UnknownProcessorError
 from twinkle.server.processors.worker_process import WorkerEndedError, WorkerProcess
+from twinkle.server.types import Budget
+from twinkle.server.work_pools import FairPool
 
 __all__ = ["ProcessorLimits", "ProcessorService", "Processors"]
 
@@ -43,6 +54,8 @@ class ProcessorLimits:
     workers_per_tenant: int
     workers: int
     call_seconds: float
+    batch_bytes_per_tenant: int = 2**28  # of batches that loaders keep for references
+    batch_bytes: int = 2**31  # of all tenants together
 
 
 class _Session:
@@ -55,6 +68,7 @@ class _Session:
         self.starting = asyncio.Lock()
         self.has_slot = False  # of the workers there may be
         self.live = 0
+        self.kept_bytes = 0  # of batches that can be named by reference
         self.being_made = 0
         self.waiting = 0
         self.ended: str | None = None  # why its last worker did
@@ -62,7 +76,7 @@ class _Session:
 
     def lost(self, worker: WorkerProcess) -> None:
         if self.worker is worker:
-            self.worker, self.has_slot, self.live, self.ended = None, False, 0, worker.why
+            self.worker, self.has_slot, self.live, self.kept_bytes, self.ended = None, False, 0, 0, worker.why
 
 
 class ProcessorService:
@@ -71,6 +85,7 @@ class ProcessorService:
         self._settings = settings
         self._limits = limits
         self._sessions: dict[str, _Session] = {}
+        self._threads = FairPool("batches", threads=2, at_once=1)  # large bodies: hashed and parsed
         self._stopping = False
 
     async def start(self) -> None:
@@ -108,12 +123,18 @@ class ProcessorService:
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """The rows of a batch that ``__next__`` named with ``by_reference``."""
+        """Return the rows of a batch that ``__next__`` named with ``by_reference``; numbers are arrays."""
         session = self._session(tenant_id, session_id)
         header = {"op": "batch", "processor_id": processor_id, "number": number}
         frame = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
-        rows: list[dict[str, Any]] = await _off_loop(frame.body, json.loads)
+        rows: list[dict[str, Any]] = await self._off_loop(tenant_id, frame.body, _rows)
         return rows
+
+    @property
+    def budget(self) -> Budget:
+        """The bytes of batches that all workers keep for references."""
+        used = sum(session.kept_bytes for session in self._sessions.values())
+        return Budget("referenced_batches", used, self._limits.batch_bytes)
 
     async def end_session(self, session_id: str) -> None:
         """Ends its worker; nothing of it is left."""
@@ -136,7 +157,10 @@ class ProcessorService:
     ) -> bytes:
         if key is not None and not 0 < len(key) <= _LONGEST_KEY:
             raise InvalidInputError("X-Idempotency-Key header", key, f"1 to {_LONGEST_KEY} characters")
-        digest = b"" if key is None else kind + await _off_loop(body, lambda data: hashlib.sha256(data).digest())
+        digest = b""
+        if key is not None:
+            hashed = await self._off_loop(session.tenant_id, body, lambda data: hashlib.sha256(data).digest())
+            digest = kind + hashed
         return await session.answers.once(key, digest, work)
 
     async def _create(self, session: _Session, body: bytes) -> bytes:
@@ -168,7 +192,8 @@ class ProcessorService:
             )
         session.waiting += 1
         try:
-            frame = await worker.ask(header, body, self._limits.call_seconds)
+            asked = {**header, "batch_bytes": self._room(session)}
+            frame = await worker.ask(asked, body, self._limits.call_seconds)
         except WorkerEndedError as error:
             session.lost(worker)
             if self._stopping:
@@ -177,8 +202,28 @@ class ProcessorService:
         finally:
             session.waiting -= 1
         if session.worker is worker:
-            session.live = frame.header["live"]
+            session.live, session.kept_bytes = frame.header["live"], frame.header["kept_bytes"]
+        if frame.header["outcome"] == "quota":
+            raise self._no_room(session, int(frame.body))
         return _opened(frame)
+
+    def _room(self, session: _Session) -> int:
+        """Return how many bytes the session's kept batches may have: what all others leave."""
+        limits, others = self._limits, [other for other in self._sessions.values() if other is not session]
+        of_tenant = sum(other.kept_bytes for other in others if other.tenant_id == session.tenant_id)
+        of_all = sum(other.kept_bytes for other in others)
+        return max(0, min(limits.batch_bytes_per_tenant - of_tenant, limits.batch_bytes - of_all))
+
+    def _no_room(self, session: _Session, size: int) -> QuotaError | OverloadedError:
+        of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
+        used, most = sum(other.kept_bytes for other in of_tenant), self._limits.batch_bytes_per_tenant
+        what = f"bytes of batches that loaders keep (this one has {size})"
+        if used - session.kept_bytes + size > most:
+            return QuotaError(what, used, most, "max_referenced_batch_bytes_per_tenant")
+        return OverloadedError(what, self.budget.used, self.budget.limit, "max_referenced_batch_bytes")
+
+    async def _off_loop(self, tenant_id: str, data: bytes, work: Callable[[bytes], Any]) -> Any:
+        return work(data) if len(data) <= _AT_ONCE else await self._threads.in_thread(tenant_id, lambda: work(data))
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -225,7 +270,7 @@ class ProcessorService:
         """A worker without objects has nothing to keep, and another session may need its place."""
         worker = session.worker
         if worker is not None and not (session.live or session.being_made or session.waiting):
-            session.worker, session.has_slot = None, False
+            session.worker, session.has_slot, session.kept_bytes = None, False, 0
             await worker.end("it was empty")
 
 
@@ -243,5 +288,10 @@ def _opened(frame: Frame) -> Frame:
     raise TwinkleServerError(frame.body.decode())
 
 
-async def _off_loop(data: bytes, work: Callable[[bytes], Any]) -> Any:
-    return work(data) if len(data) <= _AT_ONCE else await asyncio.to_thread(work, data)
+def _rows(lines: bytes) -> list[dict[str, Any]]:
+    """Parse rows one by one: other threads work in between. Columns of numbers become arrays at once."""
+    return [_row(json.loads(line)) for line in lines.split(b"\n") if line]
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: numbers(value, f"inputs.{name}") if name in FIELDS else value for name, value in row.items()}

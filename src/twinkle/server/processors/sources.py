@@ -51,7 +51,15 @@ _PLAIN_COLUMNS = frozenset(
 class Sources:
     """The places that one worker may read and write."""
 
-    def __init__(self, allowed_dirs: Sequence[Path], tokenizers: Mapping[str, str | None], cache_dir: Path) -> None:
+    def __init__(
+        self,
+        allowed_dirs: Sequence[Path],
+        tokenizers: Mapping[str, str | None],
+        cache_dir: Path,
+        hub_bytes: int = 2**30,
+    ) -> None:
+        """``hub_bytes``: the most that is fetched of a hub's repository for its tokenizer."""
+        self._hub_bytes = hub_bytes
         self._allowed = allowed_dirs
         self._tokenizers = tokenizers
         self._cache_dir = cache_dir
@@ -68,6 +76,7 @@ class Sources:
                     raise UnsupportedError(f"model_id: {text!r} is served here without a tokenizer")
                 return folder
         if _MODEL.fullmatch(text) and ".." not in text:
+            self._check_download(text)
             return text
         if text.startswith("/"):
             return str(self.path("model_id", text))
@@ -75,6 +84,13 @@ class Sources:
         raise InvalidInputError(
             "model_id", text, f"a served model ({known}), hf://org/name, ms://org/name, random://name"
         )
+
+    def _check_download(self, model_id: str) -> None:
+        """Refuse a repository that is too large before any of it is fetched. A tokenizer has some megabytes."""
+        size = HubOperation.template_bytes(model_id)
+        if size > self._hub_bytes:
+            allowed = f"a repository of at most {self._hub_bytes} bytes without weights (limits.max_hub_download_bytes)"
+            raise InvalidInputError("model_id", f"{model_id}, which has {size} bytes", allowed)
 
     def meta(self, meta: DatasetMeta) -> DatasetMeta:
         """The same rows by a name that cannot be mistaken for another place."""

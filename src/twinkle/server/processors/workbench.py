@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.server.native.features import FIELDS, UNSUPPORTED
 from twinkle.server.processors import catalog
 from twinkle.server.processors.arguments import Context, class_named, read_arguments
-from twinkle.server.processors.live import LiveObjects
+from twinkle.server.processors.live import BatchRoom, LiveObjects
 from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.plain import to_json
 from twinkle.server.processors.sources import Sources
@@ -15,8 +16,8 @@ __all__ = ["Workbench"]
 
 
 class Workbench:
-    def __init__(self, sources: Sources) -> None:
-        self.objects = LiveObjects()
+    def __init__(self, sources: Sources, most_of_one_batch: int) -> None:
+        self.objects = LiveObjects(BatchRoom(most_of_one_batch))
         self._context = Context(self.objects, sources)
 
     def create(self, body: bytes) -> str:
@@ -39,14 +40,23 @@ class Workbench:
         return result.text if isinstance(result, JsonText) else to_json(result)
 
     def batch(self, processor_id: str, number: int) -> str:
-        """The rows of a loader's batch, as JSON."""
+        """Return the rows of a loader's batch: a line of JSON each, so that the server can read them one by one.
+
+        Of rows that have tokens only the columns that training reads.
+        """
         live = self.objects.get("processor_id", processor_id)
         if live.processor_type != "dataloader":
             raise InvalidInputError("processor_id", f"a {live.processor_type}", "a dataloader")
         text = live.batches.get(number)
         if not text.startswith("["):
             raise UnsupportedError("inputs: batches of set_processor are no rows; fetch the rows, or leave it out")
-        return text
+        return "\n".join(json.dumps(_for_training(row)) for row in json.loads(text))
+
+
+def _for_training(row: Any) -> Any:
+    if not isinstance(row, dict) or row.get("input_ids") is None:
+        return row
+    return {name: row[name] for name in (*FIELDS, *UNSUPPORTED) if row.get(name) is not None}
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

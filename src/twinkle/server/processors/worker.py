@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from twinkle.environment import read_environment, set_variable_defaults
 from twinkle.errors import GoneError, TwinkleError, UserError
 from twinkle.server.processors.frames import Frame, Outcome, Settings, pack, read_frame
-from twinkle.server.processors.live import UnknownProcessorError
+from twinkle.server.processors.live import NoRoomError, UnknownProcessorError
 from twinkle.server.processors.sources import Sources
 from twinkle.server.processors.workbench import Workbench
 
@@ -92,11 +92,14 @@ class _Desk:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         allowed = [Path(directory) for directory in settings.allowed_dirs]
-        self._bench = Workbench(Sources(allowed, settings.tokenizers, Path(settings.cache_dir)))
+        sources = Sources(allowed, settings.tokenizers, Path(settings.cache_dir), settings.hub_bytes)
+        self._bench = Workbench(sources, settings.answer_bytes)
 
     def reply(self, request: Frame) -> list[bytes]:
         header: dict[str, Any] = {}
         outcome: Outcome = "ok"
+        room = self._bench.objects.room
+        room.limit = request.header.get("batch_bytes", room.limit)
         try:
             body = self._answer(request, header)
         except UserError as error:
@@ -105,13 +108,16 @@ class _Desk:
             outcome, body = "unknown", error.field
         except GoneError as error:
             outcome, body = "gone", str(error)
+        except NoRoomError as error:
+            outcome, body = "quota", str(error.size)
         except MemoryError:
             limit = self._settings.memory_bytes / 2**30
             outcome, body = "user", f"this needs more than the {limit:g} GiB of limits.processor_memory_gib"
         except Exception as error:  # an edge: data of all kinds meets libraries of all kinds here
             logger.exception("%s failed", request.header["op"])
             outcome, body = self._unexpected(error)
-        return pack({**header, "outcome": outcome, "live": len(self._bench.objects)}, body.encode())
+        state = {"outcome": outcome, "live": len(self._bench.objects), "kept_bytes": room.used}
+        return pack({**header, **state}, body.encode())
 
     def _answer(self, request: Frame, header: dict[str, Any]) -> str:
         match request.header["op"]:
@@ -121,7 +127,7 @@ class _Desk:
             case "call":
                 return '{"result": ' + self._within_limit(self._bench.call(request.body)) + "}"
             case "batch":
-                return self._bench.batch(request.header["processor_id"], request.header["number"])
+                return self._within_limit(self._bench.batch(request.header["processor_id"], request.header["number"]))
         raise AssertionError(request.header)
 
     def _within_limit(self, text: str) -> str:

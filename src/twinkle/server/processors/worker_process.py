@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -11,12 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from twinkle.environment import variables_with_own_caches
 from twinkle.errors import NotFoundError
-from twinkle.server.processors.frames import Frame, Settings, pack, receive_frame
+from twinkle.server.processors.frames import Frame, FrameTooLargeError, Settings, pack, receive_frame
 
 __all__ = ["WorkerEndedError", "WorkerProcess"]
 
 _READ_AHEAD = 2**20
+_AROUND_AN_ANSWER = 2**16  # bytes of JSON around a result, and of messages
+_DISK_CHECK_SECONDS = 2.0
+DISK_LIMIT = "limits.processor_disk_gib"
 
 
 class WorkerEndedError(NotFoundError):
@@ -30,8 +35,10 @@ class WorkerEndedError(NotFoundError):
 class WorkerProcess:
     """Made by :meth:`start`. ``ended`` is called once, when the process is gone for whatever reason."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path, settings: Settings) -> None:
         self._process = process
+        self._most_bytes = settings.answer_bytes + _AROUND_AN_ANSWER
+        self._disk_bytes = settings.disk_bytes
         self._directory = directory
         self._turn = asyncio.Lock()
         self._why: str | None = None
@@ -41,7 +48,10 @@ class WorkerProcess:
     async def start(
         cls, settings: Settings, directory: Path, ended: Callable[["WorkerProcess"], None]
     ) -> "WorkerProcess":
-        """``directory`` gets one for this worker: a cache, and an empty place to be in, where no name means a file."""
+        """``directory`` gets one for this worker: a cache, and an empty place to be in, where no name means a file.
+
+        All that the worker downloads and all its temporary files are in that cache, whose size is checked.
+        """
         own = Path(tempfile.mkdtemp(dir=directory))
         (own / "cache").mkdir()
         (own / "empty").mkdir()
@@ -53,10 +63,11 @@ class WorkerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=own / "empty",
+            env=variables_with_own_caches(own / "cache"),
             start_new_session=True,  # Ctrl-C is for the server, which ends its workers itself
             limit=_READ_AHEAD,
         )
-        worker = cls(process, own)
+        worker = cls(process, own, settings)
         worker._watching = asyncio.create_task(worker._watch(ended))
         assert process.stdin is not None
         process.stdin.writelines(pack(replace(settings, cache_dir=str(own / "cache")).to_header()))
@@ -85,9 +96,11 @@ class WorkerProcess:
                 self._process.stdin.writelines(pack(header, body))
                 async with asyncio.timeout(seconds):
                     await self._process.stdin.drain()
-                    return await receive_frame(self._process.stdout)
+                    return await receive_frame(self._process.stdout, self._most_bytes)
             except TimeoutError:
                 await self.end(f"a call took longer than {seconds:g} s")
+            except FrameTooLargeError as error:
+                await self.end(str(error))
             except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
                 # RuntimeError: uvloop's word for a pipe that was closed before
                 await self._process.wait()
@@ -107,6 +120,27 @@ class WorkerProcess:
                 self._process.kill()
 
     async def _watch(self, ended: Callable[["WorkerProcess"], None]) -> None:
+        checking = asyncio.create_task(self._check_disk())
         await self._process.wait()
+        checking.cancel()
         ended(self)
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    async def _check_disk(self) -> None:
+        """End the worker when its directory has grown beyond the limit: libraries write there as they like."""
+        while True:
+            await asyncio.sleep(_DISK_CHECK_SECONDS)
+            used = await asyncio.to_thread(_bytes_in, self._directory)
+            if used > self._disk_bytes:
+                limit = self._disk_bytes / 2**30
+                self.kill(f"its datasets take {used} bytes of disk, more than the {limit:g} GiB of {DISK_LIMIT}")
+
+
+def _bytes_in(directory: Path) -> int:
+    """Return the space that the files in a directory take; those that vanish meanwhile take none."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total

@@ -31,6 +31,7 @@ from twinkle.server.routes.native_gateway import wire_response
 from twinkle.server.routes.native_http import ROWS_BYTES, SESSION_HEADER, caller_of, native_tenant_of
 from twinkle.server.routes.uploads import upload_of
 from twinkle.server.templates import SetTemplate
+from twinkle.server.text_sizes import max_characters
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire import fields
 from twinkle_client import types
@@ -157,7 +158,8 @@ class AskedSamples:
         template = await text.in_thread(self._tenant_id, partial(self._services.templates.get, choice))
         assert self._services.sampling is not None, "checked before"
         self._services.sampling.admission.check(self._tenant_id)  # before the work of reading the inputs
-        read = partial(encoded, wanted.inputs, template, self._params)
+        most = max_characters(model.max_context_length)
+        read = partial(encoded, wanted.inputs, template, self._params, most)
         features = await text.in_thread(self._tenant_id, read)
         target = await target_of(
             gateway, self._services, self._tenant_id, self._session, wanted.adapter_uri, wanted.adapter_name
@@ -170,7 +172,7 @@ class AskedSamples:
             template=template,
             features=features,
             params=self._params,
-            most_bytes=gateway.config.limits.max_unfetched_result_bytes,
+            most_bytes=gateway.config.limits.max_answer_bytes,
         )
 
 

@@ -35,7 +35,7 @@ class VCPParser(ToolCallParser):
 
 
 def _fields(block: str) -> Iterator[tuple[str, str]]:
-    """Yield key and value of each ``key: 「始」value「末」``. Keys are looked for backwards from the opening brackets."""
+    """Yield key and value of each ``key: 「始」value「末」``. A key is looked for backwards from its bracket."""
     position = 0  # the end of the last field
     bracket = block.find(_OPENING)
     without_end: set[str] = set()  # brackets that are not closed any more

@@ -1,0 +1,169 @@
+"""One tenant's text, templates and batches: they hold neither the interpreter nor the threads of the others."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from confined import ConfinedServer
+from native_running import NativeTenant
+
+from twinkle.template import ClineParser, VCPParser
+from twinkle.template.dsml import parse_dsml
+
+pytestmark = pytest.mark.attack
+
+TINY, NAME = "random://llama-tiny", "tiny"
+PROMPT_SECONDS = 10.0  # generous: what was blocked took a minute
+ROWS = [{"input_ids": list(range(1, 65)), "labels": list(range(1, 65))}] * 64
+IN_FLIGHT = 200
+
+
+def config(**limits: Any) -> dict[str, Any]:
+    model = {"model_id": TINY, "backend": "transformers", "device": "cpu", "dtype": "fp32", "aliases": [NAME]}
+    return {
+        "applications": [
+            {"name": "server", "import_path": "server"},
+            {"name": "model", "import_path": "model", "args": model},
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": TINY, "sampler_type": "torch"}},
+            {"name": "processor", "import_path": "processor"},
+        ],
+        "limits": limits,
+    }
+
+
+def took(call: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+class Flood:
+    """Many ``set_template`` of one tenant at a time, each with other options, until it is stopped."""
+
+    def __init__(self, tenant: NativeTenant) -> None:
+        self._tenant = tenant
+        self._stop = threading.Event()
+        self.sent = 0
+
+    def __enter__(self) -> "Flood":
+        self._pool = ThreadPoolExecutor(IN_FLIGHT)
+        for worker in range(IN_FLIGHT):
+            self._pool.submit(self._send, worker)
+        deadline = time.monotonic() + 60
+        while self.sent < IN_FLIGHT and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _send(self, worker: int) -> None:
+        with httpx.Client(
+            base_url=self._tenant.http.base_url, headers=self._tenant.http.headers, timeout=120, trust_env=False
+        ) as http:
+            for number in range(10_000):
+                if self._stop.is_set():
+                    return
+                self.sent += 1
+                body = {"template_cls": "Template", "default_system": f"{worker} {number}"}
+                try:
+                    http.post(f"/api/v1/sampler/{NAME}/twinkle/set_template", json=body)
+                except httpx.HTTPError:  # the server ended
+                    return
+
+
+def test_templates_hold_up_nobody(confined_server: Callable[..., ConfinedServer]) -> None:
+    server = confined_server(config())
+    greedy, honest = (NativeTenant(server.url, f"tml-{name}", NAME) for name in ("greedy", "honest"))
+    honest.add_adapter("a")
+    with Flood(greedy) as flood:
+        assert flood.sent >= IN_FLIGHT
+        times = {
+            "forward_backward": took(lambda: honest.verb("forward_backward", adapter_name="a", inputs=ROWS)),
+            "save": took(lambda: honest.verb("save", adapter_name="a", name="ck")),
+            "metrics": took(lambda: honest.http.get("/metrics").raise_for_status()),
+            "set_template": took(lambda: honest.verb("set_template", adapter_name="a", template_cls="Template")),
+        }
+        print(times)
+        assert all(seconds < PROMPT_SECONDS for seconds in times.values()), times
+        assert server.process is not None
+        server.process.terminate()
+        assert server.process.wait(timeout=30) == 0
+
+
+class Processors:
+    """A tenant's session with processors."""
+
+    def __init__(self, tenant: NativeTenant) -> None:
+        self._tenant = tenant
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return self._tenant.http.post(f"/api/v1/processor/twinkle/{route}", json=body)
+
+    def create(self, kind: str, name: str, **options: Any) -> str:
+        answer = self.post("create", processor_type=kind, class_type=name, **options)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["processor_id"])
+
+    def call(self, processor_id: str, function: str, **arguments: Any) -> httpx.Response:
+        return self.post("call", processor_id=processor_id, function=function, **arguments)
+
+
+def loaders(session: Processors, characters: int) -> Iterator[str]:
+    """Loaders of one batch of 150 rows, each with a text of so many characters."""
+    rows = [{"question": "?", "answer": "#### 1"}] * 150
+    meta = json.dumps({"_TWINKLE_TYPE_": "DatasetMeta", "data": rows})
+    dataset = session.create("dataset", "Dataset", dataset_meta=meta)
+    mapped = session.call(dataset, "map", preprocess_func="GSM8KProcessor", init_args={"system": "x" * characters})
+    assert mapped.status_code == 200, mapped.text
+    while True:
+        yield session.create("dataloader", "DataLoader", dataset=dataset, batch_size=150)
+
+
+def test_batches_by_reference_have_a_size(confined_server: Callable[..., ConfinedServer]) -> None:
+    server = confined_server(config())
+    tenant = NativeTenant(server.url, "tml-greedy", NAME)
+    tenant.add_adapter("a")
+    session = Processors(tenant)
+    large = session.call(next(loaders(session, 900_000)), "__next__", by_reference=True)
+    assert large.status_code == 400
+    assert "bytes of JSON, allowed: at most 67108864" in large.text
+    before = server.rss()
+    allowed = session.call(next(loaders(session, 300_000)), "__next__", by_reference=True)
+    assert allowed.status_code == 200, allowed.text
+    reference = allowed.json()["result"]
+
+    def forward(_: int) -> httpx.Response:
+        with httpx.Client(
+            base_url=tenant.http.base_url, headers=tenant.http.headers, timeout=120, trust_env=False
+        ) as http:
+            body = {"adapter_name": "a", "inputs": reference}
+            return http.post(f"/api/v1/model/{NAME}/twinkle/forward_only", json=body)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(forward, range(4)))
+    for answer in answers:  # 45 million characters are more tokens than a request may have
+        assert answer.status_code == 400, answer.text
+        assert "1048576" in answer.text
+    print(f"resident: {before / 2**20:.0f} MB before, {server.rss() / 2**20:.0f} MB after")
+    tenant.verb("forward_only", adapter_name="a", inputs=ROWS)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda: ClineParser().detect("<a>" * 16_000),
+        lambda: VCPParser().parse("<<<[TOOL_REQUEST]>>>" * 4_000),
+        lambda: VCPParser().parse("<<<[TOOL_REQUEST]>>>" + "a" * 80_000 + "<<<[END_TOOL_REQUEST]>>>"),
+        lambda: parse_dsml(" " * 40_000),
+    ],
+    ids=["cline", "vcp requests", "vcp key", "dsml"],
+)
+def test_text_that_took_half_a_minute_to_look_through(look: Callable[[], Any]) -> None:
+    assert took(look) < PROMPT_SECONDS
