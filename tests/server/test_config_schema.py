@@ -64,6 +64,10 @@ def test_defaults_of_limits():
         "result_retention_seconds": 600.0,
         "unfetched_result_seconds": 86400.0,
         "max_unfetched_result_bytes": 2**30,
+        "max_result_bytes": None,
+        "max_host_adapter_bytes": None,
+        "memory_reserve_bytes": None,
+        "max_json_result_bytes": 64 * 2**20,
         "sampler_version_retention_seconds": 86400.0,
         "audit_retention_seconds": 90 * 86400.0,
     }

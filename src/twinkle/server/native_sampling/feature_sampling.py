@@ -1,9 +1,9 @@
 """From features to an answer, whole or line by line: all inputs of a request are sampled together."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from twinkle.data_format import SampleResponse, SamplingParams
@@ -15,14 +15,17 @@ from twinkle.server.native_sampling.inputs import Row, plain
 from twinkle.server.openai.choices import Choice
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.templates import SamplingTemplate
+from twinkle.server.tenant_turns import TenantTurns
 from twinkle.server.text_codec import TextCodec
 from twinkle.server.types import SamplingSessionRecord
 from twinkle_client.types import SampledSequenceModel, SampleResponseModel
 
+_CELL_BYTES = 28  # of a token and its log-probability in JSON, about
+
 
 @dataclass(frozen=True)
 class FeatureSampling:
-    """A request, understood. ``most_bytes``: of its answer."""
+    """A request, understood. ``most_bytes``: of its answer, which is written in ``turns``."""
 
     request_id: str
     sampling: SamplerService
@@ -31,11 +34,20 @@ class FeatureSampling:
     features: Sequence[Row]
     params: SamplingParams
     most_bytes: int
+    turns: TenantTurns
 
     async def answer(self) -> bytes:
         """JSON of a SampleResponseModelList."""
-        results = await results_of(self.sampling, self.session, self._requests(stream=False))
-        return await asyncio.to_thread(self._assemble, results)
+        requests = self._requests(stream=False)
+        self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
+        results = await results_of(self.sampling, self.session, requests)
+        parts: list[bytes] = []
+        # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
+        for feature, result in zip(self.features, results, strict=True):
+            encode = partial(self._encode, feature, result)
+            parts.append(await self.turns.in_thread(self.session.tenant_id, encode))
+            self._check_size(sum(map(len, parts)))
+        return b'{"samples":[' + b",".join(parts) + b"]}"
 
     async def lines(self, codec: TextCodec) -> AsyncGenerator[Mapping[str, object], None]:
         """The text of the only input's only sample, as it becomes final."""
@@ -55,17 +67,17 @@ class FeatureSampling:
             for index, feature in enumerate(self.features)
         ]
 
-    def _assemble(self, results: Sequence[SampleResult]) -> bytes:
-        """In a thread, input by input: neither time nor memory for all of them at once is asked for."""
-        parts: list[bytes] = []
-        size = 0
-        for feature, result in zip(self.features, results, strict=True):
-            parts.append(_encoded(response_of(self.template, feature, result, self.params)))
-            size += len(parts[-1])
-            if size > self.most_bytes:
-                allowed = f"fewer inputs or samples: the answer has more than {self.most_bytes} bytes"
-                raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
-        return b'{"samples":[' + b",".join(parts) + b"]}"
+    def _encode(self, feature: Row, result: SampleResult) -> bytes:
+        return _encoded(response_of(self.template, feature, result, self.params))
+
+    def _check_size(self, size: int) -> None:
+        """Raise for an answer of ``size`` bytes, if that is too much."""
+        if size > self.most_bytes:
+            allowed = (
+                f"fewer inputs, samples or log-probabilities: the answer has {size} bytes or more, "
+                f"allowed are {self.most_bytes} (max_json_result_bytes)"
+            )
+            raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
 
 
 def _encoded(response: SampleResponse) -> bytes:

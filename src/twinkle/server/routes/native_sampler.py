@@ -167,7 +167,8 @@ class AskedSamples:
             template=template,
             features=features,
             params=self._params,
-            most_bytes=gateway.config.limits.max_unfetched_result_bytes,
+            most_bytes=gateway.config.limits.max_json_result_bytes,
+            turns=gateway.reading,
         )
 
 
