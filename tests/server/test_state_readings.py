@@ -36,7 +36,7 @@ def gateway(tmp_path: Path, active: Callable[[], Awaitable[int]]) -> SimpleNames
     """One without models."""
     sessions = SimpleNamespace(active=active)
     store = SimpleNamespace(sessions=sessions, sampling_sessions=sessions)
-    return SimpleNamespace(started_at=0.0, services={}, store=store, files=DataDir(tmp_path))
+    return SimpleNamespace(started_at=0.0, services={}, store=store, files=DataDir(tmp_path), budgets=[])
 
 
 def values(telemetry: Telemetry, of: SimpleNamespace) -> dict[tuple[str, ...], float]:

@@ -192,9 +192,6 @@ class LimitsConfig(BaseModel):
     max_request_bytes: Count = Field(
         default=64 * 2**20, description="Size of one request body, also after decompression."
     )
-    max_answer_bytes: Count = Field(
-        default=256 * 2**20, description="Size of one answer to the native protocol's `sample`."
-    )
     max_uploading_bytes_per_tenant: Count = Field(
         default=256 * 2**20, description="Bodies of requests that are not answered yet, from their first byte on."
     )
@@ -305,7 +302,7 @@ class LimitsConfig(BaseModel):
         "refused with 503. null: a twentieth of it, at least 256 MiB and at most 4 GiB.",
     )
     max_json_result_bytes: Count = Field(
-        default=64 * 2**20,
+        default=256 * 2**20,
         description="One answer in JSON, estimated before it is written: larger results are to be had as protobuf.",
     )
     sampler_version_retention_seconds: Seconds = Field(

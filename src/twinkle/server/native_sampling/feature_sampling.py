@@ -20,10 +20,12 @@ from twinkle.server.types import SamplingSessionRecord
 from twinkle.server.work_pools import FairPool
 from twinkle_client.types import SampledSequenceModel, SampleResponseModel
 
+_CELL_BYTES = 28  # of a token and its log-probability in JSON, about
+
 
 @dataclass(frozen=True)
 class FeatureSampling:
-    """A request, understood. ``most_bytes``: of its answer."""
+    """A request, understood. ``most_bytes``: of its answer, which is written in a thread of ``text``."""
 
     request_id: str
     text: FairPool
@@ -36,8 +38,17 @@ class FeatureSampling:
 
     async def answer(self) -> bytes:
         """JSON of a SampleResponseModelList."""
-        results = await results_of(self.sampling, self.session, self._requests(stream=False))
-        return await self.text.in_thread(self.session.tenant_id, partial(self._assemble, results))
+        requests = self._requests(stream=False)
+        self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
+        results = await results_of(self.sampling, self.session, requests)
+        parts: list[bytes] = []
+        size = 0
+        # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
+        for feature, result in zip(self.features, results, strict=True):
+            encode = partial(self._encode, feature, result, size)
+            parts.append(await self.text.in_thread(self.session.tenant_id, encode))
+            size += len(parts[-1])
+        return b'{"samples":[' + b",".join(parts) + b"]}"
 
     async def lines(self, codec: TextCodec) -> AsyncGenerator[Mapping[str, object], None]:
         """The text of the only input's only sample, as it becomes final."""
@@ -57,22 +68,23 @@ class FeatureSampling:
             for index, feature in enumerate(self.features)
         ]
 
-    def _assemble(self, results: Sequence[SampleResult]) -> bytes:
-        """In a thread, sample by sample: neither time nor memory for all of them at once is asked for."""
-        parts: list[bytes] = [b'{"samples":']
-        size = 0
-        for number, (feature, result) in enumerate(zip(self.features, results, strict=True)):
-            parts.append(b"," if number else b"[")
-            for part in _encoded(self.template, feature, result, self.params):
-                parts.append(part)
-                size += len(part)
-                if size > self.most_bytes:
-                    allowed = (
-                        f"fewer inputs or samples: the answer has more than {self.most_bytes} bytes "
-                        "(limits.max_answer_bytes)"
-                    )
-                    raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
-        return b"".join([*parts, b"]}"])
+    def _encode(self, feature: Row, result: SampleResult, size: int) -> bytes:
+        """In a thread, sample by sample. ``size``: of the answer so far."""
+        parts: list[bytes] = []
+        for part in _encoded(self.template, feature, result, self.params):
+            parts.append(part)
+            size += len(part)
+            self._check_size(size)
+        return b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        """Raise for an answer of ``size`` bytes, if that is too much."""
+        if size > self.most_bytes:
+            allowed = (
+                f"fewer inputs, samples or log-probabilities: the answer has {size} bytes or more, "
+                f"allowed are {self.most_bytes} (max_json_result_bytes)"
+            )
+            raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
 
 
 def _encoded(template: SamplingTemplate, feature: Row, result: SampleResult, params: SamplingParams) -> Iterator[bytes]:

@@ -172,7 +172,7 @@ class AskedSamples:
             template=template,
             features=features,
             params=self._params,
-            most_bytes=gateway.config.limits.max_answer_bytes,
+            most_bytes=gateway.config.limits.max_json_result_bytes,
         )
 
 
