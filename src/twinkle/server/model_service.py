@@ -138,8 +138,10 @@ class ModelService:
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
         with self._recorder.journalling(op):
-            most = self._tenants.limits(run.tenant_id).adapters
-            accepted = await self._store.ops.accept_run(run, op, op.digest, time.time(), most)
+            limits = self._tenants.limits(run.tenant_id)
+            accepted = await self._store.ops.accept_run(
+                run, op, op.digest, time.time(), limits.adapters, limits.session_rows
+            )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
             used = f"model_seq_id {run.number} was used"
