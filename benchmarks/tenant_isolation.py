@@ -1,15 +1,17 @@
 """What a tenant that floods costs another one: the quiet one's step time alone, beside a fair neighbour, and flooded.
 
-One server, three situations in turn, round after round, so that a slow minute of the machine hits all alike:
+One server, four situations in turn, round after round, so that a slow minute of the machine hits all alike:
 
     alone       nobody else
     neighbour   one other tenant with one adapter, which always has two steps of the same size under way: the quiet
                 tenant has its share of the device, and its step time there is the one to compare with
     flood       one other tenant with as many adapters as it may have, which sends ten times what its queue takes,
                 larger bodies than are allowed, and asks for thousands of adapters more, whatever it is answered
+    greedy      one other tenant whose requests are all valid and as dear as they may be: wide and sparse targets,
+                compressed bodies, losses of its own, many samples, batches by reference, JSON (greedy_client.py)
 
-The other tenants are processes of their own, of the lowest priority. Times are medians of a forward_backward and the
-optim_step after it.
+The other tenants are processes of their own, of the lowest priority. Times are those of a forward_backward and the
+optim_step after it: medians, and for the greedy one also the 99th percentile, at most 5 times that of a tenant alone.
 
     python benchmarks/tenant_isolation.py --json build/bench/tenant_isolation.json
 """
@@ -27,6 +29,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import greedy_client
 import httpx
 from service_overhead import free_port, running
 
@@ -39,9 +42,12 @@ runtime: embedded
 applications:
   - {{name: server, import_path: server}}
   - {{name: model, import_path: model, args: {{model_id: "{model}", backend: {backend}}}}}
+  - {{name: sampler, import_path: sampler, args: {{model_id: "{model}", sampler_type: {sampler}}}}}
+  - {{name: processor, import_path: processor}}
 limits: {{max_queued_ops_per_tenant: {queue}, max_adapters_per_tenant: {adapters}}}
 """
 HUGE = 65 * 2**20
+GREEDY_START_SECONDS = 5.0  # until its first requests are under way
 Other = Callable[[argparse.Namespace, str, str], Awaitable[None]]
 
 
@@ -55,6 +61,9 @@ def main() -> None:
     report["flood_over_share"] = medians["flood"] / medians["neighbour"]
     report["flood_over_alone"] = medians["flood"] / medians["alone"]
     report["neighbour_over_alone"] = medians["neighbour"] / medians["alone"]
+    report["step_p99_s"] = {name: percentile_99(each) for name, each in times.items()}
+    report["greedy_over_alone_p50"] = medians["greedy"] / medians["alone"]
+    report["greedy_over_alone_p99"] = percentile_99(times["greedy"]) / percentile_99(times["alone"])  # at most 5
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +79,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of the quiet tenant in each situation of a round")
     parser.add_argument("--adapters", type=int, default=16, help="that a tenant may have")
     parser.add_argument("--queue", type=int, default=128, help="ops that a tenant may have waiting")
+    parser.add_argument("--seed", type=int, default=0, help="of the greedy tenant's requests")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
 
 
 async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
-    others: dict[str, Other | None] = {"alone": None, "neighbour": neighbour, "flood": flood}
+    others: dict[str, Other | None] = {"alone": None, "neighbour": neighbour, "flood": flood, "greedy": greedy}
     times: dict[str, list[float]] = {name: [] for name in others}
     async with Client(url, "tml-quiet", args) as client:
         model = await client.model(0)
@@ -83,11 +93,17 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
         for turn in range(args.rounds):
             for name, other in others.items():
                 with at_work(other, args, url, f"tml-{name}-{turn}"):
-                    if other is not None:
+                    if name == "greedy":
+                        await asyncio.sleep(GREEDY_START_SECONDS)
+                    elif other is not None:
                         await client.until_busy(args.adapters if name == "flood" else 1)
                     number = await steps(client, model, number, args.steps, times[name])
                 await client.until_idle()
     return times
+
+
+def percentile_99(times: list[float]) -> float:
+    return sorted(times)[min(len(times) - 1, int(len(times) * 0.99))]
 
 
 async def steps(client: "Client", model: str, first: int, count: int, times: list[float]) -> int:
@@ -136,6 +152,10 @@ async def flood(args: argparse.Namespace, url: str, key: str) -> None:
         fronts = 10 * args.queue // args.adapters  # that many ops of each adapter at once
         work = [train_without_end(client, model, fronts) for model in models]
         await asyncio.gather(*work, send_huge(client), ask_for_adapters(client, args.adapters))
+
+
+async def greedy(args: argparse.Namespace, url: str, key: str) -> None:
+    await greedy_client.greedy(url, key, args.model, args.seed, 86_400.0)
 
 
 async def train_without_end(client: "Client", model: str, fronts: int) -> None:
@@ -198,9 +218,12 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def until_idle(self) -> None:
-        """Returns when nothing ran for a second. Whoever was ended left gaps, and what waits behind them waits."""
+        """Returns when nothing ran for a second. Whoever was ended left gaps, and what waits behind them waits.
+
+        Samples of a client that was ended are cancelled after a minute or so.
+        """
         done = -1
-        while (now := (await self.status())["ops"]) != done:
+        while (now := (status := await self.status())["ops"]) != done or status.get("waiting_samples", 0):
             done = now
             await asyncio.sleep(1)
 
@@ -259,6 +282,7 @@ def serving(args: argparse.Namespace, directory: Path) -> Iterator[str]:
             port=port,
             model=args.model,
             backend=args.backend,
+            sampler="mock" if args.backend == "mock" else "torch",
             queue=args.queue,
             adapters=args.adapters,
         )

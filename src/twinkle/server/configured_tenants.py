@@ -25,6 +25,8 @@ def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
     return TenantLimits(
         sessions=limits.max_sessions_per_tenant,
         adapters=limits.max_adapters_per_tenant,
+        session_rows=limits.max_session_rows_per_tenant,
+        sampling_session_rows=limits.max_sampling_session_rows_per_tenant,
         queued_ops=limits.max_queued_ops_per_tenant,
         queued_bytes=limits.max_queued_bytes_per_tenant,
         waiting_samples=limits.max_waiting_samples_per_tenant,

@@ -7,13 +7,14 @@ not have, apart from heartbeats since the last housekeeping.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from twinkle.errors import (
     InvalidInputError,
     NotFoundError,
+    QuotaError,
     UnknownNameError,
     UnsupportedError,
 )
@@ -42,7 +43,7 @@ from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
 from twinkle.server.signed_urls import SignedUrls
 from twinkle.server.silent_sessions import SilentSessions
-from twinkle.server.state import Store
+from twinkle.server.state import SAMPLING_SESSION_ROWS, SESSION_ROWS, Store
 from twinkle.server.templates import Templates
 from twinkle.server.tenant_turns import TenantTurns
 from twinkle.server.tenants import Tenants
@@ -63,6 +64,7 @@ from twinkle.server.wire.sampling import Encode
 logger = logging.getLogger(__name__)
 
 _ACKNOWLEDGED_AT_ONCE = 512
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,25 @@ class Gateway:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
-        most = self.tenants.limits(session.tenant_id).sessions
+        limits = self.tenants.limits(session.tenant_id)
         return await self.silent_sessions.with_session_room(
-            session.tenant_id, lambda: self.store.sessions.create(session, idempotency_key, most)
+            session.tenant_id,
+            lambda: self.with_row_room(
+                session.tenant_id,
+                lambda: self.store.sessions.create(session, idempotency_key, limits.sessions, limits.session_rows),
+            ),
         )
+
+    async def with_row_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``create`` does; where a tenant has too many rows on record, after the oldest made room."""
+        try:
+            return await create()
+        except QuotaError as error:
+            if error.key not in (SESSION_ROWS, SAMPLING_SESSION_ROWS):
+                raise
+            if not await self.store.retention.make_room(tenant_id, time.time()):
+                raise
+        return await create()
 
     async def session(self, session_id: str, tenant_id: str) -> SessionRecord:
         record = await self.store.sessions.get(session_id)
@@ -325,7 +342,9 @@ class Gateway:
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
         await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
-        request_id = await self.silent_sessions.with_adapter_room(run, lambda: training.create(run, op))
+        request_id = await self.silent_sessions.with_adapter_room(
+            run, lambda: self.with_row_room(run.tenant_id, lambda: training.create(run, op))
+        )
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
             await self.park(run, f"session {session.session_id} {session.state}")
@@ -392,7 +411,8 @@ class Gateway:
         else:
             raise InvalidInputError("base_model", None, "base_model or model_path")
         self.sampler_of(record)
-        made = await self.store.sampling_sessions.create(record)
+        most = self.tenants.limits(tenant_id).sampling_session_rows
+        made = await self.with_row_room(tenant_id, lambda: self.store.sampling_sessions.create(record, most_rows=most))
         if (made.version_id, made.model_name) != (record.version_id, record.model_name):
             raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
         return made
@@ -514,3 +534,6 @@ class Gateway:
             await self.store.sampling_sessions.delete(sampling.sampling_session_id)
             await self._release(sampling)
         await self.checkpoint_actions.delete_expired(now)
+        forgotten = await self.store.retention.delete_ended(now - limits.ended_session_retention_seconds)
+        if forgotten:
+            logger.info("%d rows of sessions that ended long ago were deleted", forgotten)

@@ -191,8 +191,10 @@ class ModelService:
             self._runner.adapter_memory.check()
             self._guard.check(op.price.held_bytes + self._runner.adapter_memory.growth(run.spec))
         with self._recorder.journalling(op):
-            most = self._tenants.limits(run.tenant_id).adapters
-            accepted = await self._store.ops.accept_run(run, op, op.digest, time.time(), most)
+            limits = self._tenants.limits(run.tenant_id)
+            accepted = await self._store.ops.accept_run(
+                run, op, op.digest, time.time(), limits.adapters, limits.session_rows
+            )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
             used = f"model_seq_id {run.number} was used"

@@ -56,7 +56,7 @@ class SilentSessions:
         )
 
     async def with_session_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``create`` does; at the tenant's limit of sessions, after silent ones were ended."""
+        """Return what ``create`` does; at the tenant's limit of active sessions, after silent ones were ended."""
         return await self._with_room(
             tenant_id,
             "max_sessions_per_tenant",

@@ -18,6 +18,8 @@ class TenantLimits:
 
     sessions: int = 1000
     adapters: int = 30
+    session_rows: int = 5000  # sessions on record, ended or not; and as many runs
+    sampling_session_rows: int = 20_000
     queued_ops: int = 1024
     queued_bytes: int = 2**30  # of their bodies
     waiting_samples: int = 4096

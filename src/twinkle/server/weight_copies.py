@@ -79,7 +79,9 @@ async def _new_session(
         project_id=wanted.destination_project_id,
         finish_reason="success",
     )
-    made = await gateway.store.sessions.create(session, None if idempotency_key is None else f"copy:{idempotency_key}")
+    key = None if idempotency_key is None else f"copy:{idempotency_key}"
+    rows = gateway.tenants.limits(tenant_id).session_rows
+    made = await gateway.with_row_room(tenant_id, lambda: gateway.store.sessions.create(session, key, most_rows=rows))
     if (made.display_name, made.project_id) != (session.display_name, session.project_id):
         raise InvalidInputError("X-Idempotency-Key header", idempotency_key, "another key for another copy")
     return made

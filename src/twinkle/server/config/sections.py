@@ -209,6 +209,15 @@ class LimitsConfig(BaseModel):
     )
     max_sessions_per_tenant: Count = Field(default=1000, description="Sessions that are active.")
     max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")
+    max_session_rows_per_tenant: Count = Field(
+        default=5000,
+        description="Sessions on record, active or ended, and as many training runs. Where there are as many, the "
+        "oldest that ended and have no checkpoints make room.",
+    )
+    max_sampling_session_rows_per_tenant: Count = Field(
+        default=20_000,
+        description="Sampling sessions on record. Where there are as many, the oldest of ended sessions make room.",
+    )
     max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that wait to run.")
     max_queued_bytes_per_tenant: Count = Field(
         default=2**30, description="Request bodies of those ops: they wait in memory."
@@ -307,6 +316,11 @@ class LimitsConfig(BaseModel):
     )
     sampler_version_retention_seconds: Seconds = Field(
         default=_DAY, description="How long an unnamed sampler version is kept after its session ended."
+    )
+    ended_session_retention_seconds: Seconds = Field(
+        default=30 * _DAY,
+        description="How long a session that ended stays on record with its runs, curves and sampling sessions. Runs "
+        "that have checkpoints stay as long as those do.",
     )
     audit_retention_seconds: Seconds = Field(
         default=90 * _DAY, description="How long the audit log is kept; of one tenant at most 100,000 entries are."

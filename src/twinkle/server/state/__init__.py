@@ -18,16 +18,19 @@ from twinkle.server.state.keys import KeyRecord, Keys
 from twinkle.server.state.leases import Claim, Leases
 from twinkle.server.state.operator_requests import EVICT, OperatorRequest, OperatorRequests
 from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
+from twinkle.server.state.retention import Retention
 from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs, RunState
-from twinkle.server.state.sampling import SamplingSessions
-from twinkle.server.state.sessions import Sessions
+from twinkle.server.state.sampling import SAMPLING_SESSION_ROWS, SamplingSessions
+from twinkle.server.state.sessions import SESSION_ROWS, Sessions
 from twinkle.server.state.snapshots import Snapshots
 from twinkle.server.state.store import Store
 from twinkle.server.state.usage import DailyUsage, UsageRecords
 
 __all__ = [
     "EVICT",
+    "SAMPLING_SESSION_ROWS",
+    "SESSION_ROWS",
     "Accepted",
     "AcceptedRun",
     "Audit",
@@ -49,6 +52,7 @@ __all__ = [
     "Ops",
     "Page",
     "Pruned",
+    "Retention",
     "RunMetrics",
     "RunState",
     "Runs",

@@ -135,27 +135,33 @@ class Ops:
         return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
 
     async def accept_run(
-        self, run: RunRecord, op: Op, digest: bytes, now: float, most: int | None = None
+        self,
+        run: RunRecord,
+        op: Op,
+        digest: bytes,
+        now: float,
+        most: int | None = None,
+        most_rows: int | None = None,
     ) -> AcceptedRun:
         """A run and the op that creates its adapter, both or neither; or those that its session has already.
 
-        ``most``: live runs of a tenant, counted here, where all processes of a server meet.
+        ``most``: live runs of a tenant, counted here, where all processes of a server meet; ``most_rows``: of all that
+        are on record. Where there are as many, QuotaError.
         """
         assert op.adapter_id == run.run_id
 
-        def work(cursor: Cursor) -> AcceptedRun | None:
-            recorded = insert_run(cursor, run, most)
-            if recorded is None:
-                return None  # an error here would have the transaction, which others share, done again
+        def work(cursor: Cursor) -> AcceptedRun | QuotaError:
+            recorded = insert_run(cursor, run, most, most_rows)
+            if isinstance(recorded, QuotaError):
+                return recorded  # raised here it would have the transaction, which others share, done again
             if recorded is run:
                 return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
             row = cursor.row(_GET, {"adapter": recorded.run_id, "number": op.seq})
             return AcceptedRun(recorded, None if row is None else _record(row), created=False)
 
         accepted = await self._database.write(work)
-        if accepted is None:
-            assert most is not None
-            raise QuotaError("adapters", most, most, "max_adapters_per_tenant")
+        if isinstance(accepted, QuotaError):
+            raise accepted
         return accepted
 
     async def record_outcomes(self, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:

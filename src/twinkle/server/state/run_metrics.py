@@ -1,7 +1,8 @@
 """Curves of runs: a point for every optimizer step, and for whatever a client logged.
 
 Each run keeps a bounded number of points. Beyond it every second one of the older half goes: what happened long ago is
-known less finely, what happens now as it is.
+known less finely, what happens now as it is. A tenant keeps a bounded number, too: beyond it the curves of its runs
+that are not live go, those of the longest idle run first.
 """
 
 import json
@@ -15,9 +16,10 @@ from twinkle.server.metric_points import MeasuredStep, MetricPoint
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.tables import RUN_METRIC_NAMES, RUN_METRICS, RUNS
 
-__all__ = ["MAX_NAMES", "MAX_POINTS", "RunMetrics"]
+__all__ = ["MAX_NAMES", "MAX_POINTS", "MAX_POINTS_OF_TENANT", "RunMetrics"]
 
 MAX_POINTS = 4096  # of one run
+MAX_POINTS_OF_TENANT = 200_000  # more than as many live runs as a tenant may have by default keep
 MAX_NAMES = 64  # that a client may give to values of one run
 _THIN_EVERY = 256  # points: how often the number of points is looked at
 
@@ -38,6 +40,20 @@ _SINCE = (
 )
 _NUMBERS = select(RUN_METRICS.c.number).where(_OF_RUN).order_by(RUN_METRICS.c.number)
 _DELETE = delete(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.number == bindparam("number_"))
+_TENANT = select(RUNS.c.tenant_id).where(RUNS.c.run_id == bindparam("run"))
+_COUNT_OF_TENANT = (
+    select(func.count())
+    .select_from(RUN_METRICS.join(RUNS, RUNS.c.run_id == RUN_METRICS.c.run_id))
+    .where(RUNS.c.tenant_id == bindparam("tenant_id"))
+)
+_IDLE_RUNS = (
+    select(RUN_METRICS.c.run_id, func.count().label("points"))
+    .join(RUNS, RUNS.c.run_id == RUN_METRICS.c.run_id)
+    .where(RUNS.c.tenant_id == bindparam("tenant_id"), RUNS.c.state != "live", RUNS.c.run_id != bindparam("run"))
+    .group_by(RUN_METRICS.c.run_id, RUNS.c.last_request_at)
+    .order_by(RUNS.c.last_request_at)
+)
+_DELETE_ALL = delete(RUN_METRICS).where(_OF_RUN)
 _NAMES = select(RUN_METRIC_NAMES.c.name).where(_NAMES_OF_RUN)
 _INSERT_NAME = insert(RUN_METRIC_NAMES)
 
@@ -102,6 +118,7 @@ def _add(cursor: Cursor, run_id: str, point: MetricPoint, seq: int | None) -> No
     cursor.execute(_INSERT, row | {"metrics": json.dumps(dict(point.values), allow_nan=False)})
     if point.number % _THIN_EVERY == 0:
         _thin(cursor, run_id)
+        _drop_curves_of_idle_runs(cursor, run_id)
 
 
 def _thin(cursor: Cursor, run_id: str) -> None:
@@ -111,6 +128,20 @@ def _thin(cursor: Cursor, run_id: str) -> None:
     last = cursor.row(_LAST_STEP, {"run": run_id})  # steps are counted on from it
     gone = [n for n in numbers[1 : len(numbers) // 2 : 2] if last is None or n != last["number"]]
     cursor.execute_many(_DELETE, [{"run": run_id, "number_": number} for number in gone])
+
+
+def _drop_curves_of_idle_runs(cursor: Cursor, run_id: str) -> None:
+    """Keep the tenant of this run within what a tenant may have."""
+    row = cursor.row(_TENANT, {"run": run_id})
+    assert row is not None, "a point has a run"
+    excess = cursor.number(_COUNT_OF_TENANT, {"tenant_id": row["tenant_id"]}) - MAX_POINTS_OF_TENANT
+    if excess <= 0:
+        return
+    for idle in cursor.rows(_IDLE_RUNS, {"tenant_id": row["tenant_id"], "run": run_id}):
+        if excess <= 0:
+            break
+        cursor.execute(_DELETE_ALL, {"run": idle["run_id"]})
+        excess -= idle["points"]
 
 
 def _admit_names(cursor: Cursor, run_id: str, values: Mapping[str, float]) -> None:

@@ -7,8 +7,10 @@ from typing import Literal
 
 from sqlalchemy import bindparam, func, insert, select, update
 
+from twinkle.errors import QuotaError
 from twinkle.model.types import LoraSpec
 from twinkle.server.state.database import Cursor, Database, Page, Row
+from twinkle.server.state.sessions import SESSION_ROWS
 from twinkle.server.state.tables import RUNS, SESSIONS
 from twinkle.server.types import RunRecord
 
@@ -16,6 +18,9 @@ __all__ = ["RunState", "Runs", "insert_run"]
 
 RunState = Literal["live", "failed", "parked"]
 
+_DELETE_CHECKPOINTS = (
+    "runs of sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
+)
 _OF_ID = RUNS.c.run_id == bindparam("id")
 _OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")
 _OF_PROJECT = RUNS.c.session_id.in_(
@@ -78,7 +83,7 @@ class Runs:
     async def add(self, run: RunRecord) -> RunRecord:
         """The run, or the one with this number that its session has already."""
         made = await self._database.write(lambda cursor: insert_run(cursor, run))
-        assert made is not None, "without a limit there is room"
+        assert isinstance(made, RunRecord), "without a limit there is room"
         return made
 
     async def get(self, run_id: str) -> RunRecord | None:
@@ -144,16 +149,22 @@ class Runs:
         await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, times))
 
 
-def insert_run(cursor: Cursor, run: RunRecord, most: int | None = None) -> RunRecord | None:
+def insert_run(
+    cursor: Cursor, run: RunRecord, most: int | None = None, most_rows: int | None = None
+) -> RunRecord | QuotaError:
     """Inside a write: the run, or the one with this number that its session has already.
 
-    None: the tenant has ``most`` live ones. Those of a session that has ended do not count: they are being parked.
+    QuotaError: the tenant has ``most`` live ones, or ``most_rows`` on record. Live ones of a session that has ended do
+    not count: they are being parked.
     """
     row = cursor.row(_BY_NUMBER, {"session_id": run.session_id, "number": run.number})
     if row is not None:
         return _run(row)
-    if most is not None and cursor.number(_COUNT_LIVE, {"tenant_id": run.tenant_id}) >= most:
-        return None
+    tenant = {"tenant_id": run.tenant_id}
+    if most is not None and cursor.number(_COUNT_LIVE, tenant) >= most:
+        return QuotaError("adapters", most, most, "max_adapters_per_tenant")
+    if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
+        return QuotaError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
     cursor.execute(_INSERT, _row(run))
     return run
 

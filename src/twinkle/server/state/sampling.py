@@ -4,15 +4,22 @@ from dataclasses import asdict
 
 from sqlalchemy import bindparam, delete, func, insert, select, update
 
+from twinkle.errors import QuotaError
 from twinkle.server.state.database import Cursor, Database
 from twinkle.server.state.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
 from twinkle.server.state.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
-__all__ = ["SamplingSessions"]
+__all__ = ["SAMPLING_SESSION_ROWS", "SamplingSessions"]
+
+SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
+_END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
 
 _OF_SESSION = SAMPLING_SESSIONS.c.session_id == bindparam("session_id")
 
+_COUNT = (
+    select(func.count()).select_from(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant_id"))
+)
 _INSERT = insert(SAMPLING_SESSIONS)
 _GET = select(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
 _BY_NUMBER = select(SAMPLING_SESSIONS).where(_OF_SESSION, SAMPLING_SESSIONS.c.number == bindparam("number"))
@@ -68,21 +75,31 @@ class SamplingSessions:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, sampling: SamplingSessionRecord, most_bytes: int | None = None) -> SamplingSessionRecord:
+    async def create(
+        self, sampling: SamplingSessionRecord, most_bytes: int | None = None, most_rows: int | None = None
+    ) -> SamplingSessionRecord:
         """The sampling session, or the one with this number that its session has already.
 
-        ``most_bytes``: of all files of the tenant.
+        ``most_bytes``: of all files of the tenant. ``most_rows``: of its sampling sessions on record; where there are
+        as many, QuotaError.
         """
 
-        def work(cursor: Cursor) -> SamplingSessionRecord:
+        def work(cursor: Cursor) -> SamplingSessionRecord | QuotaError:
             row = cursor.row(_BY_NUMBER, {"session_id": sampling.session_id, "number": sampling.number})
             if row is not None:
                 return SamplingSessionRecord(**row)
+            if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
+                return QuotaError(  # raised here it would have the transaction, which others share, done again
+                    "sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS
+                )
             cursor.execute(_INSERT, asdict(sampling))
             check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
             return sampling
 
-        return await self._database.write(work)
+        made = await self._database.write(work)
+        if isinstance(made, QuotaError):
+            raise made
+        return made
 
     async def active(self) -> int:
         """How many belong to active sessions."""

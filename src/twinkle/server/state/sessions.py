@@ -12,8 +12,12 @@ from twinkle.server.state.database import Cursor, Database, Page, Row
 from twinkle.server.state.tables import SESSIONS
 from twinkle.server.types import FinishReason, SessionRecord
 
-__all__ = ["Sessions"]
+__all__ = ["SESSION_ROWS", "Sessions"]
 
+SESSION_ROWS = "max_session_rows_per_tenant"
+_DELETE_CHECKPOINTS = (
+    "sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
+)
 _END_OF_TIME = 1e18  # seconds
 
 _OF_TENANT = SESSIONS.c.tenant_id == bindparam("tenant_id")
@@ -71,29 +75,37 @@ class Sessions:
         self._database = database
 
     async def create(
-        self, session: SessionRecord, idempotency_key: str | None = None, most: int | None = None
+        self,
+        session: SessionRecord,
+        idempotency_key: str | None = None,
+        most: int | None = None,
+        most_rows: int | None = None,
     ) -> SessionRecord:
         """The session, or the one that this tenant created with the same key before.
 
-        ``most``: active sessions of the tenant; where there are as many, QuotaError.
+        ``most``: active sessions of the tenant, ``most_rows``: all that are on record; where there are as many,
+        QuotaError.
         """
 
-        def work(cursor: Cursor) -> SessionRecord | None:
+        def work(cursor: Cursor) -> SessionRecord | QuotaError:
             if idempotency_key is not None:
                 row = cursor.row(_BY_KEY, {"tenant_id": session.tenant_id, "idempotency_key": idempotency_key})
                 if row is not None:
                     return _session(row)
-            if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, {"tenant_id": session.tenant_id}) >= most:
-                return None  # an error here would have the transaction, which others share, done again
+            tenant = {"tenant_id": session.tenant_id}
+            # Errors are returned: raised here they would have the transaction, which others share, done again.
+            if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, tenant) >= most:
+                return QuotaError("active sessions", most, most, "max_sessions_per_tenant")
+            if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
+                return QuotaError("sessions on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
             cursor.execute(_INSERT, _row(session) | {"idempotency_key": idempotency_key})
             details = {"session_id": session.session_id, "project_id": session.project_id}
             add_entry(cursor, session.tenant_id, "session_create", session.created_at, details)
             return session
 
         made = await self._database.write(work)
-        if made is None:
-            assert most is not None
-            raise QuotaError("active sessions", most, most, "max_sessions_per_tenant")
+        if isinstance(made, QuotaError):
+            raise made
         return made
 
     async def get(self, session_id: str) -> SessionRecord | None:

@@ -29,6 +29,7 @@ from twinkle.server.state.leases import Leases
 from twinkle.server.state.migrations import migrate, needs_migration
 from twinkle.server.state.operator_requests import OperatorRequests
 from twinkle.server.state.ops import Ops
+from twinkle.server.state.retention import Retention
 from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs
 from twinkle.server.state.sampling import SamplingSessions
@@ -92,6 +93,7 @@ class Store:
         self.usage = UsageRecords(self._database)
         self.operator_requests = OperatorRequests(self._database)
         self.audit = Audit(self._database)
+        self.retention = Retention(self._database)
 
     @classmethod
     async def open(

@@ -20,7 +20,9 @@ MAX_STOPS = 256
 MAX_STOP_LENGTH = 1024  # characters: as much text is looked through after every token
 _MAX_TTL = 3653 * 86400  # ten years, in seconds
 _MAX_METADATA_ENTRIES = 256
-_MAX_METADATA_BYTES = 65_536  # as JSON
+_MAX_METADATA_BYTES = 16_384  # as JSON
+_MAX_TAGS = 100
+_MAX_TAGS_BYTES = 8192  # as JSON
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_PATH = 256  # characters of it in an error
 
@@ -41,6 +43,12 @@ def _small(metadata: dict[str, Any]) -> dict[str, Any]:
     if "\\u0000" in encoded:
         raise ValueError("allowed: text without NUL characters")
     return metadata
+
+
+def _small_tags(tags: list[str]) -> list[str]:
+    if len(tags) > _MAX_TAGS or len(json.dumps(tags)) > _MAX_TAGS_BYTES:
+        raise ValueError(f"allowed: {_MAX_TAGS} tags, {_MAX_TAGS_BYTES} bytes of JSON in all")
+    return tags
 
 
 def _checkpoint_name(name: str) -> str:
@@ -66,6 +74,8 @@ def _stops(value: object) -> object:
 
 Text = Annotated[str, AfterValidator(_storable), Field(max_length=4096)]
 LongText = Annotated[str, AfterValidator(_storable), Field(max_length=65_536)]
+Label = Annotated[str, AfterValidator(_storable), Field(max_length=256)]  # what is stored with every session or run
+Tags = Annotated[list[Label], AfterValidator(_small_tags)]
 Id = Annotated[str, AfterValidator(_storable), Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 SequenceNumber = Annotated[int, Field(ge=1, lt=2**63)]

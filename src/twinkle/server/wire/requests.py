@@ -8,7 +8,7 @@ train or sample otherwise than asked. Those about samples are in :mod:`twinkle.s
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.model.adam_params import check_adam_params
@@ -28,6 +28,7 @@ from twinkle.server.wire.fields import (
     AnyMetadata,
     CheckpointName,
     Id,
+    Label,
     LongText,
     Metadata,
     Number,
@@ -35,11 +36,13 @@ from twinkle.server.wire.fields import (
     Request,
     Seed,
     SequenceNumber,
+    Tags,
     Text,
     TimeToLive,
     parse,
 )
 
+_KEPT_DETAIL = 4096  # characters
 MAX_TELEMETRY_BYTES = 4 * 2**20
 
 
@@ -53,11 +56,11 @@ class ClientConfigRequest(Request):
 
 
 class CreateSessionRequest(Request):
-    tags: Annotated[list[Text], Field(default_factory=list, max_length=100)]
+    tags: Annotated[Tags, Field(default_factory=list)]
     user_metadata: AnyMetadata | None = None
-    sdk_version: Text = ""
-    project_id: Text | None = None
-    display_name: Text | None = None
+    sdk_version: Label = ""
+    project_id: Label | None = None
+    display_name: Annotated[Text, Field(max_length=1024)] | None = None
     type: Literal["create_session"] = "create_session"
 
 
@@ -66,13 +69,18 @@ class SessionHeartbeatRequest(Request):
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
+def _beginning(text: str) -> str:
+    """Return as much of a text as is kept with a session."""
+    return text if len(text) <= _KEPT_DETAIL else text[: _KEPT_DETAIL - 1] + "…"
+
+
 class FinishReason(Request):
     type: Literal["success", "errored", "interrupted"]
 
 
 class FinishSessionRequest(Request):
     reason: FinishReason
-    detail: LongText | None = None
+    detail: Annotated[LongText, AfterValidator(_beginning)] | None = None  # often a whole traceback
 
 
 class GetInfoRequest(Request):

@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field
 
 from twinkle.server.types import FinishReason
-from twinkle.server.wire.fields import Id, Metadata, Request, Text
+from twinkle.server.wire.fields import Id, Label, Metadata, Request, Text
 
 
 class AssignProjectRequest(Request):
-    project_id: Annotated[Text, Field(min_length=1)]
+    project_id: Annotated[Label, Field(min_length=1)]
 
 
 class Owner(Request):
