@@ -149,6 +149,46 @@ def a_refused_step_drops_its_gradient(tenant):
 
 
 @story
+def a_step_with_wrong_parameters_keeps_its_gradient(tenant):
+    """Two of them, so that the restart repeats one and a new one follows."""
+    model = tenant.model()
+    results(tenant, train(tenant, model, "fb"))
+    for seq, wrong in enumerate([{"learning_rate": -1.0}, {"beta1": 1.5}, {"eps": -1.0}, {"grad_clip_norm": -1.0}], 2):
+        assert next(iter(wrong)) in tenant.error(tenant.optim_step(model, seq, **wrong))
+    yield
+    assert "beta2" in tenant.error(tenant.optim_step(model, 6, beta2=-1.0))
+    again = results(tenant, train(tenant, model, "os fb", first=7))
+    assert again == undisturbed(tenant, "fb fwd fwd fwd fwd fwd os fb")[6:]
+
+
+@story
+def many_forward_passes(tenant):
+    """They are not run again, and their numbers are no gap."""
+    kinds = "fb os " + "fwd " * 20 + "fb " + "fwd " * 20
+    model = tenant.model()
+    requests = train(tenant, model, kinds)
+    delivered = results(tenant, requests)
+    yield
+    more = train(tenant, model, "fwd os fb", first=44)
+    assert results(tenant, requests) == delivered
+    assert results(tenant, more) == undisturbed(tenant, f"{kinds} fwd os fb")[43:]
+
+
+@story
+def a_gap_among_forward_passes(tenant):
+    """A number that never came is told from those that were answered."""
+    model = tenant.model()
+    requests = train(tenant, model, "fb fwd - fwd fwd")
+    yield GAP
+    assert b"number 3 did not arrive" in results(tenant, requests)[2]
+    yield
+    assert "forward_backward 3 " in tenant.error(train(tenant, model, "os", first=6)[0])
+    again = results(tenant, train(tenant, model, "fb os", first=7))
+    assert tenant.json(f"{model}:8")["metrics"]["unclipped_grad_l2:mean"] > 0
+    assert len(again) == 2
+
+
+@story
 def a_failed_forward_spoils_nothing(tenant):
     model = tenant.model()
     requests = [*train(tenant, model, "fb"), tenant.forward_backward(model, 2, loss="nonsense", forward_only=True)]

@@ -14,7 +14,7 @@ from twinkle.server.scheduler import (
     Ticket,
     TooLate,
 )
-from twinkle.server.scheduler_sequence import REMEMBERED_DIGESTS
+from twinkle.server.scheduler_sequence import REMEMBERED_DIGESTS, Passed
 from twinkle.server.types import OpKind
 
 FORWARD, BACKWARD, OPTIM = OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP
@@ -212,6 +212,54 @@ def test_a_gap_is_given_up_only_when_nothing_runs():
     scheduler.finish(batch.tickets[0], failed=False)
     assert [each.ticket.seq for each in scheduler.refusals(1000.0)] == [2]
     assert scheduler.position("a") == Position(2, 1)
+
+
+def test_numbers_that_ended_before_a_restart_are_passed_over():
+    scheduler = Scheduler(100)
+    passed = [Passed(3, 9_999, given_up=False), Passed(10_001, 10_001, given_up=True)]
+    scheduler.add_adapter("a", "tenant", next_seq=2, passed=passed, owed=[2, 10_000, 10_002])
+    submit(scheduler, "a", [BACKWARD, OPTIM], first=10_003)  # new, while the replay has not brought anything yet
+    assert scheduler.refusals(1e9) == []  # what is owed is no gap
+
+    submit(scheduler, "a", [BACKWARD], first=2)
+    assert run(scheduler) == ["a:2"]
+    assert scheduler.position("a") == Position(9_999, None)
+    submit(scheduler, "a", [OPTIM], first=10_000)
+    assert run(scheduler) == ["a:10000"]
+    submit(scheduler, "a", [FORWARD], first=10_002)
+    assert run(scheduler) == ["a:10002"]
+    assert run(scheduler) == ["a:10003"]
+    (refusal,) = scheduler.refusals(0.0)  # the window of the number that never arrived
+    assert refusal.ticket.seq == 10_004
+    assert "10001 before it failed or never arrived" in refusal.message
+
+
+def test_a_gap_says_what_it_costs():
+    scheduler = one_adapter()
+    submit(scheduler, "a", [BACKWARD, OPTIM, BACKWARD], first=1)
+    messages = [each.message for each in scheduler.refusals(360.0)]
+    assert all("number 0 did not arrive within 360 s" in message for message in messages)
+    assert ["gradient since the last optim_step is dropped" in each for each in messages] == [False, True, False]
+    assert ["optim_step that follows will be refused" in each for each in messages] == [True, False, True]
+
+
+@pytest.mark.parametrize("verb", ["step", "clip_grad_and_step"])
+def test_a_native_step_after_a_gap_is_refused_and_after_a_failed_pass_runs(verb):
+    def native(seq: int, kind: OpKind, verb: str) -> Ticket:
+        return Ticket("a", seq, kind, 1, b"", native_verb=verb)
+
+    scheduler = one_adapter()
+    scheduler.submit(native(0, BACKWARD, "forward_backward"), now=0.0)
+    scheduler.submit(native(1, OpKind.VERB, verb), now=0.0)
+    run(scheduler, fail=frozenset({"a:0"}))
+    assert run(scheduler) == ["a:1"]  # the client heard of the failure and goes on
+    scheduler.submit(native(3, BACKWARD, "forward_backward"), now=0.0)
+    assert [each.ticket.seq for each in scheduler.refusals(360.0)] == [3]
+    scheduler.submit(native(4, OpKind.VERB, "lr_step"), now=400.0)
+    scheduler.submit(native(5, OpKind.VERB, verb), now=400.0)
+    assert run(scheduler) == ["a:4"]
+    (refusal,) = scheduler.refusals(400.0)
+    assert (refusal.ticket.seq, refusal.drops_gradient) == (5, True)
 
 
 # --- repeated requests ------------------------------------------------------------------------------------------------

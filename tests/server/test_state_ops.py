@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+from dataclasses import replace
 
 import pytest
 from state_samples import accept, begin, digest, integrity_error, op, opened, run, session, with_store
@@ -190,6 +191,48 @@ def test_segments_are_deleted_when_nobody_needs_them(tmp_path):
             await store.ops.body(await store.ops.get(ADAPTER, 12))
 
     with_store(tmp_path, check, segment_bytes=110)
+
+
+def test_an_answered_forward_pass_is_never_replayed_and_its_body_goes(tmp_path):
+    native = "session_" + "0" * 32 + "-default"
+
+    async def check(store: Store):
+        await begin(store)
+        await store.runs.add(replace(run(2), run_id=native))
+        for adapter in (ADAPTER, native):
+            for seq, kind in enumerate([OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.FORWARD], 1):
+                await accept(store, replace(op(seq, bytes(900), kind=kind), adapter_id=adapter))
+            await store.ops.record_outcomes([(adapter, seq, done()) for seq in (1, 2, 3)], now=5.0)
+        # A native forward pass leaves something behind; one without an outcome still has to run.
+        assert [record.seq for record in await store.ops.since(native, 0)] == [1, 2, 3, 4]
+        assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == [2, 4]
+        assert await store.ops.final_since(ADAPTER, 0) == [1, 3]
+        assert await store.ops.final_since(ADAPTER, 1) == [3]
+        pruned = await store.ops.prune(6.0, delivered_seconds=100.0, finished_seconds=100.0)
+        assert (pruned.rows, pruned.body_segments) == (0, 2)  # 1 and 3 of ADAPTER
+        assert pruned.freed_bytes == 2 * 916
+        assert await store.ops.bytes_by_tenant() == {run(1).tenant_id: 6 * 900 + 6 * 2}
+
+    with_store(tmp_path, check, segment_bytes=900)
+
+
+def test_a_snapshot_covers_forward_passes_without_being_written_again(tmp_path):
+    async def check(store: Store):
+        await begin(store)
+        kinds = [OpKind.FORWARD_BACKWARD, *[OpKind.FORWARD] * 3]
+        for seq, kind in enumerate(kinds, 1):
+            await accept(store, op(seq, kind=kind))
+        await store.ops.record_outcomes([(ADAPTER, seq, done()) for seq in (1, 2, 3)], now=5.0)
+        assert not await store.snapshots.advance(ADAPTER, 3, None)  # there is none
+        await store.snapshots.set(SnapshotRecord(ADAPTER, 0, "d", None, 3.0))
+        assert not await store.snapshots.advance(ADAPTER, 3, None)  # 1 changed the adapter
+        await store.snapshots.set(SnapshotRecord(ADAPTER, 1, "d", None, 3.0))
+        assert not await store.snapshots.advance(ADAPTER, 4, None)  # 4 has not ended
+        assert await store.snapshots.advance(ADAPTER, 3, 2)
+        assert await store.snapshots.get(ADAPTER) == SnapshotRecord(ADAPTER, 3, "d", 2, 3.0)
+        assert [record.seq for record in await store.ops.since(ADAPTER, 3)] == [4]
+
+    with_store(tmp_path, check)
 
 
 def test_pruning_while_ops_arrive_never_loses_a_body(tmp_path):

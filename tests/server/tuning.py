@@ -1,10 +1,13 @@
 """Constants of a server that tests change: they cannot wait six minutes for a gap to be given up."""
 
 import itertools
+import os
+import signal
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server import embedded, signed_urls, snapshots
 from twinkle.server.mock import MockSampler, MockTrainer
 from twinkle.server.scheduler import Batch, Scheduler
@@ -48,6 +51,27 @@ def _give_up_gaps_after(seconds: float) -> None:
     Scheduler.__init__ = init  # type: ignore[method-assign]
 
 
+def _die_of_token(token: float) -> None:
+    """A pass with this token kills its process: what a request does that needs more memory than there is."""
+    run = MockTrainer._pass
+
+    def die_or_run(self: MockTrainer, item: TrainItem, train: bool) -> TrainResult:
+        if any(token in datum.tokens for datum in item.data):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(self, item, train)
+
+    MockTrainer._pass = die_or_run  # type: ignore[method-assign]
+
+
+def _die_of_saving(_number: float) -> None:
+    """Saving a checkpoint kills the process."""
+
+    def die(self: MockTrainer, *_arguments: Any, **_options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    MockTrainer.prepare_save = die  # type: ignore[method-assign]
+
+
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
     "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
@@ -59,6 +83,8 @@ TUNING: dict[str, Callable[[float], None]] = {
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "full_at": fill_disk_at,
     "bug": _break_in_batch,
+    "poison": _die_of_token,
+    "poison_save": _die_of_saving,
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 

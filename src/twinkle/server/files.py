@@ -2,6 +2,7 @@
 
 state.db, secret, lock                   the database and what guards it
 journal/                                 bodies and outcomes of ops
+running/                                 which ops run now, a file for each model service
 snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
 checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
 samplers/<session>-<run>-<seq>/          unnamed sampler versions, by op <seq> of the session's run <run>

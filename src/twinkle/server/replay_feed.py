@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 16  # decoded ops of one adapter: the chunks of a call run in one batch
 _RETRY_SECONDS = 5.0
-_MOST_BYTES = 256 * 2**20  # of all decoded ops; one that is larger is decoded alone
+_MOST_BYTES = 64 * 2**20  # of all decoded ops; one that is larger is decoded alone
 
 
 class Runner(Protocol):

@@ -1,0 +1,98 @@
+"""What ran when a process died: the notes on disk, and who is blamed."""
+
+import asyncio
+from pathlib import Path
+
+from twinkle.server.running_ops import RunningOps
+
+
+def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool = False) -> None:
+    """Leave the notes of a process that ran batches, of which the first ``ended`` came to an end, and died."""
+
+    async def work() -> bytes:
+        running = RunningOps(path)
+        for number, batch in enumerate(batches):
+            block = running.noted(batch)
+            await block.__aenter__()
+            if number < ended:
+                await block.__aexit__(None, None, None)
+        if told_to_end:
+            running.stopping()
+        return path.read_bytes()
+
+    left = asyncio.run(work())
+    path.write_bytes(left)  # a loop that ends in order ends the blocks, too
+
+
+def deaths(path: Path, *request_ids: str) -> list[int]:
+    async def work() -> list[int]:
+        running = RunningOps(path)
+        return [running.deaths(each) for each in request_ids]
+
+    return asyncio.run(work())
+
+
+def test_only_what_ran_is_suspected(tmp_path):
+    path = tmp_path / "running" / "mock"
+    died_in(path, ["a:1", "b:1"], ["a:2", "b:2"], ended=1)
+    assert deaths(path, "a:1", "b:1", "a:2", "b:2") == [0, 0, 1, 1]
+
+
+def test_the_second_death_names_the_culprit_alone(tmp_path):
+    path = tmp_path / "mock"
+    died_in(path, ["a:1", "b:1"])
+    died_in(path, ["a:1"], ["b:1"], ended=1)  # as suspects they run one after another
+    assert deaths(path, "a:1", "b:1") == [0, 2]
+
+
+def test_who_was_told_to_end_died_of_nothing(tmp_path):
+    path = tmp_path / "mock"
+    died_in(path, ["a:1"], told_to_end=True)
+    assert deaths(path, "a:1") == [0]
+
+
+def test_a_line_that_was_cut_short_is_a_batch_that_never_began(tmp_path):
+    path = tmp_path / "mock"
+    path.write_text("d c:1 1\n+ 1 a:1\n- 1\n+ 2 b:1 b:")
+    assert deaths(path, "a:1", "b:1", "c:1") == [0, 0, 1]
+
+
+def test_decoding_leaves_a_suspect(tmp_path):
+    path = tmp_path / "mock"
+    died_in(path, ["a:1"])
+
+    async def work() -> None:
+        running = RunningOps(path)
+        async with running.noted(["a:1"], decoding=True):
+            pass
+        assert running.deaths("a:1") == 1
+
+    asyncio.run(work())
+    assert deaths(path, "a:1") == [1]
+
+
+def test_suspects_are_alone_in_a_batch(tmp_path):
+    path = tmp_path / "mock"
+    died_in(path, ["b:1", "b:2"])
+
+    async def work() -> list[list[str]]:
+        batch = ["a:1", "b:1", "b:2", "c:1", "c:2"]
+        return [batch[part] for part in RunningOps(path).apart(batch)]
+
+    assert asyncio.run(work()) == [["a:1"], ["b:1"], ["b:2"], ["c:1", "c:2"]]
+
+
+def test_the_file_stays_small(tmp_path):
+    path = tmp_path / "mock"
+
+    async def work() -> None:
+        running = RunningOps(path)
+        async with running.noted(["slow:1"]):
+            for number in range(20_000):
+                async with running.noted([f"a-rather-long-name-of-an-adapter:train:0:{number}"] * 4):
+                    pass
+            assert path.stat().st_size < 2**21
+        running.close()
+
+    asyncio.run(work())
+    assert path.stat().st_size == 0
