@@ -161,6 +161,7 @@ class ModelService:
         adapter = self._adapters.get(op.adapter_id)
         if adapter is None:
             raise NotFoundError("model", op.adapter_id)
+        op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
 
@@ -170,7 +171,6 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        op = await self._loss_graphs.resolved(op, adapter.run)
         with self._recorder.journalling(op):
             accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:

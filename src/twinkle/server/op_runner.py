@@ -99,7 +99,7 @@ class OpRunner:
 
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest)
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, op.price.work)
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message

@@ -28,13 +28,22 @@ REMEMBERED_DIGESTS = 1024
 
 @dataclass(frozen=True)
 class Ticket:
-    """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others)."""
+    """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others).
+
+    ``work`` is the time that it takes, in tokens of a plain pass, where that is more.
+    """
 
     adapter_id: str
     seq: int
     kind: OpKind
     tokens: int
     digest: bytes
+    work: int = 0
+
+    @property
+    def cost(self) -> int:
+        """What it counts in batches and shares."""
+        return max(self.tokens, self.work)
 
     @property
     def request_id(self) -> str:

@@ -18,7 +18,7 @@ class TenantLimits:
     sessions: int = 1000
     adapters: int = 30
     queued_ops: int = 1024
-    queued_bytes: int = 2**30  # of their bodies
+    queued_bytes: int = 2**30  # of their memory
     waiting_samples: int = 4096
     unfetched_bytes: int = 2**30
     uploading_bytes: int = 2**28  # of bodies that are being received and read
