@@ -53,6 +53,15 @@ class InvalidInputError(UserError):
         self.allowed = allowed
 
 
+class LimitExceededError(InvalidInputError):
+    """A field of a request holds more than a limit of the server allows; sending it again does not help."""
+
+    def __init__(self, field: str, value: object, allowed: str, key: str) -> None:
+        """``key`` names the limit: its key in the configuration."""
+        super().__init__(field, value, f"{allowed} ({key})")
+        self.key = key
+
+
 class UnknownNameError(UserError, LookupError):
     """A name (loss, template, metric, optimizer, config key …) that nobody registered."""
 

@@ -1,6 +1,6 @@
 """Several targets a token: nobody is padded to a neighbour's width, and what came sparse is written out last."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def weights_after(trainer: Trainer, adapter_id: str) -> np.ndarray:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the targets that the head is asked for in training."""
     shapes: list[tuple[int, ...]] = []
     original = ChunkedHead.logprobs_and_gradient
@@ -57,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         return original(head, hidden_TH, targets_TK, *rest)
 
     monkeypatch.setattr(ChunkedHead, "logprobs_and_gradient", noting)
-    yield shapes
+    return shapes
 
 
 def test_a_neighbour_of_another_width_costs_nothing(make_trainer: MakeTrainer, seen: list[tuple[int, ...]]) -> None:

@@ -222,7 +222,7 @@ class TestTensors:
             (_tensor([3], np.arange(3).tobytes(), 99), ".dtype: got 99"),
             (pb.Tensor(dtype=pb.DTYPE_INT64, shape=[3]), "a tensor without data"),
             (_csr([3], [1], [0, 1], [0]), "2 dimensions for a sparse tensor"),
-            (_csr([3, 2**31 - 1], [1], [0, 1, 1, 1], [0]), "sparse tensors of a request"),
+            (_csr([3, 2**31 - 1], [1], [0, 1, 1, 1], [0]), "sparse tensors of at most"),
             (_csr([3, 4], [1], [0, 1], [0]), "crow_indices: got '2 entries'"),
             (_csr([3, 4], [1, 2], [0, 2, 2, 2], [0]), "col_indices: got '1 entries'"),
             (_csr([3, 4], [1, 2], [0, 2, 1, 2], [0, 1]), "never decrease"),
@@ -240,12 +240,12 @@ class TestTensors:
         assert "data[0].loss_fn_inputs['target_tokens']" in message
         assert complaint in message
 
-    def test_sparse_tensors_share_one_allowance(self):
+    def test_the_targets_of_a_request_share_one_allowance(self):
         """Each of these would do alone."""
         data = [_message().data.add() for _ in range(3)]
         for datum in data:
             datum.loss_fn_inputs["target_tokens"].CopyFrom(_csr([1, 2**23], [1], [0, 1], [5]))
-        assert "sparse tensors of a request" in _refusal(_message(data=data).SerializeToString())
+        assert "max_targets_per_request" in _refusal(_message(data=data).SerializeToString())
         _decoded(_message(data=data[:1]).SerializeToString())
 
 

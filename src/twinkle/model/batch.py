@@ -61,7 +61,7 @@ class Part:
 class Block:
     """Neighbouring rows that all have K targets. The head walks over one block after another.
 
-    Nobody's targets are padded to somebody else's width: a row with one target costs the same beside rows of a thousand.
+    No row is padded to the width of another: one with a single target costs the same beside rows of a thousand.
     """
 
     rows: slice

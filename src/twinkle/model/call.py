@@ -168,7 +168,7 @@ class Call:
         sequences = []
         for index in sorted(self._requests, key=order):
             data = self._requests[index].item.data
-            # Neighbours of one width are one block of the head; where rows are padded, those of like length waste least.
+            # Neighbours of one width are one block of the head; where rows are padded, like lengths waste least.
             numbers = sorted(
                 range(len(data)),
                 key=lambda number: (data[number].width, len(data[number].tokens) if architecture.padded else 0),

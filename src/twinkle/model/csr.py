@@ -48,6 +48,12 @@ class Csr:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
+        """For numpy's functions, which see all cells."""
+        if copy is False:
+            raise ValueError("the cells of a sparse matrix are not in memory: they are always written out anew")
+        return self.dense() if dtype is None else self.dense().astype(dtype, copy=False)
+
     def astype(self, dtype: DTypeLike) -> "Csr":
         return Csr(self.shape, self.crow, self.col, self.values.astype(dtype, copy=False))
 

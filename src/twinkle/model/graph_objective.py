@@ -10,14 +10,17 @@ from numpy.typing import NDArray
 from twinkle.errors import InvalidInputError, TwinkleError, UserError
 from twinkle.loss.graph.interpreter import DatumLoss, Limits, Meter, evaluate
 from twinkle.loss.graph.nodes import LOGPROBS, LossGraph, LossInput
+from twinkle.model.csr import Csr, dense
 from twinkle.model.types import Datum, ObjectiveValue, TokenValues
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any] | Csr]
 
 
 @dataclass(frozen=True)
 class GraphObjective:
-    """``inputs``: for every sequence what the graph reads beside log-probabilities."""
+    """``inputs``: for every sequence what the graph reads beside log-probabilities. Sparse ones are written out for
+    one sequence at a time.
+    """
 
     graph: LossGraph
     inputs: tuple[Arrays, ...]
@@ -44,19 +47,25 @@ class GraphObjective:
     def _value(self, values: Sequence[TokenValues]) -> ObjectiveValue:
         meter = Meter(self.limits)
         losses = [
-            evaluate(self.graph, {**inputs, LOGPROBS: value.logprobs}, f"data[{number}]", meter)
+            evaluate(self.graph, {**_written_out(inputs), LOGPROBS: value.logprobs}, f"data[{number}]", meter)
             for number, (inputs, value) in enumerate(zip(self.inputs, values, strict=True))
         ]
         metrics = {name: _reduced(name, losses) for name in self.graph.metrics}
         return ObjectiveValue(math.fsum(each.loss for each in losses), [each.slope for each in losses], (), metrics)
 
 
-def _array(graph: LossGraph, declared: LossInput, given: Arrays, where: str) -> NDArray[Any]:
+def _written_out(inputs: Arrays) -> dict[str, NDArray[Any]]:
+    return {name: dense(array) for name, array in inputs.items()}
+
+
+def _array(graph: LossGraph, declared: LossInput, given: Arrays, where: str) -> NDArray[Any] | Csr:
     where = f"{where}[{declared.name!r}]"
     if declared.name not in given:
         raise InvalidInputError(where, None, f"a tensor of rank {declared.rank}: {graph.name} reads it")
     array = given[declared.name]
-    if declared.rank == 0 and array.shape == (1,):  # the wire does not tell a number from a list of one
+    if (
+        declared.rank == 0 and not isinstance(array, Csr) and array.shape == (1,)
+    ):  # the wire does not tell a number from a list of one
         array = array.reshape(())
     _check_rank(graph, where, declared.rank, array.ndim)
     return array

@@ -8,6 +8,7 @@ import torch
 from twinkle.errors import NonFiniteError
 from twinkle.loss import DPOLoss
 from twinkle.loss.interface import IGNORE_INDEX
+from twinkle.model.csr import dense
 from twinkle.model.library_objective import LibraryObjective
 from twinkle.model.sequences import SequenceBatch
 from twinkle.model.types import Datum, FloatArray, IntArray, ObjectiveValue, Preference, TokenValues
@@ -55,6 +56,7 @@ class PreferenceObjective:
 
 
 def _labels(datum: Datum) -> IntArray:
+    targets = dense(datum.targets)
     if datum.weights is None:
-        return datum.targets.copy()  # torch wants to be able to write
-    return np.where(datum.weights == 0, IGNORE_INDEX, datum.targets)
+        return targets.copy()  # torch wants to be able to write
+    return np.where(dense(datum.weights) == 0, IGNORE_INDEX, targets)

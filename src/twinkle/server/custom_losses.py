@@ -30,6 +30,9 @@ from twinkle.server.work_pools import FairPool
 
 _SMALL_BODY = 16_384  # bytes: what is shorter is hashed in a fraction of a millisecond
 _KEPT_GRAPHS = 256
+_KEPT_COSTS = 256  # of one graph
+
+Sizes = tuple[tuple[tuple[int, ...], str], ...]  # as in twinkle.loss.graph.estimate, which needs torch
 
 
 class CustomLosses:
@@ -76,6 +79,7 @@ class LossGraphs:
         self._store = store
         self._threads = threads
         self._graphs: OrderedDict[str, LossGraph] = OrderedDict()
+        self._costs: dict[str, dict[Sizes, int]] = {}  # of one sequence, by loss and by the sizes of its inputs
 
     async def resolved(self, op: Op, run: RunRecord) -> Op:
         """The op with the graph of its loss, if it has one of its own; refused where the run's session has no such."""
@@ -85,13 +89,32 @@ class LossGraphs:
         payload: Payload
         try:
             graph = await self._graph(custom.loss_id, run.session_id)
-            payload = replace(op.payload, custom=replace(custom, graph=graph))
+            work = await asyncio.to_thread(self._work, graph, custom.loss_id, op.payload)
+            payload = replace(op.payload, custom=replace(custom, graph=graph, work=work))
         except UserError as error:
-            payload = Refused(str(error))
+            payload = Refused.because(error)
         resolved = replace(op, payload=payload)
         if len(op.body) > _SMALL_BODY:
             await self._threads.in_thread(run.tenant_id, lambda: resolved.digest)  # it is kept
         return resolved
+
+    def _work(self, graph: LossGraph, loss_id: str, asked: TrainPass) -> int:
+        """What the graph computes for this request, in any thread; 0 where its inputs are not there: it will fail."""
+        from twinkle.loss.graph.estimate import estimated_work  # torch: not before somebody has a loss of its own
+        from twinkle.loss.graph.interpreter import Limits
+
+        assert asked.custom is not None
+        sequences = []
+        for datum, inputs in zip(asked.data, asked.custom.inputs, strict=True):
+            if any(declared.name not in inputs for declared in graph.inputs[1:]):
+                return 0
+            arrays = [(declared.rank, inputs[declared.name]) for declared in graph.inputs[1:]]
+            shapes = [(() if rank == 0 else array.shape, array.dtype.name) for rank, array in arrays]
+            sequences.append(((datum.targets.shape, "float32"), *shapes))
+        known = self._costs.setdefault(loss_id, {})
+        if len(known) > _KEPT_COSTS:
+            known.clear()
+        return estimated_work(graph, sequences, known, Limits())
 
     async def _graph(self, loss_id: str, session_id: str) -> LossGraph:
         unknown = UserError(f"loss_id: unknown custom loss {loss_id!r} in the session of this model")
@@ -106,7 +129,7 @@ class LossGraphs:
         self._graphs[loss_id] = graph
         self._graphs.move_to_end(loss_id)
         if len(self._graphs) > _KEPT_GRAPHS:
-            self._graphs.popitem(last=False)
+            self._costs.pop(self._graphs.popitem(last=False)[0], None)
         return graph
 
 

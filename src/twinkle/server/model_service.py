@@ -218,6 +218,7 @@ class ModelService:
             raise NotFoundError("model", op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
+        op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
 
@@ -227,7 +228,7 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        op = journalled(await self._loss_graphs.resolved(op, adapter.run))
+        op = journalled(op)
         tenant_id = adapter.run.tenant_id
         self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
         with self._recorder.journalling(op):

@@ -10,7 +10,7 @@ from twinkle.server.futures import PROMISE_BYTES, Futures
 from twinkle.server.live_adapter import LiveAdapter
 from twinkle.server.scheduler import Scheduler
 from twinkle.server.tenants import TenantLimits, Tenants
-from twinkle.server.types import Op
+from twinkle.server.types import Op, Price
 
 __all__ = ["Entry", "OpAdmission"]
 
@@ -34,6 +34,7 @@ class OpAdmission:
         self._adapters = adapters
         self._entering: Counter[str] = Counter()  # ops that are being written down, by tenant
         self._entering_bytes: Counter[str] = Counter()
+        self._entering_results: Counter[str] = Counter()
 
     def check(self, tenant_id: str) -> None:
         """Raise QuotaError if no op of this tenant would be taken now, however small."""
@@ -59,19 +60,22 @@ class OpAdmission:
         limits = self._tenants.limits(tenant_id)
         if op.seq not in adapter.ops:
             self._check_queue(adapter, op, limits)
-        self._tenants.training_rate.charge(tenant_id, op.tokens, limits.training_tokens_per_minute)
+        price = op.price
+        self._tenants.training_rate.charge(tenant_id, _charged(price), limits.training_tokens_per_minute)
         self._entering[tenant_id] += 1
-        self._entering_bytes[tenant_id] += len(op.body)
+        self._entering_bytes[tenant_id] += price.held_bytes
+        self._entering_results[tenant_id] += price.result_bytes
         entry = Entry()
         try:
             yield entry
         finally:
             self._entering[tenant_id] -= 1
-            self._entering_bytes[tenant_id] -= len(op.body)
+            self._entering_bytes[tenant_id] -= price.held_bytes
+            self._entering_results[tenant_id] -= price.result_bytes
             if not self._entering[tenant_id]:
-                del self._entering[tenant_id], self._entering_bytes[tenant_id]
+                del self._entering[tenant_id], self._entering_bytes[tenant_id], self._entering_results[tenant_id]
             if not entry.taken:
-                self._tenants.training_rate.give_back(tenant_id, op.tokens, limits.training_tokens_per_minute)
+                self._tenants.training_rate.give_back(tenant_id, _charged(price), limits.training_tokens_per_minute)
 
     def _check_queue(self, adapter: LiveAdapter, op: Op, limits: TenantLimits) -> None:
         tenant_id = adapter.run.tenant_id
@@ -81,11 +85,11 @@ class OpAdmission:
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
         if waiting >= limits.queued_ops:
             raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
-        queued = self._queued_bytes(tenant_id)
-        if queued and queued + len(op.body) > limits.queued_bytes:
+        queued, results = self._queued(tenant_id)
+        if queued and queued + op.price.held_bytes > limits.queued_bytes:
             raise QuotaError("bytes of queued ops", queued, limits.queued_bytes, "max_queued_bytes_per_tenant")
-        # What waits and runs will have results, too, hardly ever larger than what was sent.
-        coming = queued + (waiting + 1) * PROMISE_BYTES + len(op.body)
+        # What waits and runs will have results, too.
+        coming = results + (waiting + 1) * PROMISE_BYTES + op.price.result_bytes
         unfetched = self._futures.unfetched_bytes(tenant_id)
         if waiting and unfetched + coming > limits.unfetched_bytes:
             raise QuotaError(
@@ -95,6 +99,19 @@ class OpAdmission:
                 "max_unfetched_result_bytes",
             )
 
-    def _queued_bytes(self, tenant_id: str) -> int:
+    def queued_bytes(self) -> int:
+        """The memory of all ops that wait, run or are being written down, of all tenants."""
+        waiting = sum(op.price.held_bytes for each in self._adapters.values() for op in each.ops.values())
+        return self._entering_bytes.total() + waiting
+
+    def _queued(self, tenant_id: str) -> tuple[int, int]:
+        """Bytes of the tenant's ops that wait, run or are being written down, and of the results they will have."""
         own = (adapter for adapter in self._adapters.values() if adapter.run.tenant_id == tenant_id)
-        return self._entering_bytes[tenant_id] + sum(len(op.body) for each in own for op in each.ops.values())
+        prices = [op.price for each in own for op in each.ops.values()]
+        held = self._entering_bytes[tenant_id] + sum(price.held_bytes for price in prices)
+        return held, self._entering_results[tenant_id] + sum(price.result_bytes for price in prices)
+
+
+def _charged(price: Price) -> int:
+    """What counts against a minute's tokens."""
+    return max(price.tokens, price.work)

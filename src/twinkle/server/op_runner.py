@@ -117,7 +117,7 @@ class OpRunner:
 
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, _native_verb(op))
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, op.price.work, _native_verb(op))
         submitted = self.scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message

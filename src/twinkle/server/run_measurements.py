@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from twinkle.model.csr import listed
 from twinkle.server.metric_points import MeasuredStep
 from twinkle.server.state import DatabaseUnavailableError, RunMetrics, StorageFullError
 from twinkle.server.types import TrainPass
@@ -110,11 +111,13 @@ def counted(asked: TrainPass) -> float:
     if asked.preference is not None:
         return 1.0
     if asked.loss == "cross_entropy":
-        weights = [datum.targets.size if datum.weights is None else np.abs(datum.weights).sum() for datum in asked.data]
+        weights = [
+            datum.targets.size if datum.weights is None else np.abs(listed(datum.weights)).sum() for datum in asked.data
+        ]
         return float(sum(weights))
     return float(
         sum(
-            np.count_nonzero(datum.extras["advantages"]) if "advantages" in datum.extras else datum.targets.size
+            np.count_nonzero(listed(datum.extras["advantages"])) if "advantages" in datum.extras else datum.targets.size
             for datum in asked.data
         )
     )

@@ -4,6 +4,9 @@ Order holds within an adapter (:mod:`~twinkle.server.scheduler_sequence`), mergi
 passes of one mode of all adapters fill one batch up to the token budget, so that tenants who each pipeline
 forward_backward and optim_step share every pass. A batch is made of what is ready at that moment; it waits for nobody.
 
+A pass counts what it costs (:attr:`~twinkle.server.scheduler_sequence.Ticket.cost`): its tokens, or more where it has
+many targets a token or a loss of its own. "Tokens" below are these.
+
 Which passes come first:
 
 - Of the tenants of the highest priority that have something ready, the one least served leads: with the fewest tokens
@@ -109,8 +112,8 @@ class _Tenant:
         self.waiting = 0
         self.tokens = 0
         self.standing = Standing()
-        self.share = 0.0  # tokens for its weight, plus what it was raised by for idle times
-        self.demand = 0  # tokens of all its ready passes, when a batch of passes was last made of what was ready
+        self.share = 0.0  # cost for its weight, plus what it was raised by for idle times
+        self.demand = 0  # cost of all its ready passes, when a batch of passes was last made of what was ready
         self.demanded_at = 0  # the number of that batch
         self.turn = 0  # the number of the batch that last started its longest-ready pass
         self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
@@ -150,16 +153,16 @@ class _Portions:
         self._largest = heapq.nlargest(2, ((each.demand / each.standing.weight, each.tenant_id) for each in demanding))
         self._taken: Counter[str] = Counter()
 
-    def has_room(self, tenant: _Tenant, tokens: int) -> bool:
+    def has_room(self, tenant: _Tenant, cost: int) -> bool:
         """Its first pass goes in any case."""
         taken = self._taken[tenant.tenant_id]
         others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
         if not taken or not others or self._contended_tokens is None:
             return True
-        return taken + tokens <= max(self._contended_tokens, others[0] * tenant.standing.weight)
+        return taken + cost <= max(self._contended_tokens, others[0] * tenant.standing.weight)
 
-    def take(self, tenant: _Tenant, tokens: int) -> None:
-        self._taken[tenant.tenant_id] += tokens
+    def take(self, tenant: _Tenant, cost: int) -> None:
+        self._taken[tenant.tenant_id] += cost
 
 
 class Scheduler:
@@ -352,7 +355,7 @@ class Scheduler:
     def _note_demands(self) -> None:
         for tenant in self._ready_tenants.values():
             heads = (adapter.ops.head for adapter in tenant.ready.values())
-            tenant.demand = min(self._budget, sum(head.tokens for head in heads if head is not None))
+            tenant.demand = min(self._budget, sum(head.cost for head in heads if head is not None))
             tenant.demanded_at = self._batches
             self._demanding[tenant.tenant_id] = tenant
             self._demanding.move_to_end(tenant.tenant_id)
@@ -375,12 +378,12 @@ class Scheduler:
             adapter = line.popleft()
             ticket = adapter.ops.head
             assert ticket is not None
-            if not portions.has_room(adapter.tenant, ticket.tokens):
+            if not portions.has_room(adapter.tenant, ticket.cost):
                 continue  # none of its other passes either
-            if not tickets or ticket.tokens <= room:
+            if not tickets or ticket.cost <= room:
                 tickets.append(self._start_pass(adapter))
-                portions.take(adapter.tenant, ticket.tokens)
-                room -= ticket.tokens
+                portions.take(adapter.tenant, ticket.cost)
+                room -= ticket.cost
                 following = adapter.ops.head
                 if following is not None and following.kind is ticket.kind:
                     line.append(adapter)
@@ -402,7 +405,7 @@ class Scheduler:
         tenant.waiting -= 1
         tenant.tokens += ticket.tokens
         self._tokens += ticket.tokens
-        tenant.share += ticket.tokens / tenant.standing.weight
+        tenant.share += ticket.cost / tenant.standing.weight
         self._running[ticket] = adapter
         self._ops += 1
         return ticket

@@ -52,14 +52,23 @@ _NATIVE_STEPS = ("step", "clip_grad_and_step")
 
 @dataclass(frozen=True)
 class Ticket:
-    """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others)."""
+    """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others).
+
+    ``work`` is the time that it takes, in tokens of a plain pass, where that is more.
+    """
 
     adapter_id: str
     seq: int
     kind: OpKind
     tokens: int
     digest: bytes
+    work: int = 0
     native_verb: str | None = None  # of an op of the native protocol
+
+    @property
+    def cost(self) -> int:
+        """What it counts in batches and shares."""
+        return max(self.tokens, self.work)
 
     @property
     def role(self) -> WindowRole:

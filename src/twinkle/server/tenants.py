@@ -21,7 +21,7 @@ class TenantLimits:
     session_rows: int = 5000  # sessions on record, ended or not; and as many runs
     sampling_session_rows: int = 20_000
     queued_ops: int = 1024
-    queued_bytes: int = 2**30  # of their bodies
+    queued_bytes: int = 2**30  # of their memory
     waiting_samples: int = 4096
     unfetched_bytes: int = 2**30
     uploading_bytes: int = 2**28  # of bodies that are being received and read

@@ -9,10 +9,19 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
+from twinkle.errors import LimitExceededError, UserError
 from twinkle.loss.graph.nodes import LossGraph
+from twinkle.model.csr import Csr
 from twinkle.model.types import AdamParams, Datum, IntArray, LoraSpec, Preference
 
 Metadata = Mapping[str, str]
+
+# What a price counts, in round figures. A token of a small model takes some 100 microseconds on a CPU.
+TARGETS_A_TOKEN = 128  # further targets of a token: gathering, its gradient and its part of the result
+NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each as dear as a sum
+NUMBER_BYTES = 40  # a Python integer and its place in a list
+JSON_NUMBER_BYTES = 24
+OBJECT_BYTES = 1024  # of an op or a datum beside its arrays
 
 
 class OpKind(StrEnum):
@@ -68,8 +77,9 @@ class CustomLossUse:
     """
 
     loss_id: str
-    inputs: tuple[Mapping[str, NDArray[Any]], ...]
+    inputs: tuple[Mapping[str, NDArray[Any] | Csr], ...]
     graph: LossGraph | None = None
+    work: int = 0  # numbers that the graph computes for all datums, as far as shapes tell; known with the graph
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,29 @@ class TrainPass:
     @property
     def tokens(self) -> int:
         return sum(len(datum.tokens) for datum in self.data)
+
+    @property
+    def cells(self) -> int:
+        """Targets of all tokens: a result has a number for each."""
+        return sum(datum.cells for datum in self.data)
+
+    @property
+    def work(self) -> int:
+        """In tokens of a plain pass: width, the second look of a loss of its own, and what that computes count too."""
+        tokens, cells = self.tokens, self.cells
+        again = tokens // 3 if self.custom is not None or self.preference is not None else 0
+        graph = 0 if self.custom is None else self.custom.work // NUMBERS_A_TOKEN
+        return tokens + max(0, cells - tokens) // TARGETS_A_TOKEN + again + graph
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its arrays; a custom loss's targets are among its inputs."""
+        arrays = sum(datum.nbytes + OBJECT_BYTES for datum in self.data)
+        if self.preference is not None:
+            arrays += sum(each.nbytes for each in self.preference.ref_logps)
+        if self.custom is not None:
+            arrays += sum(array.nbytes for inputs in self.custom.inputs for array in inputs.values())
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -160,6 +193,12 @@ class NativePass:
     def tokens(self) -> int:
         return sum(len(row["input_ids"]) for row in self.rows)
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of its rows, which are lists of Python's numbers."""
+        numbers = sum(len(values) for row in self.rows for values in row.values())
+        return NUMBER_BYTES * numbers + OBJECT_BYTES * len(self.rows)
+
 
 @dataclass(frozen=True)
 class NativeVerb:
@@ -192,9 +231,17 @@ class NativeLoad:
 
 @dataclass(frozen=True)
 class Refused:
-    """A request whose body was understood well enough to know its place in the sequence, and is wrong."""
+    """A request whose body was understood well enough to know its place in the sequence, and is wrong.
+
+    ``limit``: the key in the configuration of the limit that it exceeds, if that is what is wrong.
+    """
 
     message: str
+    limit: str | None = None
+
+    @classmethod
+    def because(cls, error: UserError) -> "Refused":
+        return cls(str(error), error.key if isinstance(error, LimitExceededError) else None)
 
 
 Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
@@ -246,7 +293,16 @@ class Op:
 
     @cached_property
     def price(self) -> Price:
-        return Price(self.tokens, self.tokens, len(self.body), 0)
+        """By the shapes of what it carries, which are known when its body is decoded."""
+        held = len(self.body) + (0 if self.sent is None else len(self.sent)) + OBJECT_BYTES
+        match self.payload:
+            case TrainPass() as sent:
+                # A result has 4 bytes a target; JSON clients also get each target's part of the loss.
+                return Price(sent.tokens, sent.work, held + sent.nbytes, 8 * sent.cells + 64 * len(sent.data))
+            case NativePass() as asked:
+                return Price(asked.tokens, asked.tokens, held + asked.nbytes, JSON_NUMBER_BYTES * 2 * asked.tokens)
+            case _:
+                return Price(0, 0, held, 0)
 
     @property
     def is_step(self) -> bool:

@@ -19,24 +19,28 @@ from twinkle.loss.graph.bounds import BOUNDS, CannotComputeError
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.nodes import LOGPROBS, Argument, Call, Device, Dots, DType, Items, LossGraph, Ref, Slice
 from twinkle.loss.graph.operations import OPERATIONS, as_dtype
+from twinkle.loss.graph.weights import weight_of
 
-__all__ = ["DatumLoss", "Limits", "Meter", "evaluate"]
+__all__ = ["CALL_WORK", "DatumLoss", "Limits", "Meter", "evaluate", "resolved"]
 
 FloatArray = NDArray[np.float32]
 _MAX_INTEGER = 2**63 - 1
-_CALL = 4096  # what a call costs beside the numbers it makes, in numbers
+CALL_WORK = 4096  # what a call costs beside the numbers it makes, in numbers
 _MAX_DIMENSIONS = 16
 _MESSAGE = 300  # characters of what torch says
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``tensor`` and ``datum``: numbers; ``work``: numbers computed for all sequences of a request."""
+    """``tensor`` and ``datum``: numbers; ``work``: numbers computed for all sequences of a request.
+
+    What takes longer than a sum counts as so many more (see weights): all of ``work`` takes a few seconds.
+    """
 
     tensor: int = 2**22
     datum: int = 2**26
     work: int = 2**30
-    seconds: float = 20.0
+    seconds: float = 10.0
 
 
 class Meter:
@@ -56,15 +60,19 @@ class Meter:
         """Raises where an operation would go beyond a limit; it has not begun then."""
         limits = self.limits
         self._datum += made
-        self._work += work + _CALL
+        self._work += work + CALL_WORK
         if made > limits.tensor:
             raise CannotComputeError(f"it would make {made} numbers, allowed: at most {limits.tensor} in one tensor")
         if self._datum > limits.datum:
             raise CannotComputeError(f"the loss makes more than {limits.datum} numbers for one datum")
         if self._work > limits.work:
             raise CannotComputeError("the loss takes more work than one request may: send fewer datums in each")
+        self.check_clock()
+
+    def check_clock(self) -> None:
         if self._clock() > self._deadline:
-            raise CannotComputeError(f"the loss took more than {limits.seconds:g} s: send fewer datums in each request")
+            seconds = f"{self.limits.seconds:g} s"
+            raise CannotComputeError(f"the loss took more than {seconds}: send fewer datums in each request")
 
 
 @dataclass(frozen=True)
@@ -87,10 +95,11 @@ def evaluate(graph: LossGraph, inputs: Mapping[str, NDArray[Any]], where: str, m
         for call in graph.calls:
             values[call.name] = _computed(call, values, f"{where}: custom loss {graph.name!r}", meter)
         context = f"{where}: the loss of custom loss {graph.name!r}"
-        loss = _scalar(_resolved(graph.loss, values), context)
+        loss = _scalar(resolved(graph.loss, values), context)
         slope = _slope(loss, logprobs, context)
+        meter.check_clock()  # the way back takes time, too
     metrics = {
-        name: float(_scalar(_resolved(argument, values), f"{where}: metric {name!r}"))
+        name: float(_scalar(resolved(argument, values), f"{where}: metric {name!r}"))
         for name, argument in graph.metrics.items()
     }
     return DatumLoss(float(loss.detach()), slope, metrics)
@@ -98,13 +107,13 @@ def evaluate(graph: LossGraph, inputs: Mapping[str, NDArray[Any]], where: str, m
 
 def _computed(call: Call, values: Mapping[str, Any], where: str, meter: Meter) -> Any:
     rule, operation = CATALOG[call.target], OPERATIONS[call.target]
-    arguments = tuple(_resolved(argument, values) for argument in call.arguments)
-    keywords = {name: _resolved(argument, values) for name, argument in call.keywords.items()}
+    arguments = tuple(resolved(argument, values) for argument in call.arguments)
+    keywords = {name: resolved(argument, values) for name, argument in call.keywords.items()}
     try:
         if call.target.startswith(".") and not (arguments and isinstance(arguments[0], Tensor)):
             raise CannotComputeError("only tensors have methods here")
         bound = BOUNDS[rule.bound](operation, arguments, keywords)
-        meter.charge(bound.made, bound.work)
+        meter.charge(bound.made, weight_of(call.target, arguments, keywords) * bound.work)
         return _checked(operation(*arguments, **keywords), meter)
     except CannotComputeError as error:
         message = str(error)
@@ -132,14 +141,14 @@ def _checked(result: Any, meter: Meter) -> Any:
     raise CannotComputeError(f"its result is {type(result).__name__}, allowed: tensors and numbers")
 
 
-def _resolved(argument: Argument, values: Mapping[str, Any]) -> Any:
+def resolved(argument: Argument, values: Mapping[str, Any]) -> Any:
     match argument:
         case Ref(name):
             return values[name]
         case Items(items, is_list):
-            return (list if is_list else tuple)(_resolved(item, values) for item in items)
+            return (list if is_list else tuple)(resolved(item, values) for item in items)
         case Slice(start, stop, step):
-            return slice(_resolved(start, values), _resolved(stop, values), _resolved(step, values))
+            return slice(resolved(start, values), resolved(stop, values), resolved(step, values))
         case Dots():
             return ...
         case DType(name):

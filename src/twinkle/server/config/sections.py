@@ -220,13 +220,17 @@ class LimitsConfig(BaseModel):
     )
     max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that wait to run.")
     max_queued_bytes_per_tenant: Count = Field(
-        default=2**30, description="Request bodies of those ops: they wait in memory."
+        default=2**30, description="Memory of those ops: their bodies and what these become when they are decoded."
     )
     max_training_tokens_per_minute: Count | None = Field(
-        default=None, description="Tokens that a tenant may train on, forward passes too; null: no limit."
+        default=None,
+        description="Tokens that a tenant may train on, forward passes too; null: no limit. Many targets a token and "
+        "losses of its own count as the tokens that would take as long.",
     )
     max_sampling_tokens_per_minute: Count | None = Field(
-        default=None, description="Tokens of a tenant's samples and of their prompts; null: no limit."
+        default=None,
+        description="Tokens of a tenant's samples and of their prompts; null: no limit. Likeliest tokens and targets "
+        "that are asked for beside them count too.",
     )
     max_checkpoint_bytes_per_tenant: Count | None = Field(
         default=None,
@@ -247,6 +251,15 @@ class LimitsConfig(BaseModel):
     max_rank: int = Field(default=128, ge=1, le=512, description="LoRA rank of one adapter.")
     max_tokens_per_request: Count = Field(
         default=1_048_576, description="Tokens of one training request, summed over its sequences."
+    )
+    max_targets_per_token: Count = Field(
+        default=1024, description="Targets of one token in a training request (K); never more than the vocabulary."
+    )
+    max_targets_per_request: int = Field(
+        default=2**23,
+        ge=1,
+        le=2**24,
+        description="Targets of one training request, summed over its tokens: its result has a number for each.",
     )
     max_custom_losses_per_tenant: Count = Field(
         default=100, description="Losses made with `create_custom_loss`, until their sessions end."

@@ -32,7 +32,7 @@ class SpecialLimits(BaseModel):
         default=None, description=f"Sampling sessions on record; {_AS_FOR_ALL}"
     )
     max_queued_ops_per_tenant: Count | None = Field(default=None, description=f"Training ops that wait; {_AS_FOR_ALL}")
-    max_queued_bytes_per_tenant: Count | None = Field(default=None, description=f"Their bodies; {_AS_FOR_ALL}")
+    max_queued_bytes_per_tenant: Count | None = Field(default=None, description=f"Their memory; {_AS_FOR_ALL}")
     max_training_tokens_per_minute: Count | None = Field(default=None, description=_AS_FOR_ALL.capitalize())
     max_sampling_tokens_per_minute: Count | None = Field(default=None, description=_AS_FOR_ALL.capitalize())
     max_checkpoint_bytes_per_tenant: Count | None = Field(default=None, description=f"Disk space; {_AS_FOR_ALL}")

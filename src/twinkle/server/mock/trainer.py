@@ -34,6 +34,7 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
+from twinkle.model.csr import dense, listed
 from twinkle.model.peft_config import peft_config
 from twinkle.model.types import (
     EMPTY,
@@ -267,6 +268,7 @@ class MockTrainer:
             raise InvalidInputError("base_model", True, "False: the base model is not trained")
         adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
         _check_item(item, self.vocab_size, self.max_length)
+        item = replace(item, data=[_written_out(datum) for datum in item.data])
         self._rows += sum(len(datum.tokens) for datum in item.data)
         phis = [_features_of(datum) for datum in item.data]
         lps = [logprobs(adapter.weights, phi) for phi in phis]
@@ -293,9 +295,16 @@ class MockTrainer:
         return TrainResult(results, {"loss:sum": loss, **metrics}, values)
 
 
+def _written_out(datum: Datum) -> Datum:
+    """The datum without sparse arrays, and without those that no loss can read."""
+    weights = None if datum.weights is None else dense(datum.weights)
+    extras = {name: dense(array) for name, array in datum.extras.items() if array.shape == datum.targets.shape}
+    return Datum(datum.tokens, dense(datum.targets), weights, extras)
+
+
 def _features_of(datum: Datum) -> Doubles:
     columns = (len(datum.tokens), *([1] * (datum.targets.ndim - 1)))
-    return features(datum.tokens.reshape(columns), datum.targets, np.arange(columns[0]).reshape(columns))
+    return features(datum.tokens.reshape(columns), dense(datum.targets), np.arange(columns[0]).reshape(columns))
 
 
 def _values(lp: Doubles) -> TokenValues:
@@ -307,11 +316,11 @@ def _values(lp: Doubles) -> TokenValues:
 def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
     """The loss of each target and its derivative by lp."""
     if loss == "cross_entropy":
-        weights = np.ones_like(lp) if datum.weights is None else datum.weights.astype(np.float64)
+        weights = np.ones_like(lp) if datum.weights is None else dense(datum.weights).astype(np.float64)
         return -weights * lp, -weights
-    advantages = datum.extras["advantages"].astype(np.float64)
+    advantages = dense(datum.extras["advantages"]).astype(np.float64)
     with np.errstate(over="ignore"):
-        ratio = np.exp(np.where(advantages != 0, lp - datum.extras["logprobs"], 0.0))
+        ratio = np.exp(np.where(advantages != 0, lp - dense(datum.extras["logprobs"]), 0.0))
         return -ratio * advantages, -ratio * advantages
 
 
@@ -339,8 +348,12 @@ def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_lengt
         raise InvalidInputError(
             f"{where}.targets", f"shape {shape}", f"({length},) or, for cross_entropy, ({length}, K)"
         )
-    for name, ids in (("tokens", datum.tokens), ("targets", datum.targets)):
-        if ids.min() < 0 or ids.max() >= vocab_size:
+    if datum.width > vocab_size:
+        raise InvalidInputError(
+            f"{where}.targets", f"{datum.width} a token", f"at most {vocab_size}: there are no more tokens"
+        )
+    for name, ids in (("tokens", datum.tokens), ("targets", listed(datum.targets))):
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
             raise InvalidInputError(f"{where}.{name}", f"{ids.min()} to {ids.max()}", f"token ids in [0, {vocab_size})")
     given = dict(datum.extras) if datum.weights is None else {**datum.extras, "weights": datum.weights}
     for name in (*LOSSES[loss].inputs, *LOSSES[loss].optional_inputs):
@@ -348,7 +361,7 @@ def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_lengt
             raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss!r} needs it")
         if name in given and given[name].shape != shape:
             raise InvalidInputError(f"{where}.{name}", f"shape {given[name].shape}", f"shape {shape}, as targets")
-        if name in given and not np.isfinite(given[name]).all():
+        if name in given and not np.isfinite(listed(given[name])).all():
             raise InvalidInputError(f"{where}.{name}", "NaN or infinity", "finite numbers")
 
 

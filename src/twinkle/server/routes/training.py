@@ -98,10 +98,21 @@ async def _pass(request: Request, kind: OpKind) -> Response:
         if kind is OpKind.FORWARD or is_json(body):
             if len(body) > MOST_BYTES:
                 raise BodyTooLargeError(MOST_BYTES)
-            op = decode_json_pass(body, kind, max_tokens=limits.max_tokens_per_request)
+            op = decode_json_pass(
+                body,
+                kind,
+                max_tokens=limits.max_tokens_per_request,
+                max_width=limits.max_targets_per_token,
+                max_targets=limits.max_targets_per_request,
+            )
         else:
-            op = decode_forward_backward(body, max_tokens=limits.max_tokens_per_request)
-        _ = op.digest  # computed and kept: hashing a large body is not for the event loop either
+            op = decode_forward_backward(
+                body,
+                max_tokens=limits.max_tokens_per_request,
+                max_width=limits.max_targets_per_token,
+                max_targets=limits.max_targets_per_request,
+            )
+        _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
         return op
 
     small = len(raw) < SMALL_BODY and encoding is None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from twinkle.model.csr import dense
 from twinkle.model.types import Datum, FloatArray
 
 __all__ = ["LogprobGap", "gap_of"]
@@ -32,12 +33,12 @@ def gap_of(data: Sequence[Datum], logprobs: Sequence[FloatArray]) -> LogprobGap 
     Clients write 0 where nothing was sampled, in prompts; tokens that the sampler was certain of go with them.
     """
     pairs = [(datum.extras[SAMPLED], lp) for datum, lp in zip(data, logprobs, strict=True) if SAMPLED in datum.extras]
-    if not pairs:
+    if not pairs or any(given.shape != lp.shape for given, lp in pairs):
         return None
-    sampled = np.concatenate([given.ravel() for given, _ in pairs])
+    sampled = np.concatenate([dense(given).ravel() for given, _ in pairs])
     trained = np.concatenate([lp.ravel() for _, lp in pairs])
     mask = sampled != 0
-    if sampled.shape != trained.shape or not mask.any():
+    if not mask.any():
         return None
     ratio = np.clip(trained[mask].astype(np.float64) - sampled[mask], -_FURTHEST, _FURTHEST)
     return LogprobGap(float(np.abs(ratio).mean()), float((np.expm1(ratio) - ratio).mean()))

@@ -21,7 +21,7 @@ from twinkle.server.telemetry import instruments, request_context
 from twinkle.server.telemetry.logprob_gap import gap_of
 from twinkle.server.telemetry.metrics import Metrics
 from twinkle.server.telemetry.tracing import NO_TRACING, OpSpan, Tracing
-from twinkle.server.types import NativePass, Op, OpKind, Outcome, TrainPass
+from twinkle.server.types import NativePass, Op, OpKind, Outcome, Refused, TrainPass
 
 __all__ = ["Outcomes", "SamplingRecorder", "TrainingRecorder"]
 
@@ -134,6 +134,8 @@ class TrainingRecorder:
             counter = self._metrics.counter(instruments.OPS, self._model, op.kind.value, result)
             self._outcomes[op.kind, result] = counter
         self._outcomes[op.kind, result].inc()
+        if isinstance(op.payload, Refused) and op.payload.limit is not None:
+            self._metrics.counter(instruments.REFUSALS, op.payload.limit).inc()
         if live is not None:
             self._duration[op.kind].observe(time.monotonic() - live.accepted_at)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from twinkle.errors import InvalidInputError, UnknownNameError
+from twinkle.model.csr import dense
 from twinkle.model.types import Datum, FloatArray, Preference
 from twinkle.server.types import TrainPass
 
@@ -69,10 +70,11 @@ def _ref_logps(datum: Datum, where: str) -> FloatArray:
     if given is None or given.shape != shape or len(shape) != 1:
         got = None if given is None else f"shape {given.shape}"
         raise InvalidInputError(field, got, f"one number for each of {shape[0] if shape else 0} target tokens")
-    if not np.isfinite(given).all():
+    reference = dense(given)  # of one dimension, so that it is no sparse one
+    if not np.isfinite(reference).all():
         raise InvalidInputError(field, "NaN or infinity", "finite numbers")
     if datum.weights is not None and datum.weights.shape != shape:
         raise InvalidInputError(f"{where}.loss_fn_inputs['weights']", f"shape {datum.weights.shape}", f"{shape}")
     if len(datum.tokens) != len(given):
         raise InvalidInputError(field, f"shape {given.shape}", f"one number for each of {len(datum.tokens)} tokens")
-    return given
+    return reference

@@ -1,13 +1,14 @@
 """Tensors on the wire: dense bytes or CSR, little-endian. Every size is checked against the bytes before it is used."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
+from twinkle.model.csr import Csr
 from twinkle.server.wire import tinker_pb2 as pb
 
 Array = NDArray[Any]
@@ -19,14 +20,15 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_BFLOAT16: np.dtype("<u2"),
 }
 _INDEX = np.dtype("<i8")
+MOST_CELLS = 2**24  # of one sparse tensor, listed or not
 _MAX_DIMENSION = 2**31 - 1
 
 
-def decode_tensor(tensor: pb.Tensor, field: str, max_sparse_bytes: int) -> Array:
+def decode_tensor(tensor: pb.Tensor, field: str) -> Array | Csr:
     """A float32, int64 or int32 array, (N,) or (N, K); bfloat16 is widened. ``field`` names it in errors.
 
-    A dense tensor is a read-only view of its bytes. A sparse one is written out with zeros where it lists nothing, and
-    may take ``max_sparse_bytes`` then: its size on the wire does not bound it.
+    A dense tensor is a read-only view of its bytes. A sparse one stays sparse: its size on the wire does not bound
+    that of the matrix it describes.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -36,7 +38,8 @@ def decode_tensor(tensor: pb.Tensor, field: str, max_sparse_bytes: int) -> Array
         flat = read_array(tensor.dense, dtype, field)
         array = flat.reshape(_shape(tensor, field, len(flat)))
     elif encoding == "sparse_csr":
-        array = _from_csr(tensor, dtype, field, max_sparse_bytes)
+        sparse = _from_csr(tensor, dtype, field)
+        return replace(sparse, values=_widened(sparse.values)) if tensor.dtype == pb.DTYPE_BFLOAT16 else sparse
     else:
         raise InvalidInputError(field, "a tensor without data", "dense or sparse_csr")
     return _widened(array) if tensor.dtype == pb.DTYPE_BFLOAT16 else array
@@ -47,13 +50,6 @@ def read_array(data: bytes, dtype: np.dtype[Any], field: str) -> Array:
     if len(data) % dtype.itemsize != 0:
         raise InvalidInputError(field, f"{len(data)} bytes", f"a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
-
-
-def sparse_bytes(tensor: pb.Tensor) -> int:
-    """What a sparse tensor takes once it is decoded; 0 for a dense one."""
-    if not tensor.HasField("sparse_csr") or len(tensor.shape) != 2:
-        return 0
-    return max(tensor.shape[0], 0) * max(tensor.shape[1], 0) * _DTYPES[tensor.dtype].itemsize
 
 
 def _shape(tensor: pb.Tensor, field: str, size: int) -> tuple[int, ...]:
@@ -75,22 +71,18 @@ def _dimensions(tensor: pb.Tensor, field: str) -> tuple[int, ...]:
     return shape
 
 
-def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str, max_sparse_bytes: int) -> Array:
+def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str) -> Csr:
     shape = _dimensions(tensor, field)
     if len(shape) != 2:
         raise InvalidInputError(f"{field}.shape", shape, "2 dimensions for a sparse tensor")
-    if math.prod(shape) * dtype.itemsize > max_sparse_bytes:
-        raise InvalidInputError(
-            f"{field}.shape", shape, f"sparse tensors of a request that take {max_sparse_bytes} bytes when written out"
-        )
+    if math.prod(shape) > MOST_CELLS:
+        raise InvalidInputError(f"{field}.shape", shape, f"sparse tensors of at most {MOST_CELLS} cells")
     csr = tensor.sparse_csr
     values = read_array(csr.values, dtype, f"{field}.values")
     crow = read_array(csr.crow_indices, _INDEX, f"{field}.crow_indices")
     col = read_array(csr.col_indices, _INDEX, f"{field}.col_indices")
-    cells = _cells(shape[0], shape[1], crow, col, len(values), field)
-    dense = np.zeros(math.prod(shape), dtype)
-    dense[cells] = values
-    return dense.reshape(shape)
+    _cells(shape[0], shape[1], crow, col, len(values), field)
+    return Csr((shape[0], shape[1]), crow, col, values)
 
 
 @dataclass(frozen=True)

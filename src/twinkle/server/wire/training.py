@@ -12,13 +12,14 @@ import zstandard
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.errors import InvalidInputError, LimitExceededError, UnknownNameError, UnsupportedError, UserError
+from twinkle.model.csr import Csr, dense
 from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
 from twinkle.server.types import CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 from twinkle.server.wire.reference_passes import REF_LOGPS, named_pass
-from twinkle.server.wire.tensors import decode_tensor, read_array, sparse_bytes
+from twinkle.server.wire.tensors import decode_tensor, read_array
 
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
@@ -30,7 +31,9 @@ _KNOWN = (TARGETS, WEIGHTS, *EXTRAS, REF_LOGPS)
 
 MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config tells it otherwise
 MAX_TOKENS = 2**22
-_MAX_SPARSE_BYTES = 2**27  # of all sparse tensors of a request, written out
+MAX_TARGETS = 2**24  # of a request, whatever the configuration says
+_MAX_WIDTH = 2**31 - 1  # the model's vocabulary decides
+_MAX_CUSTOM_CELLS = 2**22  # of a sparse tensor that a loss of the tenant's own reads: what such a loss may hold
 # Chunks, tensors and spans, on average over the datums that are allowed.
 _PARTS_PER_DATUM = 64
 _SMALL_BODY = 65_536  # cannot hold enough parts to do harm
@@ -58,10 +61,18 @@ def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
     return body
 
 
-def decode_forward_backward(body: bytes, *, max_datums: int = MAX_DATUMS, max_tokens: int = MAX_TOKENS) -> Op:
+def decode_forward_backward(
+    body: bytes,
+    *,
+    max_datums: int = MAX_DATUMS,
+    max_tokens: int = MAX_TOKENS,
+    max_width: int = _MAX_WIDTH,
+    max_targets: int = MAX_TARGETS,
+) -> Op:
     """Read a request far enough to know its place in the sequence, or raise :class:`MalformedRequestError`.
 
-    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same.
+    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same. max_width is
+    of targets a token, max_targets of all targets of the request; both are decided by the shapes that it declares.
     """
     if len(body) > _SMALL_BODY:
         _check_parts(body, max_datums * _PARTS_PER_DATUM)
@@ -77,20 +88,19 @@ def decode_forward_backward(body: bytes, *, max_datums: int = MAX_DATUMS, max_to
         raise MalformedRequestError(f"seq_id: got {request.seq_id}, allowed: 1 and up")
     payload: TrainPass | Refused
     try:
-        payload = _train_pass(request, max_datums, max_tokens)
+        payload = _train_pass(request, max_datums, Allowance(max_tokens, max_targets, max_width))
     except UserError as error:
-        payload = Refused(str(error))
+        payload = Refused.because(error)
     kind = OpKind.FORWARD if request.forward_only else OpKind.FORWARD_BACKWARD
     return Op(request.model_id, request.seq_id, kind, payload, body)
 
 
-def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, max_tokens: int) -> TrainPass:
+def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, left: "Allowance") -> TrainPass:
     if len(request.data) > max_datums:
         raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {max_datums} in one request")
     for name in (request.loss_fn, *request.loss_fn_config, *request.loss_fn_config_v2):
         if len(name) > _MAX_NAME:  # names are repeated in errors
             raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
-    left = Allowance(tokens=max_tokens, sparse_bytes=_MAX_SPARSE_BYTES)
     if request.loss_fn == CUSTOM:
         return _custom_pass(request, _loss_id(request), left)
     config = _loss_config(request)
@@ -102,7 +112,7 @@ def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: "Allowa
     data, inputs = [], []
     for index, datum in enumerate(request.data):
         where = f"data[{index}]"
-        arrays = _arrays(datum, where, left)
+        arrays = _arrays(datum, where, left, custom=True)
         inputs.append(dict(arrays))
         targets = {TARGETS: arrays[TARGETS]} if TARGETS in arrays else {}
         data.append(datum_of(_tokens(datum, where), targets, where, left))
@@ -118,24 +128,38 @@ def _loss_id(request: pb.ForwardBackwardRequest) -> str:
 
 @dataclass
 class Allowance:
-    """What is left of a request's limits while its datums are read."""
+    """What is left of a request's limits while its datums are read; ``width`` is each token's."""
 
     tokens: int
-    sparse_bytes: int
+    targets: int
+    width: int
 
 
 def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
     for name in datum.loss_fn_inputs:
         check_input_name(name, where)
-    return datum_of(_tokens(datum, where), _arrays(datum, where, left), where, left)
+    return datum_of(_tokens(datum, where), _arrays(datum, where, left, custom=False), where, left)
 
 
-def _arrays(datum: pb.Datum, where: str, left: Allowance) -> dict[str, AnyArray]:
+def _arrays(datum: pb.Datum, where: str, left: Allowance, *, custom: bool) -> dict[str, AnyArray | Csr]:
+    """``custom``: what is not target_tokens may have any shape, for a loss of the tenant's own."""
     arrays = {}
     for name, tensor in datum.loss_fn_inputs.items():
-        arrays[name] = decode_tensor(tensor, f"{where}.loss_fn_inputs[{name[:_MAX_NAME]!r}]", left.sparse_bytes)
-        left.sparse_bytes -= sparse_bytes(tensor)
+        field = f"{where}.loss_fn_inputs[{name[:_MAX_NAME]!r}]"
+        if not custom or name == TARGETS:
+            check_width(tuple(tensor.shape), field, left)
+        elif tensor.HasField("sparse_csr") and math.prod(tensor.shape) > _MAX_CUSTOM_CELLS:
+            allowed = f"sparse tensors of at most {_MAX_CUSTOM_CELLS} cells"
+            raise InvalidInputError(f"{field}.shape", tuple(tensor.shape), allowed)
+        arrays[name] = decode_tensor(tensor, field)
     return arrays
+
+
+def check_width(shape: Sequence[int], field: str, left: Allowance) -> None:
+    """Refuse a width beyond the limit by the declared shape: nothing of the tensor was read."""
+    if len(shape) == 2 and shape[1] > left.width:
+        allowed = f"at most {left.width} numbers a token"
+        raise LimitExceededError(f"{field}.shape", tuple(shape), allowed, "max_targets_per_token")
 
 
 def check_input_name(name: str, where: str) -> None:
@@ -143,14 +167,15 @@ def check_input_name(name: str, where: str) -> None:
         raise UnknownNameError(f"key in {where}.loss_fn_inputs", name[:_MAX_NAME], _KNOWN)
 
 
-def datum_of(tokens: IntArray, arrays: dict[str, AnyArray], where: str, left: Allowance) -> Datum:
+def datum_of(tokens: IntArray, arrays: dict[str, AnyArray | Csr], where: str, left: Allowance) -> Datum:
     """tokens (T,); ``arrays``: the loss's inputs by name."""
     left.tokens -= len(tokens)
     if left.tokens < 0:
-        raise InvalidInputError(
+        raise LimitExceededError(
             f"{where}.model_input",
             f"{len(tokens)} tokens",
             f"{left.tokens + len(tokens)}: what is left of the request's limit",
+            "max_tokens_per_request",
         )
     if TARGETS not in arrays:
         raise InvalidInputError(
@@ -161,8 +186,20 @@ def datum_of(tokens: IntArray, arrays: dict[str, AnyArray], where: str, left: Al
         raise InvalidInputError(
             f"{where}.loss_fn_inputs[{TARGETS!r}].dtype", str(targets.dtype), "token ids: int64 or int32"
         )
-    floats = {name: array.astype(np.float32, copy=False) for name, array in arrays.items()}
-    return Datum(tokens, targets.astype(np.int64, copy=False), floats.pop(WEIGHTS, None), floats)
+    left.targets -= targets.size
+    if left.targets < 0:
+        raise LimitExceededError(
+            f"{where}.loss_fn_inputs[{TARGETS!r}]",
+            f"{targets.size} targets",
+            f"{left.targets + targets.size}: what is left of the request's limit",
+            "max_targets_per_request",
+        )
+    floats = {name: _as(array, np.float32) for name, array in arrays.items()}
+    return Datum(tokens, _as(targets, np.int64), floats.pop(WEIGHTS, None), floats)
+
+
+def _as(array: AnyArray | Csr, dtype: type[np.generic]) -> Any:
+    return array.astype(dtype) if isinstance(array, Csr) else array.astype(dtype, copy=False)
 
 
 def _tokens(datum: pb.Datum, where: str) -> IntArray:
@@ -292,7 +329,7 @@ def _elementwise_loss(logprobs: FloatArray, datum: Datum) -> FloatArray:
     if datum.weights is None:
         return -logprobs
     with np.errstate(over="ignore"):
-        product = -logprobs * datum.weights.reshape(logprobs.shape)
+        product = -logprobs * dense(datum.weights).reshape(logprobs.shape)
     largest = np.finfo(np.float32).max
     return np.clip(product, -largest, largest)
 

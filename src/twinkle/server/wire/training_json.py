@@ -7,10 +7,21 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from twinkle.errors import InvalidInputError, UserError
+from twinkle.model.types import Datum, IntArray
 from twinkle.server.types import Op, OpKind, Refused, TrainPass
 from twinkle.server.wire.fields import Id, Request, SequenceNumber, TokenIds, parse
 from twinkle.server.wire.reference_passes import named_pass
-from twinkle.server.wire.training import CUSTOM, MAX_DATUMS, MAX_TOKENS, Allowance, check_input_name, datum_of
+from twinkle.server.wire.training import (
+    CUSTOM,
+    MAX_DATUMS,
+    MAX_TARGETS,
+    MAX_TOKENS,
+    Allowance,
+    AnyArray,
+    check_input_name,
+    check_width,
+    datum_of,
+)
 
 # The parser lets no other thread work: so much takes half a second, and SDKs send 5 MB at a time.
 MOST_BYTES = 16 * 2**20
@@ -67,7 +78,14 @@ def is_json(body: bytes) -> bool:
     return body.startswith(b"{")
 
 
-def decode_json_pass(body: bytes, kind: OpKind, *, max_tokens: int = MAX_TOKENS) -> Op:
+def decode_json_pass(
+    body: bytes,
+    kind: OpKind,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    max_width: int = MAX_TARGETS,
+    max_targets: int = MAX_TARGETS,
+) -> Op:
     """As :func:`~twinkle.server.wire.training.decode_forward_backward`."""
     place = parse(_Sequenced, body)
     payload: TrainPass | Refused
@@ -78,33 +96,39 @@ def decode_json_pass(body: bytes, kind: OpKind, *, max_tokens: int = MAX_TOKENS)
             asked = parse(_ForwardBackward, body).forward_backward_input
         if asked.loss_fn == CUSTOM:
             raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
-        left = Allowance(tokens=max_tokens, sparse_bytes=0)
+        left = Allowance(max_tokens, max_targets, max_width)
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
         trains = kind is OpKind.FORWARD_BACKWARD
         payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
     except UserError as error:
-        payload = Refused(str(error))
+        payload = Refused.because(error)
     return Op(place.model_id, place.seq_id, kind, payload, body)
 
 
-def _datum(datum: _Datum, where: str, left: Allowance) -> Any:
-    tokens = np.array([token for chunk in datum.model_input.chunks for token in chunk.tokens], np.int64)
+def _datum(datum: _Datum, where: str, left: Allowance) -> Datum:
     for name in datum.loss_fn_inputs:
         check_input_name(name, where)
-    arrays = {
-        name: _array(name, tensor, f"{where}.loss_fn_inputs[{name!r}]") for name, tensor in datum.loss_fn_inputs.items()
-    }
-    return datum_of(tokens, arrays, where, left)
+    arrays: dict[str, Any] = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        field = f"{where}.loss_fn_inputs[{name!r}]"
+        check_width(tensor.shape or (), field, left)
+        arrays[name] = _array(name, tensor, field)
+    return datum_of(_tokens(datum.model_input), arrays, where, left)
 
 
-def _array(name: str, tensor: _Tensor, field: str) -> Any:
+def _tokens(given: _ModelInput) -> IntArray:
+    chunks = [np.array(chunk.tokens, np.int64) for chunk in given.chunks]
+    return np.concatenate(chunks) if chunks else np.empty(0, np.int64)
+
+
+def _array(name: str, tensor: _Tensor, field: str) -> AnyArray:
     dtype = "int64" if name in _INTEGERS and "dtype" not in tensor.model_fields_set else tensor.dtype
-    if dtype == "int64" and not all(type(value) is int for value in tensor.data):
-        raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
     shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
     if math.prod(shape) != len(tensor.data):
         raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
     try:
+        if dtype == "int64" and tensor.data and np.array(tensor.data).dtype.kind == "f":  # one of them at least is
+            raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
         return np.array(tensor.data, dtype).reshape(shape)
     except ValueError:  # of nothing at all there may be any number
         raise InvalidInputError(f"{field}.shape", shape, "sizes that memory can hold") from None
