@@ -72,4 +72,3 @@ def norm_in_fp64(tensor: Tensor, norm_type: float) -> Tensor:
     if whole < flat_N.numel():
         norms = torch.cat([norms, torch.linalg.vector_norm(flat_N[whole:], norm_type, dtype=torch.float64)[None]])
     return torch.linalg.vector_norm(norms, norm_type)
-

@@ -89,7 +89,8 @@ class LossGraphs:
         payload: Payload
         try:
             graph = await self._graph(custom.loss_id, run.session_id)
-            work = await asyncio.to_thread(self._work, graph, custom.loss_id, op.payload)
+            weigh = partial(self._work, graph, custom.loss_id, op.payload)
+            work = await self._threads.in_thread(run.tenant_id, weigh)
             payload = replace(op.payload, custom=replace(custom, graph=graph, work=work))
         except UserError as error:
             payload = Refused.because(error)

@@ -19,7 +19,6 @@ Metadata = Mapping[str, str]
 # What a price counts, in round figures. A token of a small model takes some 100 microseconds on a CPU.
 TARGETS_A_TOKEN = 128  # further targets of a token: gathering, its gradient and its part of the result
 NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each as dear as a sum
-NUMBER_BYTES = 40  # a Python integer and its place in a list
 JSON_NUMBER_BYTES = 24
 OBJECT_BYTES = 1024  # of an op or a datum beside its arrays
 
@@ -195,9 +194,8 @@ class NativePass:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its rows, which are lists of Python's numbers."""
-        numbers = sum(len(values) for row in self.rows for values in row.values())
-        return NUMBER_BYTES * numbers + OBJECT_BYTES * len(self.rows)
+        """The memory of its rows."""
+        return sum(values.nbytes for row in self.rows for values in row.values()) + OBJECT_BYTES * len(self.rows)
 
 
 @dataclass(frozen=True)
