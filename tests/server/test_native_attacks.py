@@ -75,9 +75,13 @@ def test_a_snapshot_that_cannot_be_read_fails_its_own_adapter_alone(fragile):
     good, bad = (NativeTenant(fragile.url, f"tml-{name}", MODEL) for name in ("good", "bad"))
     for tenant in (good, bad):
         set_up(tenant)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 60
+    snapshots = f"snapshots/{bad.session_id}-a/*/native.pt"
+    while not list(fragile.data_dir.glob(snapshots)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # its record comes after its files
     fragile.kill()
-    for file in fragile.data_dir.glob(f"snapshots/{bad.session_id}-a/*/native.pt"):
+    for file in fragile.data_dir.glob(snapshots):
         file.write_bytes(b"no snapshot")
     fragile.start()
     assert "could not be created or read" in bad.refusal("step", adapter_name="a")
