@@ -26,7 +26,7 @@ def sparse_pass(model: str, seq: int) -> bytes:
     """Some hundred bytes that used to become 256 MiB: targets (1, 33554424) without a single value."""
     targets = pb.Tensor(dtype=pb.DTYPE_INT32, shape=[1, 33_554_424])
     targets.sparse_csr.crow_indices = bytes(16)
-    row = datum([1, 2])
+    row = datum([1, 2, 3])  # two tokens: refused when it runs
     row.loss_fn_inputs["target_tokens"].CopyFrom(targets)
     return training_body(model, seq, [row], forward_only=True)
 

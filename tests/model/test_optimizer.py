@@ -110,7 +110,7 @@ def test_without_a_gradient_nothing_changes(trained_before: bool, trainer: Train
         trainer.optim_step("a", AdamParams(learning_rate=1e-2))
     before = trainer.snapshot("a")
     metrics = trainer.optim_step("a", AdamParams(learning_rate=0.1, weight_decay=0.5, grad_clip_norm=1.0))
-    assert metrics == {"unclipped_grad_l2:mean": 0.0}
+    assert metrics == {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
     assert_equal(trainer.snapshot("a"), before)
 
 

@@ -52,6 +52,8 @@ def test_defaults_of_limits():
         "max_sampling_tokens_per_minute": None,
         "max_checkpoint_bytes_per_tenant": None,
         "max_waiting_samples_per_tenant": 4096,
+        "max_journal_bytes_per_tenant": 4 * 2**30,
+        "sequence_gap_seconds": 360.0,
         "max_rank": 128,
         "max_tokens_per_request": 1_048_576,
         "max_custom_losses_per_tenant": 100,
