@@ -8,6 +8,7 @@ tenant_isolation.py.
 """
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -126,9 +127,10 @@ class GreedyClient:
 
     async def _beat(self, until: float) -> None:
         while time.monotonic() < until:
-            await self._post("session_heartbeat", {"session_id": self._session})
-            if self._native:
-                await self._post("twinkle/session_heartbeat", {"session_id": self._native})
+            with contextlib.suppress(httpx.HTTPError):  # the workers note it
+                await self._post("session_heartbeat", {"session_id": self._session})
+                if self._native:
+                    await self._post("twinkle/session_heartbeat", {"session_id": self._native})
             await asyncio.sleep(min(10.0, max(until - time.monotonic(), 0.0)))
 
     # --- kinds of requests --------------------------------------------------------------------------------------------
@@ -200,7 +202,9 @@ class GreedyClient:
         """Rows that a processor makes large, used by their name. Without processors there is nothing to ask for."""
         if self._loader is None:
             self._loader = ""
-            await self._native_verb("add_adapter_to_model", adapter_name="a", config={"r": 8})
+            await self._native_verb(
+                "add_adapter_to_model", adapter_name="a", config={"r": 8, "target_modules": "all-linear"}
+            )
             await self._native_verb("set_template", adapter_name="a", template_cls="Template", model_id=self._model)
             text = "x" * self.draw.choice((10_000, 300_000))
             rows = [{"messages": [{"role": "user", "content": text}]} for _ in range(3)]
