@@ -121,7 +121,7 @@ attack: $(STAMP) ## known attacks on a real server with 3 GiB of memory: none ki
 damage: $(STAMP) ## flip bits of a data directory and cut its files, 350 starts, about an hour (DAMAGE_SEED repeats a run)
 	@$(VENV)/bin/pytest -q -s -m damage tests/damage
 
-fuzz: $(STAMP) ## changed requests, odd connections, requests made from our OpenAPI document, for some ten minutes
+fuzz: $(STAMP) ## changed, odd and made-up requests for ten minutes, then a greedy tenant for ten more
 	@$(VENV)/bin/pytest -q -s -m fuzz tests/fuzz
 
 clean: ## remove build outputs and caches (environments stay)

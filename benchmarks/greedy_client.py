@@ -8,6 +8,7 @@ tenant_isolation.py.
 """
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -126,7 +127,10 @@ class GreedyClient:
 
     async def _beat(self, until: float) -> None:
         while time.monotonic() < until:
-            await self._post("session_heartbeat", {"session_id": self._session})
+            with contextlib.suppress(httpx.HTTPError):  # the workers note it
+                await self._post("session_heartbeat", {"session_id": self._session})
+                if self._native:
+                    await self._post("twinkle/session_heartbeat", {"session_id": self._native})
             await asyncio.sleep(min(10.0, max(until - time.monotonic(), 0.0)))
 
     # --- kinds of requests --------------------------------------------------------------------------------------------
@@ -198,6 +202,10 @@ class GreedyClient:
         """Rows that a processor makes large, used by their name. Without processors there is nothing to ask for."""
         if self._loader is None:
             self._loader = ""
+            await self._native_verb(
+                "add_adapter_to_model", adapter_name="a", config={"r": 8, "target_modules": "all-linear"}
+            )
+            await self._native_verb("set_template", adapter_name="a", template_cls="Template", model_id=self._model)
             text = "x" * self.draw.choice((10_000, 300_000))
             rows = [{"messages": [{"role": "user", "content": text}]} for _ in range(3)]
             meta = {"dataset_id": "", "subset_name": "default", "split": "train", "data_slice": None, "data": rows}
@@ -218,10 +226,8 @@ class GreedyClient:
             call = {"processor_id": self._loader}
             await self._process("call", function="__iter__", **call)
             batch = await self._process("call", function="__next__", by_reference=True, **call)
-            headers = {"X-Twinkle-Session-Id": self._session}
-            body = {"inputs": batch.get("result"), "adapter_name": "a"}
-            answer = await self._http.post(f"model/{self._model}/twinkle/forward_only", json=body, headers=headers)
-            self._note("by reference", answer)
+            if "result" in batch:
+                await self._native_verb("forward_only", adapter_name="a", inputs=batch["result"])
 
     async def _json_fetch(self) -> None:
         """The last results as JSON, again and again."""
@@ -311,16 +317,21 @@ class GreedyClient:
             return None
         return None
 
+    async def _native_verb(self, verb: str, **body: Any) -> None:
+        headers = {"X-Twinkle-Session-Id": await self._native_session()}
+        answer = await self._http.post(f"model/{self._model}/twinkle/{verb}", json=body, headers=headers)
+        self._note(verb, answer)
+
     async def _process(self, verb: str, **body: Any) -> dict[str, Any]:
-        headers = {"X-Twinkle-Session-Id": self._session}
+        headers = {"X-Twinkle-Session-Id": await self._native_session()}
         answer = await self._http.post(f"processor/twinkle/{verb}", json=body, headers=headers)
         self._note("processor", answer)
         return dict(answer.json()) if answer.status_code == 200 else {}
 
     async def _native_session(self) -> str:
-        if not self._native:
+        while self._native == "":
             made = await self._json("twinkle/create_session", {"metadata": None})
-            self._native = str(made.get("session_id", "none"))
+            self._native = self._native or str(made.get("session_id", "none"))
         return self._native
 
     async def _json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,10 @@ class Member:
         self._check()
         await self.gateway.release_session(session, state)
 
+    async def park_run(self, run, why):
+        self._check()
+        await self.gateway.park(run, why)
+
     def _check(self) -> None:
         if self.is_gone:
             raise ReplicaGoneError(self.name)
@@ -109,6 +113,8 @@ class Cluster:
         self.members = {name: await Member(self.config, name).start() for name in layout.addresses}
         self.store = await Store.open(self.config.data_dir, shared=True)
         fleet = RemoteFleet(layout, self.members)
+        for member in self.members.values():
+            member.gateway.fleet_of_all = fleet
         self.gateway = Gateway(self.config, self.store, {}, DataDir(self.config.data_dir), fleet=fleet)
         directory = Directory(self.config, layout, self.store)
         self.router = Router(app_of(self.gateway), directory, self.members, max_body_bytes=2**20)
@@ -149,10 +155,14 @@ Check = Callable[[Cluster], Awaitable[None]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Check], None]:
+def config(tmp_path: Path) -> dict[str, Any]:
     config = mock_config(runtime="ray", data_dir=str(tmp_path))
     config["applications"][1]["deployments"] = [{"num_replicas": 2}]
+    return config
 
+
+@pytest.fixture
+def run(config: dict[str, Any]) -> Callable[[Check], None]:
     async def work(check: Check) -> None:
         async with Cluster(ServerConfig.model_validate(config)) as cluster:
             await check(cluster)
@@ -191,6 +201,30 @@ def test_everything_lands_where_it_belongs(run):
         assert status["models"]["mock"]["ops"] == 6 * 4
         capacity = (await cluster.http.get("twinkle/capacity_info")).json()
         assert capacity["used_loras"] == 6
+
+    run(check)
+
+
+def test_silent_sessions_make_room_on_all_replicas(run, config):
+    """A replica that is asked for one adapter too many has another replica park its own."""
+    config["limits"] = {"silent_session_seconds": 0.5}
+
+    async def check(cluster: Cluster) -> None:
+        session = await cluster.session()
+        models = [await cluster.model(session, number) for number in range(30)]
+        await asyncio.sleep(0.6)
+        later = await cluster.session()
+        made = [await cluster.model(later, number) for number in range(4)]
+        states = [(await cluster.store.runs.get(model)).state for model in [*models, *made]]
+        assert states == ["parked"] * 4 + ["live"] * 30
+        submitted = (await cluster.post("forward_backward", training_body(models[0], 1))).json()
+        assert "fell silent" in (await cluster.result(submitted["request_id"])).json()["error"]
+        # Each replica parks what only the other one has.
+        runs = [await cluster.store.runs.get(model) for model in models[4:]]
+        for name, member in cluster.members.items():
+            elsewhere = next(run for run in runs if run.replica != name)
+            await member.gateway.park_anywhere(elsewhere, "it was asked to")
+            assert (await cluster.store.runs.get(elsewhere.run_id)).state == "parked"
 
     run(check)
 
