@@ -123,6 +123,7 @@ class Trainer:
             device=self.device,
         )
         self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed)
+        self._has_budget = memory_budget_bytes is not None or self.device.type != "cpu"
         self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
 
     @classmethod
@@ -406,10 +407,10 @@ class Trainer:
     def _pool_bytes(self) -> int:
         """What adapters may take on the device.
 
-        A CPU has no memory of its own that paging out would spare: there whoever uses the trainer bounds what adapters
-        take of the host's (:meth:`host_bytes`).
+        A CPU has no memory of its own that paging out would spare: unless a budget was given, whoever uses the trainer
+        bounds what adapters take of the host's (:meth:`host_bytes`).
         """
-        return self.memory.adapters if self.device.type == "cuda" else max(self.memory.adapters, host_memory_limit())
+        return self.memory.adapters if self._has_budget else max(self.memory.adapters, host_memory_limit())
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
