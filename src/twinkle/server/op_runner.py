@@ -35,6 +35,7 @@ from twinkle.server.wire import responses
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 5.0
+_MOST_LONG_BATCHES = 4  # at once: each holds what it has computed so far
 _CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
 
 
@@ -66,6 +67,7 @@ class OpRunner:
         self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.measurements = RunMeasurements(store.run_metrics)
         self.busy_seconds = 0.0
+        self._long_batches = 0  # that run now, between those of others
         self.stopping = False
         self._model = model
         self._store = store
@@ -120,7 +122,9 @@ class OpRunner:
             now = time.monotonic()
             await self._refuse_all(self.scheduler.refusals(now))
             batch = self.scheduler.next_batch()
-            if batch is not None:
+            if batch is not None and batch.long and self._long_batches < _MOST_LONG_BATCHES:
+                self._background(self._run_long(batch))
+            elif batch is not None:
                 await self._run_batch(batch)
             due = self.snapshots.due(now)
             if due is not None:
@@ -136,6 +140,15 @@ class OpRunner:
         for timer in timers:
             timer.cancel()
 
+    async def _run_long(self, batch: Batch) -> None:
+        """A batch that takes long: the pump goes on with those of other tenants between its steps."""
+        self._long_batches += 1
+        try:
+            await self._run_batch(batch)
+        finally:
+            self._long_batches -= 1
+            self._wake.set()
+
     async def _run_batch(self, batch: Batch) -> None:
         tasks = [self._task(ticket) for ticket in batch.tickets]
         try:
@@ -146,16 +159,19 @@ class OpRunner:
                 self._background(self._run_slow(task))
             tasks = quick
             if quick:
-                await self._run_quick(quick)
+                await self._run_quick(quick, in_steps=batch.long)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished:
                     self._finish(task, unexpected(error, task.op.request_id))
 
-    async def _run_quick(self, tasks: Sequence[Task]) -> None:
+    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
         ops = [task.op for task in tasks]
         logger.debug("batch: %s", " ".join(op.request_id for op in ops))
-        outcomes = await self._compute.run(partial(self._execute, ops))
+        if in_steps:
+            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id)
+        else:
+            outcomes = await self._compute.run(partial(self._execute, ops))
         for task, outcome in zip(tasks, outcomes, strict=True):
             if task.op.kind is OpKind.CREATE and not outcome.failed:
                 task.adapter.place = Place.TRAINER
@@ -174,6 +190,33 @@ class OpRunner:
             self.settle(adapter, adapter.ops[ticket.seq], responses.failed(note, "user"))
         self.snapshots.forget(run_id)
         self._background(self._store.runs.set_state(run_id, "failed", note))
+
+    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str) -> list[Outcome]:
+        """One micro-batch at a time, each about as long as what others ask for: they wait for one step at most."""
+        limit = self.scheduler.step_tokens(tenant_id)
+        steps = self._execution.passes_in_steps(ops, lambda: limit)
+        seconds = 0.0
+
+        def step() -> list[Outcome] | None:
+            """In the compute thread; None while there is more to do."""
+            nonlocal seconds
+            started = time.perf_counter()
+            try:
+                next(steps)
+                return None
+            except StopIteration as end:
+                ended: list[Outcome] = end.value
+                return ended
+            finally:
+                seconds += time.perf_counter() - started
+
+        for op in ops:
+            self._recorder.started(op)
+        while (outcomes := await self._compute.run(step)) is None:
+            limit = self.scheduler.step_tokens(tenant_id)
+        self.busy_seconds += seconds
+        self._recorder.stepped(ops, self._model.trainer, seconds)
+        return outcomes
 
     def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
         """In the compute thread."""
