@@ -177,3 +177,34 @@ def test_numbers_count_tokens_and_not_work() -> None:
     scheduler.submit(ticket("a", 0, tokens=3, work=500), 0.0)
     scheduler.next_batch()
     assert scheduler.numbers().all_tokens == 3
+
+
+def test_a_long_pass_goes_alone_in_steps_and_others_go_on_meanwhile() -> None:
+    scheduler = Scheduler(4096, contended_tokens=0)
+    for name in ("greedy", "honest"):
+        scheduler.add_adapter(name, name)
+    scheduler.submit(ticket("honest", 0), 0.0)
+    scheduler.submit(ticket("greedy", 0, tokens=4000), 0.0)
+    assert scheduler.step_tokens("greedy") is None, "nobody else has had work yet"
+    batches = [scheduler.next_batch(), scheduler.next_batch()]
+    by_name = {tuple(adapters_in(batch)): batch for batch in batches}
+    long, short = by_name["greedy",], by_name["honest",]
+    assert long is not None
+    assert short is not None
+    assert long.long
+    assert not short.long
+    assert scheduler.step_tokens("greedy") == 128
+    scheduler.finish(short.tickets[0], failed=False)
+    scheduler.submit(ticket("honest", 1), 0.0)
+    assert adapters_in(scheduler.next_batch()) == ["honest"], "the long one still runs"
+    scheduler.finish(long.tickets[0], failed=False)
+
+
+def test_an_op_larger_than_a_batch_is_run_in_steps() -> None:
+    """Somebody may come while it runs."""
+    scheduler = Scheduler(4096, contended_tokens=0)
+    scheduler.add_adapter("a", "a")
+    scheduler.submit(ticket("a", 0, tokens=5000), 0.0)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert batch.long

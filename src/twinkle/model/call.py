@@ -9,7 +9,7 @@ none. What fails on one rank fails on all; only then is any gradient kept.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,11 +24,13 @@ from twinkle.model.batch import Part
 from twinkle.model.custom_loss import Evaluation, token_values
 from twinkle.model.engine import Computed
 from twinkle.model.objective import evaluate
-from twinkle.model.packing import Budget, MicroBatch, SequenceRef, halves, plan
+from twinkle.model.packing import Budget, MicroBatch, SequenceRef, cut, halves, plan
 from twinkle.model.parallel import ALONE, Ranks
 from twinkle.model.residency import AdapterPool
 from twinkle.model.types import FloatArray, TokenValues, TrainFailure, TrainItem, TrainResult
 from twinkle.model.validation import CheckedItem, check_item
+
+StepLimit = Callable[[], int | None]  # tokens of the next micro-batch
 
 
 class Passes(Protocol):
@@ -110,17 +112,37 @@ class Call:
     def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         for index, item in enumerate(items):
             self._check(index, item)
-        self._compute_all()
+        for _ in self._compute_all(None):
+            pass
         self._engine.finish()
         if self._ranks.size > 1:
             self._agree(items)
         return [self._results[index] for index in range(len(items))]
 
-    def _compute_all(self) -> None:
+    def steps(
+        self, items: Sequence[TrainItem], limit: StepLimit
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """As :meth:`run`, but between two micro-batches somebody else may use the model, with other adapters.
+
+        ``limit``, asked before each micro-batch: the tokens that it may have, None for as many as fit. What was
+        computed so far is held here: until the end no adapter has changed.
+        """
+        assert self._ranks.size == 1, "ranks compute in step with each other"
+        for index, item in enumerate(items):
+            self._check(index, item)
+        yield from self._compute_all(limit)
+        self._engine.finish()
+        return [self._results[index] for index in range(len(items))]
+
+    def _compute_all(self, limit: StepLimit | None) -> Iterator[None]:
+        """Yields between micro-batches, if there is a limit."""
         queue = self._plan()
         running: tuple[MicroBatch, Computed] | None = None
         while queue:
-            batch = queue.pop(0)
+            batch, *rest = cut(queue.pop(0), None if limit is None else limit())
+            queue = rest + queue
+            for index in batch.items:
+                yield from self._evaluate_early(batch, index, limit)
             computed = self._compute(batch)
             if computed is None:
                 queue = self._smaller(batch) + queue
@@ -128,6 +150,11 @@ class Call:
                 if running is not None:
                     self._absorb(*running)  # while the device is busy with the next one
                 running = batch, computed
+            if limit is not None and queue:
+                if running is not None:  # others come first: nothing of ours stays on the device meanwhile
+                    self._absorb(*running)
+                    running = None
+                yield
         if running is not None:
             self._absorb(*running)
 
@@ -190,8 +217,6 @@ class Call:
 
     def _compute(self, batch: MicroBatch) -> Computed | None:
         """None when the device ran out of memory; nothing has changed then."""
-        for index in batch.items:
-            self._evaluate_early(batch, index)
         self._pool.make_resident(self._adapters(batch.items))
         parts = [self._part(batch, index) for index in batch.items]
         try:
@@ -208,7 +233,7 @@ class Call:
         evaluation = request.evaluation if self._train else None
         return Part(index, request.item, request.adapter, data, evaluation, numbers)
 
-    def _evaluate_early(self, batch: MicroBatch, index: int) -> None:
+    def _evaluate_early(self, batch: MicroBatch, index: int, limit: StepLimit | None) -> Iterator[None]:
         """An objective whose sequences are not all in this batch needs a forward pass over all of them first."""
         request = self._requests[index]
         evaluation, item = request.evaluation, request.item
@@ -217,7 +242,7 @@ class Call:
             return
         first = Call(self._engine, self._pool, self.budget, train=False)
         first._requests[0] = _Request(dataclasses.replace(item, objective=None), request.adapter, keeps_values=True)
-        first._compute_all()
+        yield from first._compute_all(limit)
         self.budget = first.budget
         outcome = first._results[0]
         if isinstance(outcome, TrainFailure):

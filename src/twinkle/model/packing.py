@@ -112,6 +112,21 @@ def _fill(
         yield current
 
 
+def cut(batch: MicroBatch, tokens: int | None) -> list[MicroBatch]:
+    """The same sequences in batches of at most so many tokens each, or one sequence that is longer; None: as it is."""
+    if tokens is None:
+        return [batch]
+    parts: list[list[SequenceRef]] = []
+    total = 0
+    for sequence in batch.sequences:
+        total += sequence.length
+        if not parts or total > tokens:
+            parts.append([])
+            total = sequence.length
+        parts[-1].append(sequence)
+    return [MicroBatch(tuple(part), batch.recompute) for part in parts]
+
+
 def halves(batch: MicroBatch) -> list[MicroBatch]:
     """The same sequences with less memory: two batches, or one sequence recomputed; [] when nothing is left to try."""
     if len(batch.sequences) > 1:

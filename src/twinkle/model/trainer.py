@@ -11,7 +11,7 @@ of an open window: each rank has a part of it, and the parts are added up where 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -233,6 +233,20 @@ class Trainer:
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         """Log-probabilities and losses; each request's gradient is added to its adapter's."""
         return self._run(items, train=True)
+
+    def in_steps(
+        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """As :meth:`forward` or :meth:`forward_backward`, a micro-batch at a time, each of at most ``limit()`` tokens.
+
+        Between them other calls are welcome, but for those that concern the same adapters. Several ranks take one step.
+        """
+        if self._parallel.sharded or self._parallel.ranks.size > 1:
+            return self._run(items, train=train)
+        call = Call(self._engine, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+        results = yield from call.steps(items, limit)
+        self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)  # others may have met it, too
+        return results
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes, and the

@@ -3,7 +3,7 @@
 Everything is called from one thread. Errors of a tenant's making are :class:`~twinkle.errors.UserError`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +55,12 @@ class TrainingBackend(Protocol):
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
+
+    def in_steps(
+        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """One micro-batch a step, of at most ``limit()`` tokens where that can be; between steps others may compute."""
+        ...
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
 

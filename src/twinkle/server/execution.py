@@ -1,7 +1,7 @@
 """Ops on the device: what the compute thread does with a batch, and how errors become outcomes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
@@ -47,6 +47,17 @@ class Execution:
 
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
+        return _to_the_end(self._in_steps(ops, None))
+
+    def passes_in_steps(
+        self, ops: Sequence[Op], limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[Outcome]]:
+        """The same a micro-batch at a time; see :meth:`~twinkle.server.backend.TrainingBackend.in_steps`."""
+        return self._in_steps(ops, limit)
+
+    def _in_steps(
+        self, ops: Sequence[Op], limit: Callable[[], int | None] | None
+    ) -> Generator[None, None, list[Outcome]]:
         outcomes: dict[int, Outcome] = {}
         for batch in _rounds(ops):
             prepared: dict[int, _Pass] = {}
@@ -57,7 +68,7 @@ class Execution:
                     outcomes[index] = failure_of(error, ops[index].request_id)
                 except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
                     outcomes[index] = unexpected(error, ops[index].request_id)
-            outcomes |= self._computed(ops, prepared)
+            outcomes |= yield from self._computed(ops, prepared, limit)
         return [outcomes[index] for index in range(len(ops))]
 
     def _prepared(self, op: Op) -> "_Pass":
@@ -96,12 +107,17 @@ class Execution:
             case _:
                 raise AssertionError(f"{op.kind} is not a pass")
 
-    def _computed(self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]") -> dict[int, Outcome]:
+    def _computed(
+        self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]", limit: Callable[[], int | None] | None
+    ) -> Generator[None, None, dict[int, Outcome]]:
         if not prepared:
             return {}
-        run = self._trainer.forward_backward if ops[0].kind is OpKind.FORWARD_BACKWARD else self._trainer.forward
+        items, trains = [each.item for each in prepared.values()], ops[0].kind is OpKind.FORWARD_BACKWARD
         try:
-            results = run([each.item for each in prepared.values()])
+            if limit is None:
+                results = self._trainer.forward_backward(items) if trains else self._trainer.forward(items)
+            else:
+                results = yield from self._trainer.in_steps(items, train=trains, limit=limit)
         except Exception as error:  # noqa: BLE001 - as above: a bug fails its batch, not the server
             return {index: unexpected(error, ops[index].request_id) for index in prepared}
         return {
@@ -180,6 +196,15 @@ class Execution:
 class _Pass:
     item: TrainItem
     encode: Callable[[TrainResult], Outcome]
+
+
+def _to_the_end(steps: Generator[None, None, list[Outcome]]) -> list[Outcome]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            outcomes: list[Outcome] = end.value
+            return outcomes
 
 
 def _custom_item(adapter_id: str, asked: TrainPass) -> TrainItem:

@@ -39,6 +39,7 @@ from twinkle.server.wire import responses
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 5.0
+_MOST_LONG_BATCHES = 4  # at once: each holds what it has computed so far
 _CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
 
 
@@ -79,6 +80,7 @@ class OpRunner:
         self.measurements = RunMeasurements(store.run_metrics)
         self.adapter_memory = AdapterMemory(model.trainer, adapter_bytes)
         self.busy_seconds = 0.0
+        self._long_batches = 0  # that run now, between those of others
         self.stopping = False
         self.running = running
         self.on_settled: Callable[[Op], None] = lambda _op: None
@@ -140,7 +142,9 @@ class OpRunner:
             now = time.monotonic()
             await self._refuse_all(self.scheduler.refusals(now))
             batch = self.scheduler.next_batch()
-            if batch is not None:
+            if batch is not None and batch.long and self._long_batches < _MOST_LONG_BATCHES:
+                self._background(self._run_long(batch))
+            elif batch is not None:
                 await self._run_batch(batch)
                 await self._make_room()
             due = self.snapshots.due(now)
@@ -157,31 +161,43 @@ class OpRunner:
         for timer in timers:
             timer.cancel()
 
+    async def _run_long(self, batch: Batch) -> None:
+        """A batch that takes long: the pump goes on with those of other tenants between its steps."""
+        self._long_batches += 1
+        try:
+            await self._run_batch(batch)
+        finally:
+            self._long_batches -= 1
+            self._wake.set()
+
     async def _run_batch(self, batch: Batch) -> None:
         tasks = [self._task(ticket) for ticket in batch.tickets]
         for part in self.running.apart([task.op.request_id for task in tasks]):
-            await self._run_together(tasks[part])
+            await self._run_together(tasks[part], in_steps=batch.long)
 
-    async def _run_together(self, tasks: Sequence[Task]) -> None:
-        """Run a batch, or a part of it: an op that may have killed the process is alone."""
+    async def _run_together(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
+        """Run a batch, or a part of it: an op that may have killed the process is alone.
+
+        ``in_steps``: batches of other tenants run between its micro-batches.
+        """
         try:
             ready: list[Task] = []
             for task in tasks:
                 if self._is_poison(task) or await self._repeat_outcome(task):
                     continue
                 if ready and not await self._has_room(task):
-                    await self._run_tasks(ready)  # then their adapters may go to disk, and this one has room
+                    await self._run_tasks(ready, in_steps=in_steps)  # then their adapters may go to disk, and this one has room
                     ready = []
                 await self._has_room(task)
                 if await self._has_come(task):
                     ready.append(task)
-            await self._run_tasks(ready)
+            await self._run_tasks(ready, in_steps=in_steps)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished and not task.in_background:
                     self._finish(task, unexpected(error, task.op.request_id))
 
-    async def _run_tasks(self, tasks: Sequence[Task]) -> None:
+    async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
         quick = [task for task in tasks if task not in slow]
         for task in slow:  # these wait for disk and database: other adapters go on meanwhile
@@ -189,7 +205,7 @@ class OpRunner:
             self._background(self._run_slow(task))
         if quick:
             async with self.running.noted([task.op.request_id for task in quick]):
-                await self._run_quick(quick)
+                await self._run_quick(quick, in_steps=in_steps)
 
     async def _has_come(self, task: Task) -> bool:
         """Whether the op can run; an adapter that comes from disk does so under a note of what the process works on."""
@@ -198,10 +214,13 @@ class OpRunner:
         async with self.running.noted([task.op.request_id], decoding=True):
             return await self._is_here(task)
 
-    async def _run_quick(self, tasks: Sequence[Task]) -> None:
+    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
         ops = [task.op for task in tasks]
         logger.debug("batch: %s", " ".join(op.request_id for op in ops))
-        outcomes = await self._compute.run(partial(self._execute, ops))
+        if in_steps:
+            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id)
+        else:
+            outcomes = await self._compute.run(partial(self._execute, ops))
         for task, outcome in zip(tasks, outcomes, strict=True):
             if task.op.kind is OpKind.CREATE and not outcome.failed:
                 task.adapter.place = Place.TRAINER
@@ -221,6 +240,33 @@ class OpRunner:
             self.settle(adapter, op, failure)
         self.snapshots.forget(run_id)
         self._background(self._store.runs.set_state(run_id, "failed", note))
+
+    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str) -> list[Outcome]:
+        """One micro-batch at a time, each about as long as what others ask for: they wait for one step at most."""
+        limit = self.scheduler.step_tokens(tenant_id)
+        steps = self._execution.passes_in_steps(ops, lambda: limit)
+        seconds = 0.0
+
+        def step() -> list[Outcome] | None:
+            """In the compute thread; None while there is more to do."""
+            nonlocal seconds
+            started = time.perf_counter()
+            try:
+                next(steps)
+                return None
+            except StopIteration as end:
+                ended: list[Outcome] = end.value
+                return ended
+            finally:
+                seconds += time.perf_counter() - started
+
+        for op in ops:
+            self._recorder.started(op)
+        while (outcomes := await self._compute.run(step)) is None:
+            limit = self.scheduler.step_tokens(tenant_id)
+        self.busy_seconds += seconds
+        self._recorder.stepped(ops, self._model.trainer, seconds)
+        return outcomes
 
     def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
         """In the compute thread."""

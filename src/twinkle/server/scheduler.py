@@ -14,7 +14,8 @@ Which passes come first:
   left for the next batch. A tenant's adapters take turns, so fifty adapters get no more than one. A tenant that had
   nothing ready starts again where the least served of its priority is: idle time earns nothing.
 - While others have work, or had lately, a tenant fills no batch to the brim, for all would wait until it is done: it
-  gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more.
+  gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more. A
+  single pass of more than twice that goes alone and is run in steps, between which others get their turns.
 - Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
   while a pass is ready: nobody keeps others waiting with steps alone.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
@@ -76,14 +77,21 @@ _ABSENT = 1024  # tenants that have no adapters and are remembered
 _BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
 _FIRST = (-len(Priority), 0.0)  # before any tenant's place
+_LONG = 2  # times what a tenant gets beside others
+_SMALLEST_STEP = 64  # tokens: for fewer, the way to the device takes longer than the pass
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Ops to run now. Those of one adapter are neighbours in number and in order; barriers are one an adapter."""
+    """Ops to run now. Those of one adapter are neighbours in number and in order; barriers are one an adapter.
+
+    ``long``: passes of one tenant that take much longer than what others ask for, or than a batch should. They are to
+    be run in steps, with batches of others in between.
+    """
 
     kind: BatchKind
     tickets: tuple[Ticket, ...]
+    long: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,13 +161,24 @@ class _Portions:
         self._largest = heapq.nlargest(2, ((each.demand / each.standing.weight, each.tenant_id) for each in demanding))
         self._taken: Counter[str] = Counter()
 
-    def has_room(self, tenant: _Tenant, cost: int) -> bool:
-        """Its first pass goes in any case."""
-        taken = self._taken[tenant.tenant_id]
+    def limit(self, tenant: _Tenant) -> float | None:
+        """None: nobody else has work, or had lately."""
         others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
-        if not taken or not others or self._contended_tokens is None:
-            return True
-        return taken + cost <= max(self._contended_tokens, others[0] * tenant.standing.weight)
+        if not others or self._contended_tokens is None:
+            return None
+        return max(self._contended_tokens, others[0] * tenant.standing.weight)
+
+    def is_long(self, tenant: _Tenant, cost: int) -> bool:
+        """Whether others would have to wait for it: it goes alone, in steps."""
+        limit = self.limit(tenant)
+        return limit is not None and cost > _LONG * max(limit, _SMALLEST_STEP)
+
+    def has_room(self, tenant: _Tenant, cost: int) -> bool:
+        """Its first pass goes in any case, unless it is long."""
+        taken, limit = self._taken[tenant.tenant_id], self.limit(tenant)
+        if not taken:
+            return not self.is_long(tenant, cost)
+        return limit is None or taken + cost <= limit
 
     def take(self, tenant: _Tenant, cost: int) -> None:
         self._taken[tenant.tenant_id] += cost
@@ -348,9 +367,18 @@ class Scheduler:
         self._pass_batches += 1
         self._barriers_in_a_row = 0
         self._note_demands()
-        tickets = self._fill(lead)
+        kind = lead.ready_kind
+        tickets, long = self._fill(lead)
         self._pass_ops += len(tickets)
-        return Batch(lead.ready_kind, tickets)
+        return Batch(kind, tickets, long)
+
+    def step_tokens(self, tenant_id: str) -> int | None:
+        """How much of a long batch of this tenant may run before others get a turn; None: nobody else has work."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            return None
+        limit = _Portions(self._contended_tokens, self._demanding.values()).limit(tenant)
+        return None if limit is None else max(int(limit), _SMALLEST_STEP)
 
     def _note_demands(self) -> None:
         for tenant in self._ready_tenants.values():
@@ -362,8 +390,11 @@ class Scheduler:
         while self._batches - next(iter(self._demanding.values())).demanded_at > _LATELY:
             self._demanding.popitem(last=False)
 
-    def _fill(self, lead: _Adapter) -> tuple[Ticket, ...]:
-        """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit."""
+    def _fill(self, lead: _Adapter) -> tuple[tuple[Ticket, ...], bool]:
+        """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit.
+
+        Nobody joins a pass that is long, nor one that is larger than a batch. Returns whether it is so, too.
+        """
         tickets: list[Ticket] = []
         room = self._budget
         portions = _Portions(self._contended_tokens, self._demanding.values())
@@ -373,6 +404,10 @@ class Scheduler:
             if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
         heapq.heapify(queue)  # ranks differ, so lines are never compared
+        first = lead.ops.head
+        assert first is not None
+        if portions.is_long(lead.tenant, first.cost) or first.cost > self._budget:
+            return (self._start_pass(lead),), True
         while queue and (not tickets or (self._merge and room > 0)):
             _, _, line = heapq.heappop(queue)
             adapter = line.popleft()
@@ -389,7 +424,7 @@ class Scheduler:
                     line.append(adapter)
             if line:
                 heapq.heappush(queue, (adapter.tenant.place, line[0].ready_rank, line))
-        return tuple(tickets)
+        return tuple(tickets), False
 
     def _start_pass(self, adapter: _Adapter) -> Ticket:
         tenant = adapter.tenant

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,6 +165,13 @@ class MockTrainer:
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=True)
+
+    def in_steps(
+        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """All in one step."""
+        yield from ()
+        return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         """``decoupled`` makes no difference: there is no Adam here."""

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -148,6 +148,13 @@ class TrainerGroup:
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._passes("forward_backward", items)
+
+    def in_steps(
+        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """All in one step: the ranks stay together."""
+        yield from ()
+        return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         metrics: dict[str, float] = self._all("optim_step", adapter_id, params, decoupled=decoupled)

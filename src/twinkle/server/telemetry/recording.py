@@ -171,6 +171,12 @@ class TrainingRecorder:
         self._batches[kind].note(len(ops), tokens, time.perf_counter() - started)
         self.trainer_numbers = trainer.numbers()
 
+    def stepped(self, ops: Sequence[Op], trainer: TrainingBackend, seconds: float) -> None:
+        """A batch of passes was computed in steps, with others between them; ``seconds``: of its own."""
+        tokens = sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
+        self._batches[BatchKind(ops[0].kind.value)].note(len(ops), tokens, seconds)
+        self.trainer_numbers = trainer.numbers()
+
     def passed(self, item: TrainItem, result: TrainResult) -> None:
         """A pass of Tinker's protocol was computed."""
         gap = gap_of(item.data, result.logprobs)
