@@ -186,7 +186,8 @@ class OpRunner:
                 if self._is_poison(task) or await self._repeat_outcome(task):
                     continue
                 if ready and not await self._has_room(task):
-                    await self._run_tasks(ready, in_steps=in_steps)  # then their adapters may go to disk, and this one has room
+                    # Once they have run, their adapters may go to disk, and this one has room.
+                    await self._run_tasks(ready, in_steps=in_steps)
                     ready = []
                 await self._has_room(task)
                 if await self._has_come(task):
