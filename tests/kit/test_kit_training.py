@@ -80,7 +80,9 @@ def test_another_session_resumes(trained: dict[str, Any], resumed: dict[str, Any
     assert resumed["info"]["lora_rank"] == RANK
     assert resumed["progress"]["cur_step"] == STEPS
     assert resumed["progress"]["consumed_train_samples"] == 2 * STEPS
-    assert resumed["losses"][0] <= trained["losses"][-1]
+    # As without stopping: weights and moments of Adam came back. A step changes the loss by some 1e-3; rounding, if
+    # anything, by 1e-5 (DESIGN section 4, invariant 1).
+    assert resumed["losses"] == pytest.approx(trained["went_on"], rel=1e-5)
 
 
 def test_data_on_the_server(resumed: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ URL, MODEL = sys.argv[1:]
 QUESTION = [{"role": "user", "content": "Which colour?"}]
 LESSON = {"messages": [*QUESTION, {"role": "assistant", "content": "blue"}]}
 STEPS = 20
+FURTHER_STEPS = 4
 
 client = init_twinkle_client(base_url=URL, api_key="kit-trainer")
 names = [model.model_name for model in client.get_server_capabilities().supported_models]
@@ -38,6 +39,10 @@ for _ in range(STEPS):
 without = model.forward_only(inputs=[LESSON], disable_lora=True).result["logps"]
 saved = model.save("lesson", save_optimizer=True, consumed_train_samples=2 * STEPS)
 published = model.save("lesson", is_sampler=True)
+went_on = []  # without stopping: what resume.py does from what was saved
+for _ in range(FURTHER_STEPS):
+    went_on.append(model.forward_backward(inputs=[LESSON, LESSON]).result["loss"])
+    model.clip_grad_and_step()
 
 sampler = vLLMSampler(f"hf://{MODEL}")
 sampler.set_template("Template", model_id=MODEL)
@@ -62,6 +67,7 @@ print(
             "runs_before": runs_before,
             "configs": configs,
             "losses": losses,
+            "went_on": went_on,
             "metrics": metrics,
             "without": without,
             "saved": saved.twinkle_path,
