@@ -35,7 +35,8 @@ from twinkle.server.parking import Parking
 from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.recovery import read_replay
-from twinkle.server.state import Store
+from twinkle.server.snapshot_choice import usable_snapshot
+from twinkle.server.state import DamagedRecordError, JournalError, Store
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
@@ -77,6 +78,7 @@ class ModelService:
         self._tenants = tenants or Tenants()
         self._recorder = recorder or TrainingRecorder(model.name)
         self._compute = compute
+        self._files = files
         self._runner = OpRunner(
             model,
             templates,
@@ -105,15 +107,26 @@ class ModelService:
         """Bring back what was there before, then work."""
         for run in await self._store.runs.in_state("live"):
             if run.model_name == self.model.name and self._is_ours(run):
-                await self._recover(run)
+                try:
+                    await self._recover(run)
+                except (JournalError, DamagedRecordError) as error:  # costs its own adapter alone
+                    await self._leave_out(run, str(error))
         self._runner.start()
 
     async def stop(self) -> None:
         """Finish what is on the device, put every changed adapter on disk, and end."""
         await self._runner.stop()
 
+    async def _leave_out(self, run: RunRecord, what: str) -> None:
+        """Fail an adapter that damage keeps from coming back."""
+        note = await self._store.damage.fail_run(run.run_id, run.tenant_id, what)
+        logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, note)
+        if self._adapters.pop(run.run_id, None) is not None:
+            self._scheduler.remove_adapter(run.run_id)
+        await self._store.runs.set_state(run.run_id, "failed", note)
+
     async def _recover(self, run: RunRecord) -> None:
-        snapshot = await self._store.snapshots.get(run.run_id)
+        snapshot = await usable_snapshot(self._store, self._files, run)
         applied = -1 if snapshot is None else snapshot.seq
         # Without a snapshot its creation is among the ops to replay.
         adapter = LiveAdapter(run, Place.NOWHERE if snapshot is None else Place.DISK, highest_seq=max(applied, 0))
@@ -238,8 +251,16 @@ class ModelService:
         request_context.about(request_id)
         if request_id in self._futures:
             return await self._futures.wait(request_id, timeout, time.time())
-        outcome = await self._store.ops.outcome(adapter_id, seq)
+        try:
+            outcome = await self._store.ops.outcome(adapter_id, seq)
+        except JournalError as error:
+            logger.error("damaged: the result of request %s: %s", request_id, error)
+            message = f"request {request_id}: its result was damaged on the server's disk; send the request again"
+            return responses.failed(message, "server")
         if outcome is None:
+            damage = await self._store.damage.of_run(adapter_id)
+            if damage is not None:
+                return responses.failed(damage.message, "server")
             raise NotFoundError("request", request_id)
         return outcome
 
