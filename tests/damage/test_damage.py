@@ -1,7 +1,7 @@
 """One bit flips, or one file is cut, somewhere in the data directory of a server with five tenants; then it starts.
 
-300 flips and 50 cuts, each on a copy of its own (DAMAGE_COUNT=20 makes 20 in all; DAMAGE_SEED repeats a run). Whatever is
-hit, one of these is true:
+300 flips and 50 cuts, each on a copy of its own (DAMAGE_COUNT=20 makes 20 in all; DAMAGE_SEED repeats a run). Whatever
+is hit, one of these is true:
 
 - The start is refused, and names the file and a command: only for what all tenants depend on.
 - The server starts, and everything is as it would be without damage: unused bytes, or damage that was put right.
@@ -37,7 +37,6 @@ TENANTS = 5
 COUNT = int(os.environ.get("DAMAGE_COUNT", "350"))
 SEED = int(os.environ.get("DAMAGE_SEED", str(random.randrange(10**6))))
 ROW = [datum([3, 1, 4, 1, 5, 9, 2, 6])]
-_SHARED = ("state.db", "state.db-wal", "state.db-shm", "secret", "copies", "lock", "reserve", "server.json", "running")
 _MAY_REFUSE = ("state.db", "state.db-wal", "secret")
 # Of every kind of file some are hit, however small they are.
 _KINDS = {
@@ -73,7 +72,8 @@ def test_damage_costs_only_its_owner_and_is_never_silent(tmp_path: Path) -> None
     server = Server(_made(tmp_path / "original"), snapshot=0.2, housekeeping=3600.0)
     works = [_work(server.start() if number == 0 else server, number) for number in range(TENANTS)]
     _close_once(server, works)
-    owners = _owners(server.data_dir, works)
+    looked_at = _copied(server, tmp_path / "looked-at")  # whoever closes a database last empties its WAL
+    owners = _owners(looked_at.data_dir, works)
     expected = _start_and_ask(server, tmp_path / "undamaged", works)
     assert isinstance(expected, list), expected
     verdicts: Counter[str] = Counter()
@@ -223,7 +223,7 @@ def _verdict(
         for number in affected
     }
     if not affected:
-        return "put right" if "damage" in log else "nothing changed"
+        return "put right" if "damaged" in log else "nothing changed"
     assert "damaged" in log, f"{hit}: {differing} differ, and the log says nothing\n{log}"
     assert len(affected) == 1 or hit.bit is None, f"{hit}: {differing} differ\n{log}"
     owner = _owner(hit, works, owners)
@@ -273,7 +273,7 @@ def _answers(tenant: Tenant, work: Work) -> dict[str, bytes]:
     answers["sample"] = _submitted(tenant, lambda: tenant.sample(work.sampler))
     answers["checkpoint"] = _loaded(tenant, work)
     tenant.http.close()
-    return {what: _plain(said, work) for what, said in answers.items()}
+    return answers
 
 
 def _answer(tenant: Tenant, request_id: str) -> bytes:
@@ -301,9 +301,3 @@ def _loaded(tenant: Tenant, work: Work) -> bytes:
         return _answer(tenant, tenant.forward_backward(model, 2, ROW, forward_only=True))
     except AssertionError as error:
         return str(error).encode()
-
-
-def _plain(said: bytes, work: Work) -> bytes:
-    """Without what differs from one start to the next."""
-    del work
-    return said

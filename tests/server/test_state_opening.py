@@ -36,7 +36,9 @@ def test_everything_is_private(tmp_path, backend):
         }
         directories = {".", "copies", "journal", "journal/bodies", "journal/outcomes"}
         database = {"state.db", "state.db-wal", "state.db-shm"} if backend == "sqlite" else set()
-        copies = {"copies/secret"} | ({"copies/boot", "copies/database", "copies/state.db"} if backend == "sqlite" else set())
+        copies = {"copies/secret"}
+        if backend == "sqlite":
+            copies |= {"copies/boot", "copies/database", "copies/state.db"}
         assert modes.keys() == directories | database | copies | {"secret", "lock"}
         assert {modes[name] for name in modes.keys() & directories} == {0o700}
         assert {modes[name] for name in modes.keys() - directories} == {0o600}

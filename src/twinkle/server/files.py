@@ -10,8 +10,8 @@ processors/<worker>/                     what a session's datasets keep on disk,
 server.log                               what a server says that ``launch --no-wait`` started
 logs/<replica>.log                       what each process of a server on Ray says
 
-Directories of snapshots, checkpoints and sampler versions hold a file ``checksums.json`` (:mod:`file_checksums`). Nobody
-but the server's user may read them, whatever the mode of the data directory is.
+Directories of snapshots, checkpoints and sampler versions hold a file ``checksums.json`` (:mod:`file_checksums`).
+Nobody but the server's user may read them, whatever the mode of the data directory is.
 """
 
 import json

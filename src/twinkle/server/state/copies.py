@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
     """Return the secret of a data directory: 64 hexadecimal digits.
 
-    ``may_make``: where there is none. Otherwise keys or tenants depend on one, and a new one would lock all of them out.
+    ``may_make``: where there is none. Otherwise keys or tenants depend on one: a new one would lock all of them out.
     """
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
     file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET

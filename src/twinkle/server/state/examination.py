@@ -1,8 +1,8 @@
 """What is looked at before a server opens a SQLite database, and the copy that it keeps of one.
 
-Damage in rows is put right or costs their owners (row_repair). Damage in what all tenants depend on, the structure of the
-file and its WAL, is put right where nothing is lost by that; otherwise the start is refused: a server that went on would
-answer clients as if what they were promised had never been.
+Damage in rows is put right or costs their owners (row_repair). Damage in what all tenants depend on, the structure of
+the file and its WAL, is put right where nothing is lost by that; otherwise the start is refused: a server that went on
+would answer clients as if what they were promised had never been.
 """
 
 import logging
@@ -20,6 +20,7 @@ from twinkle.server.state.wal_check import check_wal, set_aside
 
 __all__ = ["DatabaseCopies", "check_before_opening", "examine", "is_in_use"]
 
+_ABOUT_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_BUSY")
 _COPY_SECONDS = 600.0  # how old the copy of a database that changes may become
 # Any of these says that a server has worked here.
 _TRACES = ("secret", "copies/state.db", "journal/*/*.journal", "snapshots/*", "checkpoints/*", "samplers/*")
@@ -103,7 +104,7 @@ def _put_right(connection: sqlite3.Connection, database: Path, data_dir: Path) -
 
 
 def _is_about_the_disk(error: sqlite3.OperationalError) -> bool:
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_BUSY"))
+    return str(getattr(error, "sqlite_errorname", "")).startswith(_ABOUT_THE_DISK)
 
 
 class DatabaseCopies:

@@ -5,8 +5,8 @@ A blob is a 16-byte header (magic, CRC-32 seeded with the length, length) and it
 A blob is in the page cache when ``append`` returns: it survives the death of the process, not that of the machine.
 
 A segment is closed for good when it is full or when the process ends, so an append that a SIGKILL cut short is always
-at the end of a segment, where no record points to it: it is left alone. Nobody ever walks from blob to blob, so a damaged
-blob, header or data, costs nobody but the op whose blob it is.
+at the end of a segment, where no record points to it: it is left alone. Nobody ever walks from blob to blob, so a
+damaged blob, header or data, costs nobody but the op whose blob it is.
 
 The processes of one server may share a journal (:mod:`twinkle.server.state.journal_writers`): then a segment's number
 begins with its writer's.

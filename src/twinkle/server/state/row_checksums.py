@@ -6,8 +6,8 @@ it is compiled, so nobody has to think of it. On SQLite a function of ours compu
 An UPDATE sets ``checksum XOR sum(old row) XOR sum(new row)``: in a row that was damaged before, the damage stays
 visible. A row is compared at the start of a server and by ``twinkle-server check-data``, not at every read.
 
-Columns are taken in the order of their names, which is the same in a new table and in one that was migrated. A migration
-that changes the columns of a table has to call :func:`fill_checksums` for it.
+Columns are taken in the order of their names, which is the same in a new table and in one that was migrated. A
+migration that changes the columns of a table has to call :func:`fill_checksums` for it.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    BindParameter,
     Column,
     ColumnElement,
     Connection,
@@ -99,7 +100,7 @@ def with_checksums(statement: UpdateBase, dialect: str) -> tuple[UpdateBase, Cal
         if dialect == "sqlite":
             return statement.values({**values, CHECKSUM: bindparam(CHECKSUM)}), _inserted(columns)
         return statement.values({**values, CHECKSUM: _sum(_casts(columns, values))}), None
-    given = {getattr(column, "name", column): value for column, value in (statement._values or {}).items()}
+    given = {getattr(column, "name", column): _reusable(value) for column, value in (statement._values or {}).items()}
     new = _casts(columns, {column.name: given.get(column.name, column) for column in columns})
     if dialect == "sqlite":
         checksum: ColumnElement[int] = getattr(func, SQL_FUNCTION)(table.c[CHECKSUM], *columns, *new)
@@ -134,6 +135,11 @@ def fill_checksums(connection: Connection, name: str) -> None:
         connection.execute(change, changes)
 
 
+def _reusable(value: Any) -> Any:
+    """Return what may stand in a second place of the statement: SQLAlchemy names constants after their column."""
+    return literal(value.value, value.type) if isinstance(value, BindParameter) and not value.required else value
+
+
 def _inserted(columns: Sequence[Column[Any]]) -> Callable[[Mapping[str, Any]], int]:
     """What is stored in a column of floating-point numbers comes back as one, also where an integer was given."""
     kinds = [(column.name, isinstance(column.type, Double)) for column in columns]
@@ -149,9 +155,7 @@ def _inserted(columns: Sequence[Column[Any]]) -> Callable[[Mapping[str, Any]], i
     return checksum
 
 
-def _casts(
-    columns: Sequence[Column[Any]], values: Mapping[str, ColumnElement[Any]]
-) -> Sequence[ColumnElement[Any]]:
+def _casts(columns: Sequence[Column[Any]], values: Mapping[str, ColumnElement[Any]]) -> Sequence[ColumnElement[Any]]:
     """Return values as their columns will store them."""
     return [
         values[column.name] if values[column.name] is column else cast(values[column.name], column.type)

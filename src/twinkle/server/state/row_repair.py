@@ -10,7 +10,7 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ Row = dict[str, Any]
 _logger = logging.getLogger(__name__)
 
 _SPEC = json.dumps(asdict(LoraSpec(rank=1)))
+_PUT_BACK = "its record was damaged: it is put back from the copy"
 _SPEC_FIELDS = json.loads(_SPEC).keys()
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "sessions": ("session_id",),
@@ -85,12 +86,20 @@ class _Repair:
 
     def decide(self) -> None:
         """Whose records come first, then what belongs to them."""
-        order = ["sessions", "runs", "sampling_sessions", "checkpoints", "snapshots", "ops"]
-        for name in [*order, *(other for other in self.tables if other not in order)]:
-            contents = self.tables[name]
-            for row in contents.damaged:
+        deciding: Mapping[str, Callable[[str, Row], None]] = {
+            "sessions": self._sessions,
+            "runs": self._runs,
+            "sampling_sessions": self._sampling_sessions,
+            "checkpoints": self._checkpoints,
+            "snapshots": self._snapshots,
+            "ops": self._ops,
+            "api_keys": self._api_keys,
+            "custom_losses": self._custom_losses,
+        }
+        for name in sorted(self.tables, key=lambda name: [*deciding, name].index(name)):
+            for row in self.tables[name].damaged:
                 self.changed.add(name)
-                getattr(self, f"_{name}", self._other)(name, row)
+                deciding.get(name, self._other)(name, row)
 
     # --- by table -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +117,7 @@ class _Repair:
         now = time.time()
         if copied is not None and copied["state"] == row["state"]:
             self._put(name, copied | {"last_seen": now})
-            self._say(f"session {session_id}", "its record was damaged: it is put back from the copy", copied["tenant_id"])
+            self._say(f"session {session_id}", _PUT_BACK, copied["tenant_id"])
             return
         if copied is None and tenant_id is None:
             self._say(f"session {session_id}", "its record is damaged: it is removed")
@@ -117,7 +126,7 @@ class _Repair:
         self._put(
             name,
             {
-                **{column: None for column in self.tables[name].columns},
+                **dict.fromkeys(self.tables[name].columns),
                 "session_id": session_id,
                 "tenant_id": tenant_id or (copied and copied["tenant_id"]),
                 "created_at": _number(row["created_at"], now),
@@ -134,8 +143,11 @@ class _Repair:
 
     def _runs(self, name: str, row: Row) -> None:
         here = {other["run_id"] for other in self._good(name)}
-        named = {other[column] for table, column in (("ops", "adapter_id"), ("snapshots", "adapter_id"),
-                 ("checkpoints", "run_id")) for other in self._good(table)} - here
+        named = {
+            other[column]
+            for table, column in (("ops", "adapter_id"), ("snapshots", "adapter_id"), ("checkpoints", "run_id"))
+            for other in self._good(table)
+        } - here
         copied = self._copied(name, row)
         run_id = _nearest(row["run_id"], named) or (copied and copied["run_id"]) or _text(row["run_id"])
         copied = copied or self._copied(name, {"run_id": run_id})
@@ -143,14 +155,14 @@ class _Repair:
         if copied is not None:
             state = row["state"] if row["state"] in ("live", "failed", "parked") else "failed"
             self._put(name, copied | {"state": state, "note": copied["note"] if state == copied["state"] else None})
-            self._say(f"run {run_id}", "its record was damaged: it is put back from the copy", copied["tenant_id"], run_id)
+            self._say(f"run {run_id}", _PUT_BACK, copied["tenant_id"], run_id)
             return
         session_id = next(
             (each for each in sessions if run_id.startswith((f"{each}:train:", f"{each}-"))), row["session_id"]
         )
         session = sessions.get(session_id)
         if session is None:
-            self._say(f"run {run_id}", "its record is damaged, and its session is not known: it is removed", None, run_id)
+            self._say(f"run {run_id}", "its record is damaged, its session is not known: it is removed", None, run_id)
             return
         message = _lost(run_id, "its record was damaged on the server's disk")
         number = run_id.rpartition(":train:")[2]
@@ -211,7 +223,8 @@ class _Repair:
     def _from_directory(self, row: Row) -> Row | None:
         """Make a record from the only directory that no other record names, at its place or anywhere."""
         named = {other["directory"] for other in self._good("checkpoints")}
-        directories = [path for path in self.data_dir.glob("checkpoints/*/*/*/*") if path.is_dir() and path.name.isdigit()]
+        places = self.data_dir.glob("checkpoints/*/*/*/*")
+        directories = [path for path in places if path.is_dir() and path.name.isdigit()]
         free = [path for path in directories if str(path.relative_to(self.data_dir)) not in named]
         place = [path for path in free if str(path.relative_to(self.data_dir)) == row["directory"]]
         if len(place or free) != 1:
@@ -222,7 +235,7 @@ class _Repair:
         if run is None:
             return None
         return {
-            **{column: None for column in self.tables["checkpoints"].columns},
+            **dict.fromkeys(self.tables["checkpoints"].columns),
             "run_id": run["run_id"],
             "kind": kind,
             "name": name,
@@ -240,7 +253,7 @@ class _Repair:
         copied = self._copied(name, row)
         if copied is not None and copied["revoked_at"] is None and row["revoked_at"] is None:
             self._put(name, copied)
-            self._say(f"key {copied['key_id']}", "its record was damaged: it is put back from the copy", copied["tenant_id"])
+            self._say(f"key {copied['key_id']}", _PUT_BACK, copied["tenant_id"])
             return
         tenant = row["tenant_id"] if copied is None else copied["tenant_id"]
         command = f"`twinkle-server keys create --tenant {tenant}` makes a new one"
@@ -258,7 +271,7 @@ class _Repair:
         (key,) = _KEYS[name]
         if copied is not None:
             self._put(name, copied)
-            self._say(f"record of {copied[key]}", "it was damaged: it is put back from the copy", copied["tenant_id"])
+            self._say(f"record of {copied[key]}", _PUT_BACK, copied["tenant_id"])
             return
         message = f"{kind} {row[key]}: its record was damaged on the server's disk; {advice}"
         self._say(f"{kind} {row[key]}", message)
@@ -266,7 +279,10 @@ class _Repair:
     def _other(self, name: str, row: Row) -> None:
         content = {column: _plain(value) for column, value in row.items() if column != CHECKSUM}
         shown = json.dumps(content, default=str)[:500]
-        self._say(f"row of {name} {_short_name(shown)}", f"a row of the table {name} is damaged: it is removed; it reads {shown}")
+        self._say(
+            f"row of {name} {_short_name(shown)}",
+            f"a row of the table {name} is damaged: it is removed; it reads {shown}",
+        )
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +317,8 @@ class _Repair:
         for run in self._good("runs"):
             if run["state"] == "live":
                 first = covered.get(run["run_id"], -1)
-                seqs = {op["seq"] for op in self._good("ops") if op["adapter_id"] == run["run_id"] and op["seq"] > first}
+                ops = [op for op in self._good("ops") if op["adapter_id"] == run["run_id"]]
+                seqs = {op["seq"] for op in ops if op["seq"] > first}
                 if seqs and seqs != set(range(first + 1, max(seqs) + 1)):
                     with_gap.append(run["run_id"])
         return with_gap[0] if len(with_gap) == 1 else None
@@ -350,7 +367,8 @@ def _nearest(value: object, known: Iterable[str]) -> str | None:
     if value in ids:
         return str(value)
     text = _text(value)
-    near = [each for each in ids if len(each) == len(text) and sum(a != b for a, b in zip(each, text, strict=True)) <= 2]
+    alike = [each for each in ids if len(each) == len(text)]
+    near = [each for each in alike if sum(a != b for a, b in zip(each, text, strict=True)) <= 2]
     if len(near) != 1:
         near = [each for each in ids if text and (each.startswith(text) or text.startswith(each))]
     return near[0] if len(near) == 1 else None

@@ -1,9 +1,10 @@
 """Whether the WAL of a SQLite database still holds all that was committed.
 
 SQLite reads a WAL up to the first frame whose checksum is wrong and ignores the rest without a word: one flipped bit,
-or a file that was cut, loses committed transactions. What was committed can be known: SQLite's index of the WAL, the file
-``-shm``, names the last frame of the last commit. It is in the page cache and so survives the death of the process that
-wrote it. SQLite itself does not read it after a crash, but builds it anew. So we compare both before SQLite opens them.
+or a file that was cut, loses committed transactions. What was committed can be known: SQLite's index of the WAL, the
+file ``-shm``, names the last frame of the last commit. It is in the page cache and so survives the death of the process
+that wrote it. SQLite itself does not read it after a crash, but builds it anew. So we compare both before SQLite opens
+them.
 
 Neither file is synced with every commit. After the machine itself went down, frames may be missing, which the
 documentation says: the caller compares only within one boot.
@@ -66,7 +67,7 @@ def check_wal(database: Path) -> WalDamage | None:
 
 
 def set_aside(database: Path) -> Path:
-    """Move a WAL that is damaged and not needed out of SQLite's way: of its frames it would read some, and not others."""
+    """Move a WAL that is damaged and not needed out of SQLite's way: it would read some of its frames, not others."""
     wal = database.with_name(f"{database.name}-wal")
     aside = database.with_name(f"{database.name}-wal.damaged-{int(time.time())}")
     if wal.exists():
@@ -102,7 +103,9 @@ def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int]:
             words = np.frombuffer(header[:24], ">u4" if magic & 1 else "<u4")
             sums = _plain_sum(words, 0, 0)
             is_whole = (
-                magic | 1 == _MAGIC | 1 and sums == struct.unpack(">II", header[24:32]) and salts in (None, header[16:24])
+                magic | 1 == _MAGIC | 1
+                and sums == struct.unpack(">II", header[24:32])
+                and salts in (None, header[16:24])
             )
             if not is_whole:
                 return 0, 0
