@@ -7,15 +7,17 @@ each data directory has a database of its own.
 import asyncio
 import hashlib
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import postgres_cluster
+from sqlalchemy import create_engine
 
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.state import Store
+from twinkle.server.state.row_checksums import fill_checksums
 from twinkle.server.types import (
     CheckpointRecord,
     Op,
@@ -65,6 +67,15 @@ def query(data_dir: Path, sql: str) -> list[tuple]:
         return connection.execute(sql).fetchall()
     finally:
         connection.close()
+
+
+def change_rows(database: Path, table: str, statement: str, parameters: Sequence[object] = ()) -> None:
+    """Change rows of a SQLite database that nobody has open, as if the server had written them so."""
+    engine = create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        connection.exec_driver_sql(statement, tuple(parameters))
+        fill_checksums(connection, table)
+    engine.dispose()
 
 
 def integrity_error() -> type[Exception]:

@@ -1,4 +1,4 @@
-"""The journal: what was appended is read back, a cut-off append disappears, a full disk changes nothing."""
+"""The journal: what was appended is read back, a cut-off append harms nobody, a full disk changes nothing."""
 
 import errno
 import os
@@ -70,7 +70,7 @@ def test_a_restart_begins_a_new_segment_and_an_idle_one_leaves_no_file(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [1, HEADER - 1, HEADER, HEADER + 1, HEADER + 99])
-def test_an_interrupted_append_is_cut_off(tmp_path, kept):
+def test_an_interrupted_append_is_left_alone(tmp_path, kept):
     journal = Journal(tmp_path)
     (whole,) = journal.append([b"whole"])
     (torn,) = journal.append([b"t" * 100])
@@ -79,7 +79,6 @@ def test_an_interrupted_append_is_cut_off(tmp_path, kept):
     os.truncate(path, torn.offset + kept)
 
     reopened = Journal(tmp_path)
-    assert path.stat().st_size == torn.offset
     assert reopened.read(whole) == b"whole"
     with pytest.raises(JournalError):
         reopened.read(torn)
@@ -100,6 +99,17 @@ def test_damage_is_an_error_and_does_not_hide_what_follows(tmp_path):
     for ref in refs[:2]:
         with pytest.raises(JournalError, match="damaged"):
             reopened.read(ref)
+
+
+def test_a_damaged_length_does_not_cost_what_follows(tmp_path):
+    journal = Journal(tmp_path)
+    refs = journal.append([b"first", b"second"])
+    journal.close()
+    path = files(tmp_path)[0]
+    content = bytearray(path.read_bytes())
+    content[refs[0].offset + 12] ^= 1  # of the length: the file seems to end in the middle of this blob
+    path.write_bytes(content)
+    assert Journal(tmp_path).read(refs[1]) == b"second"
 
 
 def test_a_reference_to_another_place_is_an_error(tmp_path):

@@ -6,16 +6,15 @@ that wait for a gap to be given up yield ``GAP`` first, so that all wait togethe
 """
 
 import json
-import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import pytest
 from postgres_cluster import execute
 from running import Server, Tenant, environment, free_port, key_for, mock_config, sample_body, training_body
+from state_samples import change_rows
 
 GAP = 3.0
 PASS = 0.02  # a batch of passes takes this: time to end the server in the middle of things
@@ -686,9 +685,7 @@ def test_a_session_that_was_ending(own_server: Callable[..., Server]) -> None:
     if server.database is not None:
         execute(server.database, statement)
     else:
-        with closing(sqlite3.connect(server.data_dir / "state.db")) as database:
-            database.execute(statement)
-            database.commit()
+        change_rows(server.data_dir / "state.db", "sessions", statement)
     server.start()
     path = f"tinker://{model}/weights/parked"
     wait_until(lambda: checkpoints(tenant) == [path])

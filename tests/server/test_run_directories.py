@@ -1,6 +1,5 @@
 """Every run has directories of its own, whatever the ids look like; those of earlier versions are still found."""
 
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from native_running import NativeTenant
 from postgres_cluster import cluster_url
 from running import MODEL, Server, Tenant, datum
+from state_samples import change_rows
 
 from twinkle.server.files import DataDir
 from twinkle.server.ids import directory_name, native_run_id, run_id, sampling_session_id
@@ -86,10 +86,10 @@ def test_directories_of_an_earlier_version_are_found(own_server: Callable[..., S
     loss = tenant.loss(tenant.forward_backward(model, 4, ROW, forward_only=True))
     assert server.stop() == 0
     new, old = directory_name(model), model.replace(":", "-")
-    with sqlite3.connect(server.data_dir / "state.db") as database:
-        for place in ("snapshots", "checkpoints"):
-            (server.data_dir / place / new).rename(server.data_dir / place / old)
-            database.execute(f"UPDATE {place} SET directory = replace(directory, ?, ?)", (new, old))
+    for place in ("snapshots", "checkpoints"):
+        (server.data_dir / place / new).rename(server.data_dir / place / old)
+        change = f"UPDATE {place} SET directory = replace(directory, ?, ?)"
+        change_rows(server.data_dir / "state.db", place, change, (new, old))
     server.start()
     assert tenant.loss(tenant.forward_backward(model, 5, ROW, forward_only=True)) == loss
     other = tenant.model()

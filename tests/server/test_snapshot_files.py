@@ -20,7 +20,7 @@ SNAPSHOT = AdapterSnapshot(
     exp_avg_sq=np.zeros(4, np.float32),
     gradient=np.full(4, 0.5, np.float32),
 )
-FILES = {"weights.npy", "exp_avg.npy", "exp_avg_sq.npy", "gradient.npy", "meta.json", "native.pt"}
+FILES = {"checksums.json", "weights.npy", "exp_avg.npy", "exp_avg_sq.npy", "gradient.npy", "meta.json", "native.pt"}
 
 
 class Disk:
@@ -93,7 +93,7 @@ def test_a_copy_is_on_disk_with_all_that_is_in_it(tmp_path: Path, disk: Disk) ->
     (source / "adapter").write_bytes(b"1")
     (source / "more" / "file").write_bytes(b"2")
     copy_whole(source, target)
-    assert {path.name for path in disk.flushed(before=True)[:-1]} == {"adapter", "more", "file"}
+    assert {path.name for path in disk.flushed(before=True)[:-1]} == {"adapter", "more", "file", "checksums.json"}
     assert disk.flushed(before=False) == [target.parent, tmp_path / "run", tmp_path]
     assert (target / "more" / "file").read_bytes() == b"2"
 

@@ -6,8 +6,9 @@ import re
 import pytest
 from state_samples import opened, query, with_store
 
-from twinkle.server.state import Store
+from twinkle.server.state import DamagedStateError, Store
 from twinkle.server.state import keys as keys_module
+from twinkle.server.state.copies import read_secret
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -119,8 +120,35 @@ def test_the_cache_stays_small(tmp_path, monkeypatch):
 
 
 def test_whoever_comes_second_reads_the_first_ones_secret(tmp_path):
-    path = tmp_path / "secret"
-    first = keys_module.read_secret(path)
-    assert keys_module.read_secret(path) == first
-    assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
+    first = read_secret(tmp_path, may_make=True)
+    assert read_secret(tmp_path, may_make=True) == first
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["copies", "secret"]
     assert len(first) == 64
+
+
+def test_a_secret_is_put_back_from_its_copy_and_never_made_anew_in_silence(tmp_path, caplog):
+    first = read_secret(tmp_path, may_make=True)
+    file, copy = tmp_path / "secret", tmp_path / "copies" / "secret"
+    for content in (None, b"", first[:10], bytes([first[0] ^ 1]) + first[1:]):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        caplog.clear()
+        assert read_secret(tmp_path, may_make=False) == first == file.read_bytes()
+        assert str(file) in caplog.text
+    copy.write_bytes(copy.read_bytes()[:30])
+    assert read_secret(tmp_path, may_make=False) == first
+    copy.unlink()
+    assert read_secret(tmp_path, may_make=False) == first
+    for content in (b"", first[:-1], first.upper() + b"\n"):
+        copy.unlink()
+        file.write_bytes(content)
+        with pytest.raises(DamagedStateError, match=r"secret .*64 hexadecimal.*check-data"):
+            read_secret(tmp_path, may_make=True)
+        read_back = file.read_bytes()
+        assert read_back == content
+        copy.write_bytes(b"")
+    copy.unlink()
+    file.unlink()
+    with pytest.raises(DamagedStateError, match="secret is missing"):
+        read_secret(tmp_path, may_make=False)

@@ -6,6 +6,8 @@ there, but may be deleted meanwhile, which the server does only after their reco
 directory of ours by hard links, which takes no time worth mentioning; if the live records then still name all of them,
 none was being deleted meanwhile, and otherwise we begin again with a new copy of the database. Only then are the bytes
 copied. The last segment of the journal may grow while it is: nobody looks at what is beyond the records.
+
+The manifest holds a checksum of every file, and one of its own: a backup of which one bit is wrong is not restored.
 """
 
 import json
@@ -13,22 +15,27 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
+from twinkle.server.file_checksums import checksum_of
+from twinkle.server.state.copies import write_private
+from twinkle.server.state.examination import check_before_opening
 
-__all__ = ["BackupSummary", "back_up", "restore"]
+__all__ = ["BackupSummary", "back_up", "check_backup", "restore"]
 
 _MANIFEST = "backup.json"
-_FORMAT = 1
+_FORMAT = 2  # 1 had no checksums
 _DATABASE = "state.db"
 _SECRET = "secret"
 _ATTEMPTS = 50
 _PAUSE_SECONDS = 0.1
 _STAGING = ".backup-"
+_RESTORING = ".restoring-"
 
 # Files that must be there. What else a sampler was made from may be gone: nobody samples from it any more.
 _DIRECTORIES = """
@@ -93,6 +100,7 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
     """Copy the state into the directory ``target``, which must be empty or not exist yet."""
     if not database.is_file():
         raise TwinkleServerError(f"no server has kept its state in {data_dir}")
+    check_before_opening(database, data_dir, has_lock=False)
     _check_empty(target, "a backup goes into an empty directory")
     with _staging(data_dir) as staging:
         named = _stage(staging, database)
@@ -101,24 +109,44 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
             _copy(staging.directory / name, target / name)
         _copy(staging.directory / _DATABASE, target / _DATABASE)
     _copy(data_dir / _SECRET, target / _SECRET)
-    files = [path for path in target.rglob("*") if path.is_file()]
-    summary = BackupSummary(time.time(), len(files), sum(path.stat().st_size for path in files))
+    sums = _sums(target)
+    summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
+    _sync(target)
     # Last: a backup without it was not finished.
-    (target / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **vars(summary)}, indent=2) + "\n")
+    write_private(target / _MANIFEST, _manifest(summary, sums))
+    _sync_directory(target)
     return summary
+
+
+def check_backup(source: Path) -> list[str]:
+    """Return the files of a backup that are missing, damaged or not of it. TwinkleServerError: it cannot be read."""
+    _, sums = _read_manifest(source)
+    if sums is None:
+        return []
+    found = _sums(source)
+    return sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
 
 
 def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     """Make ``data_dir``, which must be empty or not exist yet, from a backup."""
-    summary = _read_manifest(source)
+    summary, _ = _read_manifest(source)
+    damaged = check_backup(source)
+    if damaged:
+        raise TwinkleServerError(f"{source} is damaged, nothing was restored: {', '.join(damaged)} not as written")
     _check_empty(data_dir, "a backup is restored into an empty data directory")
     if database.exists():
         raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
     data_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = data_dir.with_name(f".{data_dir.name}.restoring-{os.getpid()}")
+    for leftover in data_dir.parent.glob(f".{data_dir.name}{_RESTORING}*"):  # of a restore that was killed
+        pid = leftover.name.rpartition("-")[2]
+        if pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    partial = data_dir.with_name(f".{data_dir.name}{_RESTORING}{os.getpid()}")
     try:
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(_MANIFEST))
-        partial.chmod(0o700)
+        for path in (partial, *partial.rglob("*")):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        _sync(partial)
         inside = database.is_relative_to(data_dir)
         if inside and database != data_dir / _DATABASE:
             (partial / _DATABASE).rename(partial / database.relative_to(data_dir))
@@ -127,25 +155,69 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
         if not inside:
             database.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(partial / _DATABASE, database)
+            _sync_directory(database.parent)
         partial.rename(data_dir)
+        _sync_directory(data_dir.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return summary
 
 
-def _read_manifest(source: Path) -> BackupSummary:
+def _manifest(summary: BackupSummary, sums: Mapping[str, tuple[int, int]]) -> bytes:
+    content = {"format": _FORMAT, **vars(summary), "sums": sums}
+    whole = {**content, "checksum": zlib.crc32(json.dumps(content).encode())}
+    return (json.dumps(whole, indent=2) + "\n").encode()
+
+
+def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int, int]] | None]:
+    """Return what the backup holds, and size and checksum of its files; None: an earlier version made it."""
     try:
-        content = json.loads((source / _MANIFEST).read_text())
+        content = json.loads((source / _MANIFEST).read_bytes())
+        form = content["format"]
     except FileNotFoundError:
         raise TwinkleServerError(f"{source} is not a backup, or one that was not finished: no {_MANIFEST}") from None
-    if content.pop("format") != _FORMAT:
+    except (ValueError, KeyError, TypeError):
+        raise TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored") from None
+    if form not in (1, _FORMAT):
         raise TwinkleServerError(f"{source} was made by another version of Twinkle, in a format that this one lacks")
-    summary = BackupSummary(**content)
+    try:
+        summary = BackupSummary(content["created_at"], content["files"], content["size_bytes"])
+        sums = None
+        if form == _FORMAT:
+            sums = {str(name): (int(size), int(checksum)) for name, (size, checksum) in content["sums"].items()}
+            if content["checksum"] != json.loads(_manifest(summary, sums))["checksum"]:
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored") from None
     files = [path for path in source.rglob("*") if path.is_file() and path.name != _MANIFEST]
     found = len(files), sum(path.stat().st_size for path in files)
-    if found != (summary.files, summary.size_bytes):
+    if sums is None and found != (summary.files, summary.size_bytes):
         raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as it was written")
-    return summary
+    return summary, sums
+
+
+def _sums(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return size and checksum of all files of a backup, by name."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): (path.stat().st_size, checksum_of(path))
+        for path in files
+        if path != directory / _MANIFEST
+    }
+
+
+def _sync(directory: Path) -> None:
+    """Put all files and directories below one on disk, and it as well."""
+    for path in (*directory.rglob("*"), directory):
+        _sync_directory(path)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 # --- what to copy -----------------------------------------------------------------------------------------------------

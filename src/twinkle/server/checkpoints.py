@@ -25,7 +25,8 @@ from twinkle.server.checkpoint_access import loadable_checkpoint, without_server
 from twinkle.server.compute import Compute
 from twinkle.server.execution import failure_of, unexpected
 from twinkle.server.external_weights import prepare_export
-from twinkle.server.files import DataDir, copy_whole, size_of
+from twinkle.server.file_checksums import check_files
+from twinkle.server.files import DataDir, copy_whole, make_parents, seal_written, size_of
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
 from twinkle.server.native.codec import answered, succeeded
 from twinkle.server.native.host import NativeHost
@@ -315,7 +316,9 @@ class Checkpoints:
         record = await loadable_checkpoint(self._store, path, run.tenant_id)
         if optimizer and record.kind != "weights":
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
-        return path, self._files.root / record.directory
+        directory = self._files.root / record.directory
+        await asyncio.to_thread(_checked, directory, str(path))
+        return path, directory
 
     def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
         without_server_paths(
@@ -361,7 +364,7 @@ class Checkpoints:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         assert record is not None, "it was just written"
         target = save_dir / directory_name(path.run_id) / path.kind / path.name
-        copy = partial(copy_whole, self._files.root / record.directory, target)
+        copy = partial(copy_whole, self._files.root / record.directory, target, private=False)
         await self._threads.in_thread(record.tenant_id, copy)
 
     async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
@@ -369,6 +372,7 @@ class Checkpoints:
             path = CheckpointPath.parse(load.path, "name")
             record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
             directory, shown = self._files.root / record.directory, path.native
+            await asyncio.to_thread(_checked, directory, shown)
         else:
             directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
 
@@ -388,7 +392,17 @@ class Checkpoints:
 
 def _write_files(write: Callable[[Path], None], directory: Path) -> None:
     """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
+    make_parents(directory)
     try:
         write(directory)
     except CheckpointError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
+    seal_written(directory)
+
+
+def _checked(directory: Path, address: str) -> None:
+    """Raise CheckpointError if the checkpoint is damaged, under the tenant's address of it."""
+    try:
+        check_files(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(error).replace(str(directory), address)}; load another checkpoint") from error

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server import process_record
-from twinkle.server.commands import backup, clear, config_files, evict, usage
+from twinkle.server.commands import backup, check_data, clear, config_files, evict, usage
 from twinkle.server.commands.opening import config_of, open_store, server_options
 from twinkle.server.launch import fetch_status, run_server, start_in_background
 
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     usage.add_parser(commands)
     evict.add_parser(commands)
     backup.add_parsers(commands)
+    check_data.add_parser(commands)
     clear.add_parser(commands)
     return parser
 
@@ -145,6 +146,24 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
         for what, keys in _SIDE_BY_SIDE.items():
             training, sampling = (numbers.get(key, "-") for key in keys)
             print(f"  {what:16} {training:>14} {sampling:>14}")
+    if here is not None:
+        asyncio.run(_print_damage(args))
+
+
+async def _print_damage(args: argparse.Namespace) -> None:
+    """What was found damaged, of the server that runs here."""
+    store = await open_store(args)
+    try:
+        found = {each.subject: each.message for each in await store.damage.list()}
+        for run in await store.runs.in_state("failed"):
+            if run.note is not None and "damaged" in run.note:
+                found.setdefault(f"run {run.run_id}", run.note)
+        if found:
+            print(f"{'damaged':18} {len(found)}")
+        for subject, message in found.items():
+            print(f"  {subject}: {message}")
+    finally:
+        await store.close()
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

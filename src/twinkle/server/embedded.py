@@ -32,7 +32,7 @@ from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.operator_desk import answer_operators
 from twinkle.server.process_record import recorded
 from twinkle.server.processors.configured import configured_processors
-from twinkle.server.state import Store
+from twinkle.server.state import StorageFullError, Store
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.start import Telemetry
 
@@ -144,8 +144,12 @@ async def _running(
     fail: Callable[[str], None],
 ) -> AsyncIterator[None]:
     """``fail`` ends the server."""
-    await store.sessions.forgive_downtime(time.time())
-    await store.ops.forgive_downtime(time.time())
+    try:
+        await store.sessions.forgive_downtime(time.time())
+        await store.ops.forgive_downtime(time.time())
+    except StorageFullError as error:  # a server that runs can prune, which may be what frees the disk
+        logger.error("sessions and results may expire as if the server had been up: %s", error)
+    await asyncio.to_thread(store.keep_reserve)
     files = DataDir(config.data_dir)
     await asyncio.to_thread(files.remove_unfinished)
     tenants = configured_tenants(config)

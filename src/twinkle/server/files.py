@@ -1,6 +1,7 @@
 """Where things lie under the data directory, and adapter snapshots as files.
 
 state.db, secret, lock                   the database and what guards it
+copies/, reserve                         of these, for when they are damaged; space for when the disk is full
 journal/                                 bodies and outcomes of ops
 running/                                 which ops run now, a file for each model service
 snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
@@ -9,6 +10,9 @@ samplers/<session>-<run>-<seq>/          unnamed sampler versions, by op <seq> o
 processors/<worker>/                     what a session's datasets keep on disk, as long as their process runs
 server.log                               what a server says that ``launch --no-wait`` started
 logs/<replica>.log                       what each process of a server on Ray says
+
+Directories of snapshots, checkpoints and sampler versions hold a file ``checksums.json`` (:mod:`file_checksums`).
+Nobody but the server's user may read them, whatever the mode of the data directory is.
 """
 
 import json
@@ -26,6 +30,7 @@ import numpy as np
 
 from twinkle.errors import CheckpointError
 from twinkle.model.types import AdapterSnapshot, LoraSpec
+from twinkle.server.file_checksums import CHECKSUMS, check_files, write_checksums
 from twinkle.server.ids import CheckpointPath, directory_name
 
 _NATIVE = "native.pt"
@@ -117,6 +122,8 @@ def _fill_snapshot(snapshot: AdapterSnapshot, native: bytes | None, directory: P
 
 
 def read_snapshot(directory: Path) -> AdapterSnapshot:
+    """Return the snapshot, every byte checked; CheckpointError where it is damaged."""
+    check_files(directory)
     try:
         meta = json.loads((directory / "meta.json").read_text())
         arrays = {
@@ -149,9 +156,13 @@ def _remove_empty(directory: Path) -> None:
             os.rmdir(inner)
 
 
-def copy_whole(source: Path, target: Path) -> None:
-    """In the place of what is there, whole or not at all."""
-    write_whole(target, partial(_copy_files, source))
+def copy_whole(source: Path, target: Path, *, private: bool = True) -> None:
+    """In the place of what is there, whole or not at all. CheckpointError where the source is damaged.
+
+    ``private``: for nobody else to read; otherwise the modes are what this process gives to new files.
+    """
+    check_files(source)
+    write_whole(target, partial(_copy_files, source), private=private)
 
 
 def _copy_files(source: Path, target: Path) -> None:
@@ -165,16 +176,17 @@ def _copy_files(source: Path, target: Path) -> None:
     shutil.copystat(source, target)
 
 
-def write_whole(directory: Path, fill: Callable[[Path], None]) -> None:
+def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool = True) -> None:
     """What ``fill`` writes appears under its final name when all of it is on disk, or not at all.
 
     When this returns it is there to stay, with the way to it: whatever it replaces may be deleted.
     """
-    new_parents = [parent for parent in directory.parents if not parent.exists()]
+    new_parents = make_parents(directory, private=private)
     staging = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
-    staging.mkdir(parents=True, mode=0o700)
+    staging.mkdir(mode=0o700)
     try:
         fill(staging)
+        seal(staging, private=private)
         for path in (*staging.rglob("*"), staging):
             _flush(path)
         shutil.rmtree(directory, ignore_errors=True)  # of an op that runs again after a crash
@@ -183,6 +195,36 @@ def write_whole(directory: Path, fill: Callable[[Path], None]) -> None:
             _flush(parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def make_parents(directory: Path, *, private: bool = True) -> list[Path]:
+    """Make the directories above one that is to be written; returns those that are new."""
+    new = [parent for parent in directory.parents if not parent.exists()]
+    for parent in reversed(new):
+        parent.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+    return new
+
+
+def seal(directory: Path, *, private: bool = True) -> None:
+    """Note the checksums of all files, and let nobody else read them if they are ``private``."""
+    write_checksums(directory)
+    taken = 0o077 if private else _umask()
+    for path in (directory, *directory.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~taken)
+
+
+def _umask() -> int:
+    """Return the mode bits that this process takes from new files. There is no way to ask but to set them."""
+    taken = os.umask(0o077)
+    os.umask(taken)
+    return taken
+
+
+def seal_written(directory: Path) -> None:
+    """:func:`seal` what others wrote, before its record says that it is there."""
+    seal(directory)
+    _flush(directory / CHECKSUMS)
+    _flush(directory)
 
 
 def _flush(path: Path) -> None:
@@ -194,4 +236,5 @@ def _flush(path: Path) -> None:
 
 
 def size_of(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    """Return the bytes of the tenant's files; our own checksums do not count."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS)

@@ -43,7 +43,8 @@ from twinkle.server.recovery import plan_replay
 from twinkle.server.refused_ops import journalled
 from twinkle.server.replay_feed import ReplayFeed
 from twinkle.server.running_ops import RunningOps
-from twinkle.server.state import Store
+from twinkle.server.snapshot_choice import usable_snapshot
+from twinkle.server.state import DamagedRecordError, JournalError, Store
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
@@ -96,6 +97,7 @@ class ModelService:
         self._tenants = tenants or Tenants()
         self._recorder = recorder or TrainingRecorder(model.name)
         self._compute = compute
+        self._files = files
         self._runner = OpRunner(
             model,
             templates,
@@ -132,7 +134,10 @@ class ModelService:
         """Bring back what was there before, then work."""
         for run in await self._store.runs.in_state("live"):
             if run.model_name == self.model.name and self._is_ours(run):
-                await self._recover(run)
+                try:
+                    await self._recover(run)
+                except (JournalError, DamagedRecordError) as error:  # costs its own adapter alone
+                    await self._leave_out(run, str(error))
         left = (replay.without_body() for adapter in self._adapters.values() for replay in adapter.replays.values())
         self._runner.running.keep_only([op.request_id for op in left])
         await self._free_journal()
@@ -155,8 +160,16 @@ class ModelService:
             logger.info("the journal had %d files that nobody needs: freed %.1f MB", files, pruned.freed_bytes / 1e6)
         await self.journal.measure()
 
+    async def _leave_out(self, run: RunRecord, what: str) -> None:
+        """Fail an adapter that damage keeps from coming back."""
+        note = await self._store.damage.fail_run(run.run_id, run.tenant_id, what)
+        logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, note)
+        if self._adapters.pop(run.run_id, None) is not None:
+            self._scheduler.remove_adapter(run.run_id)
+        await self._store.runs.set_state(run.run_id, "failed", note)
+
     async def _recover(self, run: RunRecord) -> None:
-        snapshot = await self._store.snapshots.get(run.run_id)
+        snapshot = await usable_snapshot(self._store, self._files, run)
         applied = -1 if snapshot is None else snapshot.seq
         plan = await plan_replay(self._store, run, applied)
         failed_seq = None if snapshot is None else snapshot.failed_seq
@@ -321,9 +334,12 @@ class ModelService:
         """
         request_context.about(request_id)
         if request_id not in self._futures:
-            outcome = await self._store.ops.outcome(run.run_id, seq)
+            outcome = await self._on_record(request_id, run.run_id, seq)
             if outcome is None:
-                raise NotFoundError("request", request_id)
+                damage = await self._store.damage.of_run(run.run_id)
+                if damage is None:
+                    raise NotFoundError("request", request_id)
+                return responses.failed(damage.message, "server")
             self._futures.adopt(request_id, run.tenant_id, outcome, time.time())
             return outcome
         return await self._futures.wait(request_id, timeout)
@@ -335,7 +351,16 @@ class ModelService:
     async def _read_back(self, request_id: str) -> Outcome | None:
         parts = split_request_id(request_id)
         assert parts is not None, "we made the id"
-        return await self._store.ops.outcome(*parts)
+        return await self._on_record(request_id, *parts)
+
+    async def _on_record(self, request_id: str, run_id: str, seq: int) -> Outcome | None:
+        """Return the outcome that the journal has, None if it has none; a damaged one is a failure that says so."""
+        try:
+            return await self._store.ops.outcome(run_id, seq)
+        except JournalError as error:
+            logger.error("damaged: the result of request %s: %s", request_id, error)
+            message = f"request {request_id}: its result was damaged on the server's disk; send the request again"
+            return responses.failed(message, "server")
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
         """Take an adapter off the device and keep its last state; see :meth:`~twinkle.server.parking.Parking.park`."""

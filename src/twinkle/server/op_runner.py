@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from twinkle.errors import CheckpointError
 from twinkle.model.types import AdapterSnapshot
 from twinkle.server.adapter_memory import AdapterMemory
 from twinkle.server.backend import ServedModel
@@ -335,6 +336,8 @@ class OpRunner:
         if task.op.kind.creates or await self.load(task.adapter):
             return True
         message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
+        damage = await self._store.damage.of_run(task.op.adapter_id)
+        message = message if damage is None else damage.message
         self._finish(task, responses.failed(message, "user"))
         return False
 
@@ -352,8 +355,11 @@ class OpRunner:
                     await self._compute.run(lambda: self._restore(run_id, snapshot, native))
                     adapter.place = Place.TRAINER
                     adapter.used_at = time.monotonic()
-                except Exception:  # the trainer loop is an edge: ops of other adapters are in the same batch
+                except Exception as error:  # the trainer loop is an edge: ops of other adapters are in the same batch
                     logger.exception("snapshot of %s cannot be restored", run_id)
+                    if isinstance(error, CheckpointError):
+                        what = "its snapshot on the server's disk is damaged"
+                        await self._store.damage.fail_run(run_id, adapter.run.tenant_id, what)
         return adapter.place is Place.TRAINER
 
     def _restore(self, run_id: str, snapshot: AdapterSnapshot, native: bytes | None) -> None:

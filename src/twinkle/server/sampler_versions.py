@@ -10,6 +10,7 @@ from pathlib import Path
 from twinkle.errors import CheckpointError, GoneError
 from twinkle.sampler.types import Sampler
 from twinkle.server.checkpoint_access import without_server_paths
+from twinkle.server.file_checksums import check_files
 from twinkle.server.files import DataDir
 from twinkle.server.types import SamplingSessionRecord
 
@@ -67,4 +68,9 @@ class SamplerVersions:
         directory: Path = self._files.root / session.directory
         if not directory.exists():
             raise CheckpointError(f"the weights of {name} are gone: they were deleted or replaced")
-        without_server_paths(lambda: self._sampler.load_version(version_id, str(directory)), directory, name)
+
+        def load() -> None:
+            check_files(directory)
+            self._sampler.load_version(version_id, str(directory))
+
+        without_server_paths(load, directory, name)

@@ -2,9 +2,12 @@
 
 from twinkle.server.state.audit import Audit, AuditEntry
 from twinkle.server.state.checkpoints import Checkpoints
+from twinkle.server.state.damage import Damage, DamageRecords
 from twinkle.server.state.database import Page
 from twinkle.server.state.errors import (
     CheckpointExistsError,
+    DamagedRecordError,
+    DamagedStateError,
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
@@ -39,6 +42,10 @@ __all__ = [
     "Checkpoints",
     "Claim",
     "DailyUsage",
+    "Damage",
+    "DamageRecords",
+    "DamagedRecordError",
+    "DamagedStateError",
     "DataDirInUseError",
     "DatabaseConnectionError",
     "DatabaseInUseError",

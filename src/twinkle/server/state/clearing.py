@@ -9,6 +9,7 @@ from twinkle.server.state.database import Cursor, Database
 from twinkle.server.state.tables import (
     CHECKPOINTS,
     CUSTOM_LOSSES,
+    DAMAGE,
     LEASES,
     OPERATOR_REQUESTS,
     OPS,
@@ -27,6 +28,7 @@ _WHY = "the operator cleared the server's state; its checkpoints can be loaded i
 _WITH_CHECKPOINTS = select(CHECKPOINTS.c.run_id)
 # In this order: each names only what comes after it.
 _DELETIONS = (
+    delete(DAMAGE),
     delete(OPERATOR_REQUESTS),
     delete(LEASES),
     delete(SAMPLING_CLIENTS),

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from sqlalchemy import bindparam, delete, exists, func, insert, select
 
+from twinkle.server.state.damage import raise_if_damaged
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.tables import CUSTOM_LOSSES, RUNS, SESSIONS
 from twinkle.server.types import CustomLossRecord
@@ -39,8 +40,14 @@ class CustomLosses:
         return await self._database.write(work)
 
     async def get(self, loss_id: str) -> CustomLossRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": loss_id}))
-        return None if row is None else _record(row)
+        def work(cursor: Cursor) -> CustomLossRecord | None:
+            row = cursor.row(_GET, {"id": loss_id})
+            if row is None:
+                raise_if_damaged(cursor, f"custom loss {loss_id}")
+                return None
+            return _record(row)
+
+        return await self._database.read(work)
 
     async def prune(self) -> int:
         """Drop those of sessions that ended, once nothing of the session's can need them; how many."""

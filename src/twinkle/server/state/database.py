@@ -41,6 +41,7 @@ from twinkle.server.state.errors import (
     DatabaseUnavailableError,
     StoreClosedError,
 )
+from twinkle.server.state.row_checksums import CHECKSUM, with_checksums, without_checksum
 
 __all__ = ["Cursor", "Database", "Page", "Row"]
 
@@ -73,10 +74,13 @@ class _Compiled:
     names: tuple[str, ...]  # of the parameters, in order
     constants: Parameters  # those that are part of the statement
     columns: tuple[str, ...]  # of the result
+    checksum: Callable[[Parameters], int] | None = None  # computes the parameter of that name from the others
 
     def values(self, parameters: Parameters) -> list[object]:
         if self.constants:
             parameters = {**parameters, **self.constants}
+        if self.checksum is not None:
+            parameters = {**parameters, CHECKSUM: self.checksum(parameters)}
         return [parameters[name] for name in self.names]
 
 
@@ -124,6 +128,11 @@ class Cursor:
 
 
 def _compile(statement: Statement, engine: Engine) -> _Compiled:
+    checksum = None
+    if isinstance(statement, Select):
+        statement = without_checksum(statement)
+    else:
+        statement, checksum = with_checksums(statement, engine.dialect.name)
     compiled = statement.compile(dialect=engine.dialect)
     assert compiled.positiontup is not None, "a dialect with named parameters needs its own branch here"
     return _Compiled(
@@ -131,6 +140,7 @@ def _compile(statement: Statement, engine: Engine) -> _Compiled:
         names=tuple(compiled.positiontup),
         constants={name: bind.value for bind, name in compiled.bind_names.items() if not bind.required},
         columns=tuple(statement.selected_columns.keys()) if isinstance(statement, Select) else (),
+        checksum=checksum,
     )
 
 

@@ -6,6 +6,8 @@ from twinkle.errors import TwinkleError, UserError
 
 __all__ = [
     "CheckpointExistsError",
+    "DamagedRecordError",
+    "DamagedStateError",
     "DataDirInUseError",
     "DatabaseConnectionError",
     "DatabaseInUseError",
@@ -64,6 +66,22 @@ class SchemaVersionError(TwinkleError, RuntimeError):
 
 class JournalError(TwinkleError, OSError):
     """Bytes that the database points to are missing from the journal or damaged."""
+
+
+class DamagedStateError(TwinkleError, OSError):
+    """A file that all tenants depend on is damaged or missing, and the server cannot put it right by itself."""
+
+    def __init__(self, file: Path, what: str, data_dir: Path) -> None:
+        super().__init__(
+            f"{file} {what}. Nothing was changed. `twinkle-server check-data --data-dir {data_dir}` says what "
+            "is there; with --repair it puts back the copy that the server keeps and says what is lost by that; "
+            "`twinkle-server restore` makes a new data directory from a backup"
+        )
+        self.file = file
+
+
+class DamagedRecordError(UserError):
+    """The record of what the client asks for was damaged on the server's disk."""
 
 
 class StoreClosedError(TwinkleError, RuntimeError):

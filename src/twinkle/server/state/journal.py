@@ -5,7 +5,8 @@ A blob is a 16-byte header (magic, CRC-32 seeded with the length, length) and it
 A blob is in the page cache when ``append`` returns: it survives the death of the process, not that of the machine.
 
 A segment is closed for good when it is full or when the process ends, so an append that a SIGKILL cut short is always
-at the end of the last segment: opening cuts it off.
+at the end of a segment, where no record points to it: it is left alone. Nobody ever walks from blob to blob, so a
+damaged blob, header or data, costs nobody but the op whose blob it is.
 
 The processes of one server may share a journal (:mod:`twinkle.server.state.journal_writers`): then a segment's number
 begins with its writer's.
@@ -13,7 +14,6 @@ begins with its writer's.
 
 import contextlib
 import errno
-import logging
 import os
 import struct
 import zlib
@@ -34,8 +34,6 @@ _SUFFIX = ".journal"
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SEGMENTS_OF_WRITER = 2**32
 _MAX_PARTS = 1000  # of one writev: IOV_MAX is 1024 on Linux
-
-_logger = logging.getLogger(__name__)
 
 
 class Journal:
@@ -62,7 +60,6 @@ class Journal:
             own = [number for number in self.segments() if _writer_of(number) == self._writer]
             if own:
                 self._segment = own[-1]
-                _cut_torn_tail(self._path(own[-1]))
 
     def append(self, blobs: Sequence[bytes]) -> list[BlobRef]:
         """Write all blobs or none of them."""
@@ -195,25 +192,3 @@ def _read_exactly(fd: int, length: int, offset: int) -> bytes:
             break
         data += more
     return data
-
-
-def _cut_torn_tail(path: Path) -> None:
-    """Cut off what an interrupted append left behind: a header or data that the file ends in the middle of.
-
-    Damage elsewhere is left alone and reported when it is read: what lies behind it may be whole.
-    """
-    with path.open("r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        offset = 0
-        while offset < size:
-            file.seek(offset)
-            header = file.read(_HEADER.size)
-            if len(header) == _HEADER.size and header[:4] != _MAGIC:
-                _logger.error("%s: damaged at offset %d", path, offset)
-                return
-            end = offset + _HEADER.size + (_HEADER.unpack(header)[2] if len(header) == _HEADER.size else 0)
-            if end > size:
-                _logger.warning("%s: dropping %d bytes of an interrupted append", path, size - offset)
-                file.truncate(offset)
-                return
-            offset = end

@@ -1,16 +1,15 @@
 """API keys and whose they are. A key is shown once, when it is made, and stored nowhere: only its keyed hash is.
 
-The hashes' secret lies beside the database in a file of its own, so that neither alone says anything about a key.
+The hashes' secret lies beside the database in a file of its own (:mod:`twinkle.server.state.copies`), so that neither
+alone says anything about a key.
 """
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy import bindparam, insert, select, update
 
@@ -18,7 +17,7 @@ from twinkle.server.state.audit import add_entry
 from twinkle.server.state.database import Cursor, Database, Row
 from twinkle.server.state.tables import API_KEYS
 
-__all__ = ["KEY_PREFIX", "KeyRecord", "Keys", "read_secret"]
+__all__ = ["KEY_PREFIX", "KeyRecord", "Keys"]
 
 KEY_PREFIX = "tml-"
 
@@ -149,24 +148,6 @@ class Keys:
     def _hash(self, purpose: bytes, key: str) -> bytes:
         # BLAKE2's own keyed mode: a microsecond, where an HMAC takes a dozen, and every request comes here.
         return hashlib.blake2b(purpose + b":" + key.encode(), digest_size=32, key=self._secret).digest()
-
-
-def read_secret(path: Path) -> bytes:
-    """The secret in ``path``, made at the first call; whoever comes second reads what the first one wrote."""
-    if not path.exists():
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(secrets.token_hex(32).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-    return path.read_bytes()
 
 
 def _by_hash(cursor: Cursor, key_hash: bytes) -> Row | None:

@@ -2,7 +2,8 @@
 
 ``MIGRATIONS[n]`` leads from version ``n + 1`` to ``n + 2``. A migration works with plain SQL or with tables that it
 declares itself, never with those of :mod:`twinkle.server.state.tables`, which go on changing. Never edit one that was
-released.
+released. One that makes a table gives it the column ``checksum``, and one that changes a table calls
+:func:`~twinkle.server.state.row_checksums.fill_checksums` for it at its end.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from sqlalchemy import (
 )
 
 from twinkle.server.state.errors import SchemaVersionError
+from twinkle.server.state.row_checksums import fill_checksums
 from twinkle.server.state.tables import METADATA, SCHEMA_VERSION
 
 __all__ = ["MIGRATIONS", "Migration", "migrate", "needs_migration"]
@@ -160,6 +162,27 @@ def _add_endings(connection: Connection) -> None:
     connection.execute(update(snapshots).where(native).values(failed_seq=None))
 
 
+def _add_checksums_and_damage(connection: Connection) -> None:
+    """Add a checksum to every row of every table, and a table of what was found damaged."""
+    tables = [name for name in inspect(connection).get_table_names() if name not in ("schema_version", "writers")]
+    for name in tables:
+        connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0")
+        fill_checksums(connection, name)
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE damage (
+            subject VARCHAR NOT NULL PRIMARY KEY,
+            tenant_id VARCHAR,
+            run_id VARCHAR,
+            message TEXT NOT NULL,
+            found_at {double} NOT NULL,
+            checksum BIGINT NOT NULL DEFAULT 0
+        )
+        """
+    )
+
+
 MIGRATIONS: Sequence[Migration] = (
     _add_sampling_clients,
     _add_replicas,
@@ -168,6 +191,7 @@ MIGRATIONS: Sequence[Migration] = (
     _add_usage,
     _add_audit_and_finish_reasons,
     _add_endings,
+    _add_checksums_and_damage,
 )
 
 

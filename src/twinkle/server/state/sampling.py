@@ -5,6 +5,7 @@ from dataclasses import asdict
 from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from twinkle.errors import QuotaError
+from twinkle.server.state.damage import raise_if_damaged
 from twinkle.server.state.database import Cursor, Database
 from twinkle.server.state.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
 from twinkle.server.state.usage import check_storage
@@ -106,8 +107,14 @@ class SamplingSessions:
         return await self._database.read(lambda cursor: cursor.number(_COUNT_ACTIVE, {}))
 
     async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": sampling_session_id}))
-        return None if row is None else SamplingSessionRecord(**row)
+        def work(cursor: Cursor) -> SamplingSessionRecord | None:
+            row = cursor.row(_GET, {"id": sampling_session_id})
+            if row is None:
+                raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
+                return None
+            return SamplingSessionRecord(**row)
+
+        return await self._database.read(work)
 
     async def of_session(self, session_id: str) -> tuple[SamplingSessionRecord, ...]:
         """By number."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from sqlalchemy import URL, Connection, Engine, PoolProxiedConnection, create_en
 
 from twinkle.errors import UnsupportedError
 from twinkle.server.state.errors import StorageFullError
+from twinkle.server.state.row_checksums import SQL_FUNCTION, checksum_function
+from twinkle.server.state.sqlite_check import set_schema_sum
 
 __all__ = ["SqliteDriver", "default_url"]
 
@@ -30,9 +33,13 @@ def default_url(data_dir: Path) -> URL:
 
 
 class SqliteDriver:
-    """A file. There is no connection to lose."""
+    """A file. There is no connection to lose.
+
+    ``after_maintenance`` is called now and then, in a reader's thread.
+    """
 
     def __init__(self, url: URL) -> None:
+        self.after_maintenance: Callable[[], None] = lambda: None
         if url.database in (None, "", ":memory:"):
             raise UnsupportedError(
                 f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must outlive us)"
@@ -46,6 +53,7 @@ class SqliteDriver:
         connection.exec_driver_sql(_BEGIN_WRITE)
 
     def finish_migration(self, connection: Connection) -> None:
+        set_schema_sum(connection.connection.driver_connection)
         connection.commit()
 
     def connect_reader(self) -> PoolProxiedConnection:
@@ -74,6 +82,7 @@ class SqliteDriver:
 
     def maintain(self, cursor: Any) -> None:
         checkpoint(cursor)
+        self.after_maintenance()
 
     def leave(self, cursor: Any) -> None:
         pass
@@ -99,3 +108,4 @@ def _configure(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # the module would begin transactions of its own
     for pragma in _PRAGMAS:
         connection.execute(pragma)
+    connection.create_function(SQL_FUNCTION, -1, checksum_function, deterministic=True)

@@ -3,6 +3,8 @@
 state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
 secret        under which API keys are hashed, and tokens and addresses signed
+copies/       of secret and database, for when they are damaged
+reserve       space for when the disk is full
 lock          held by the one server that works here, or shared by its processes
 """
 
@@ -10,25 +12,29 @@ import asyncio
 import time
 from pathlib import Path
 
-from sqlalchemy import URL, make_url
+from sqlalchemy import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.audit import Audit
 from twinkle.server.state.checkpoints import Checkpoints
 from twinkle.server.state.clearing import clear
+from twinkle.server.state.copies import read_secret
 from twinkle.server.state.custom_losses import CustomLosses
+from twinkle.server.state.damage import DamageRecords
 from twinkle.server.state.database import Database
 from twinkle.server.state.directory_lock import DirectoryLock
 from twinkle.server.state.driver import Driver, Part
 from twinkle.server.state.errors import DatabaseInUseError, DataDirInUseError
+from twinkle.server.state.examination import DatabaseCopies, check_before_opening, examine
 from twinkle.server.state.journal import SEGMENT_BYTES, Journal
 from twinkle.server.state.journal_writers import JournalWriters
-from twinkle.server.state.keys import Keys, read_secret
+from twinkle.server.state.keys import Keys
 from twinkle.server.state.leases import Leases
 from twinkle.server.state.migrations import migrate, needs_migration
 from twinkle.server.state.operator_requests import OperatorRequests
 from twinkle.server.state.ops import Ops
+from twinkle.server.state.reserve import give_up_reserve, is_disk_full, keep_reserve
 from twinkle.server.state.retention import Retention
 from twinkle.server.state.run_metrics import RunMetrics
 from twinkle.server.state.runs import Runs
@@ -59,14 +65,21 @@ class Store:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
         self._lock = DirectoryLock(data_dir) if part is Part.SERVER else None
+        self._database_lock: DirectoryLock | None = None
         self._writers: JournalWriters | None = None
+        self._copies: DatabaseCopies | None = None
         driver = None
+        file = Path(database_url.database or "") if database_url.get_backend_name() == "sqlite" else None
         try:
+            if file is not None and str(file) not in ("", ".", ":memory:"):
+                self._database_lock = _database_lock(data_dir, file, part)
+                self._examine(data_dir, file, part)
             driver = _driver(database_url, part)
             _update_schema(data_dir, driver, part)
             if part is Part.MEMBER:
                 self._lock = DirectoryLock(data_dir, shared=True, wait_seconds=_MEMBER_SECONDS)
-            secret = read_secret(data_dir / "secret")
+            with driver.connect() as connection:
+                secret = read_secret(data_dir, may_make=_is_unused(connection))
             journal_dir = data_dir / "journal"
             journal_dir.mkdir(mode=0o700, exist_ok=True)
             writable = part is not Part.TOOL
@@ -75,6 +88,10 @@ class Store:
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, self._writers)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, self._writers)
             self._database = Database(driver, loop)
+            if isinstance(driver, SqliteDriver) and file is not None and part is not Part.TOOL:
+                self._copies = DatabaseCopies(file, data_dir)
+                self._copies.make()
+                driver.after_maintenance = self._copies.make_if_old
         except BaseException:
             if driver is not None:
                 driver.engine.dispose()
@@ -94,6 +111,22 @@ class Store:
         self.operator_requests = OperatorRequests(self._database)
         self.audit = Audit(self._database)
         self.retention = Retention(self._database)
+        self.damage = DamageRecords(self._database)
+
+    def _examine(self, data_dir: Path, database: Path, part: Part) -> None:
+        """Look for damage before anything is opened. Of several processes of a server the first one looks."""
+        check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
+        if part is Part.TOOL:
+            return
+        try:
+            momentary = DirectoryLock(data_dir) if part is Part.MEMBER else None
+        except DataDirInUseError:
+            return
+        try:
+            examine(database, data_dir)
+        finally:
+            if momentary is not None:
+                momentary.release()
 
     @classmethod
     async def open(
@@ -112,7 +145,18 @@ class Store:
         they may do everything but journal and prune ops.
         """
         part = Part.TOOL if not lock else Part.MEMBER if shared else Part.SERVER
-        return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        give_up_reserve(data_dir, only_if_low=True)
+        try:
+            return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, loop)
+        except Exception as error:
+            if not is_disk_full(error) or not give_up_reserve(data_dir, only_if_low=False):
+                raise
+        return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, loop)
+
+    def keep_reserve(self) -> None:
+        """Hold some space in reserve, for when the disk is full. Blocks."""
+        keep_reserve(self.data_dir)
 
     async def clear(self) -> int:
         """Forget all that is under way, for a server that begins again; how many records are gone."""
@@ -123,13 +167,16 @@ class Store:
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
+        if self._copies is not None and self._lock is not None:
+            await asyncio.to_thread(self._copies.make_if_changed)
         self._let_go()
 
     def _let_go(self) -> None:
         if self._writers is not None:
             self._writers.close()
-        if self._lock is not None:
-            self._lock.release()
+        for lock in (self._database_lock, self._lock):
+            if lock is not None:
+                lock.release()
 
     @property
     def transactions(self) -> int:
@@ -156,6 +203,25 @@ def _driver(url: URL, part: Part) -> Driver:
     except ImportError as error:
         raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
     return PostgresDriver(url, part)
+
+
+def _database_lock(data_dir: Path, database: Path, part: Part) -> DirectoryLock | None:
+    """Lock a database file outside of the data directory, which servers with other data directories may name too."""
+    if part is Part.TOOL or database.absolute() == (data_dir / "state.db").absolute():
+        return None
+    database.parent.mkdir(parents=True, exist_ok=True)
+    shared = part is Part.MEMBER
+    try:
+        return DirectoryLock(database.parent, name=f"{database.name}.lock", shared=shared)
+    except DataDirInUseError:
+        raise DatabaseInUseError(str(database)) from None
+
+
+def _is_unused(connection: Connection) -> bool:
+    """Return whether nothing in the database depends on the secret."""
+    return not any(
+        connection.exec_driver_sql(f"SELECT 1 FROM {table} LIMIT 1").all() for table in ("sessions", "api_keys")
+    )
 
 
 def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:

@@ -4,6 +4,9 @@ Columns hold what every driver takes and returns as it is (text, integers, float
 driver's own cursor, without SQLAlchemy's conversion of values (see :mod:`twinkle.server.state.database`). Structured
 values are JSON text; booleans are 0 and 1. Times are seconds since the epoch.
 
+Every table but ``schema_version`` has a column ``checksum`` too (:mod:`twinkle.server.state.row_checksums`): it is
+added at the end of this file.
+
 A change here needs a migration in :mod:`twinkle.server.state.migrations`.
 """
 
@@ -21,11 +24,14 @@ from sqlalchemy import (
     Text,
 )
 
+from twinkle.server.state.row_checksums import CHECKSUM
+
 __all__ = [
     "API_KEYS",
     "AUDIT",
     "CHECKPOINTS",
     "CUSTOM_LOSSES",
+    "DAMAGE",
     "LEASES",
     "METADATA",
     "OPERATOR_REQUESTS",
@@ -264,3 +270,18 @@ AUDIT = Table(
     Index("audit_by_tenant", "tenant_id", "at"),
     Index("audit_by_time", "at"),
 )
+
+# What was found damaged, and what it cost. ``subject``: of which kind and which one, such as "run s-1:train:0".
+DAMAGE = Table(
+    "damage",
+    METADATA,
+    Column("subject", String, primary_key=True),
+    Column("tenant_id", String),
+    Column("run_id", String),
+    Column("message", Text, nullable=False),
+    Column("found_at", Double, nullable=False),
+)
+
+for _table in METADATA.sorted_tables:
+    if _table is not SCHEMA_VERSION:
+        _table.append_column(Column(CHECKSUM, BigInteger, nullable=False, server_default="0"))

@@ -1,0 +1,78 @@
+"""Checksums of the files in a directory that is written once: snapshots, checkpoints, sampler versions, backups.
+
+They lie in the directory, in ``checksums.json``, which has a checksum of its own. A directory without the file is of an
+earlier version of Twinkle, and cannot be checked.
+"""
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from twinkle.errors import CheckpointError
+
+__all__ = ["CHECKSUMS", "check_files", "checksum_of", "damaged_files", "read_checksums", "write_checksums"]
+
+CHECKSUMS = "checksums.json"
+_PIECE = 2**20
+
+_logger = logging.getLogger(__name__)
+
+
+def write_checksums(directory: Path) -> None:
+    """Note size and checksum of every file in the directory and those below it."""
+    (directory / CHECKSUMS).unlink(missing_ok=True)
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sums = {path.relative_to(directory).as_posix(): [path.stat().st_size, checksum_of(path)] for path in files}
+    (directory / CHECKSUMS).write_text(_sealed(sums))
+
+
+def read_checksums(directory: Path) -> Mapping[str, tuple[int, int]] | None:
+    """Return (size, checksum) by name; None where there are none. CheckpointError where they are damaged."""
+    try:
+        text = (directory / CHECKSUMS).read_bytes().decode()
+        sums = json.loads(text)["files"]
+        if _sealed(sums) != text:
+            raise ValueError("its own checksum is wrong")
+        return {name: (int(size), int(checksum)) for name, (size, checksum) in sums.items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / CHECKSUMS} is damaged: {error}") from error
+
+
+def damaged_files(directory: Path) -> list[str]:
+    """Return the names of files that are missing or not as they were written. Reads all of them."""
+    sums = read_checksums(directory)
+    return [] if sums is None else [name for name, sum_ in sums.items() if not _is_whole(directory / name, *sum_)]
+
+
+def check_files(directory: Path) -> None:
+    """Raise CheckpointError if a file is missing or not as it was written. Reads all of them."""
+    try:
+        damaged = damaged_files(directory)
+        if damaged:
+            raise CheckpointError(f"{directory} is damaged: {', '.join(damaged)} not as written")
+    except CheckpointError as error:
+        _logger.error("damaged: %s", error)
+        raise
+
+
+def checksum_of(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as content:
+        while piece := content.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _is_whole(file: Path, size: int, checksum: int) -> bool:
+    try:
+        return file.stat().st_size == size and checksum_of(file) == checksum
+    except OSError:
+        return False
+
+
+def _sealed(sums: Mapping[str, object]) -> str:
+    return json.dumps({"files": sums, "checksum": zlib.crc32(json.dumps(sums).encode())}, indent=1)

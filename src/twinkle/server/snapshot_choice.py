@@ -1,0 +1,42 @@
+"""From where an adapter is brought back after a restart: from its snapshot, or from its creation on."""
+
+import asyncio
+import logging
+import time
+
+from twinkle.errors import CheckpointError
+from twinkle.server.file_checksums import check_files
+from twinkle.server.files import DataDir
+from twinkle.server.state import Damage, DamagedRecordError, Store
+from twinkle.server.types import RunRecord, SnapshotRecord
+
+__all__ = ["usable_snapshot"]
+
+logger = logging.getLogger(__name__)
+
+
+async def usable_snapshot(store: Store, files: DataDir, run: RunRecord) -> SnapshotRecord | None:
+    """Return the snapshot to begin at; None: the journal has everything since the adapter was created.
+
+    A snapshot is read, and so checked, when its adapter is first used. It is checked here only where the journal could
+    take its place: of a young adapter. DamagedRecordError: there is neither.
+    """
+    snapshot = await store.snapshots.get(run.run_id)
+    numbers = [times.seq for times in await store.ops.times(run.run_id)]
+    is_from_creation_on = bool(numbers) and numbers[0] == 0
+    if snapshot is None:
+        if not is_from_creation_on:
+            raise DamagedRecordError("neither a snapshot nor the beginning of its journal is left on the server's disk")
+        return None
+    covered = [number for number in numbers if number <= snapshot.seq]
+    if not is_from_creation_on or covered != list(range(snapshot.seq + 1)):
+        return snapshot
+    try:
+        await asyncio.to_thread(check_files, files.root / snapshot.directory)
+    except CheckpointError as error:
+        what = f"its snapshot is damaged ({error}); it is brought back from its journal, from its creation on"
+        logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, what)
+        damage = Damage(f"snapshot of {run.run_id}", f"model {run.run_id}: {what}", time.time(), run.tenant_id)
+        await store.damage.note(damage)
+        return None
+    return snapshot

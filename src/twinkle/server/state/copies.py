@@ -1,0 +1,182 @@
+"""Copies of what all tenants depend on, in ``copies/`` of the data directory.
+
+secret     the secret with its checksum: whichever of both is whole puts the other right
+state.db   the database as it was when a server started, ended or last had time: for ``check-data --repair``
+boot       of which boot of the machine the last server was; see wal_check
+database   where the database is that belongs to this directory
+"""
+
+import logging
+import os
+import re
+import secrets
+import sqlite3
+import zlib
+from contextlib import closing, suppress
+from pathlib import Path
+
+from twinkle.server.state.errors import DamagedStateError
+
+__all__ = [
+    "COPIES",
+    "copied_database",
+    "copy_database",
+    "is_database_of",
+    "is_same_boot",
+    "note_opening",
+    "read_secret",
+    "secret_problem",
+    "write_private",
+]
+
+COPIES = "copies"
+_SECRET = "secret"
+_DATABASE = "state.db"
+_BOOT = "boot"
+_PLACE = "database"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_DIGITS = re.compile(rb"[0-9a-f]{64}")
+
+_logger = logging.getLogger(__name__)
+
+
+# --- the secret -------------------------------------------------------------------------------------------------------
+
+
+def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
+    """Return the secret of a data directory: 64 hexadecimal digits.
+
+    ``may_make``: where there is none. Otherwise keys or tenants depend on one: a new one would lock all of them out.
+    """
+    (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
+    file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
+    found, copy = _secret_in(file), _copied_secret(copy_file)
+    if copy is not None and found != copy:
+        _logger.error("%s was missing or damaged: it is put back from %s", file, copy_file)
+        write_private(file, copy)
+        return copy
+    if found is None:
+        if file.exists():
+            raise DamagedStateError(file, "is damaged: it must hold 64 hexadecimal digits", data_dir)
+        if not may_make:
+            raise DamagedStateError(file, "is missing, and API keys and tenants depend on it", data_dir)
+        found = _new_secret(file)
+    if copy is None:
+        if copy_file.exists():
+            _logger.error("%s was damaged: it is made again from %s", copy_file, file)
+        with suppress(OSError):  # a full disk: the next start makes it
+            write_private(copy_file, _with_sum(found))
+    return found
+
+
+def secret_problem(data_dir: Path) -> str | None:
+    """Return what is wrong with the secret or its copy, changing nothing."""
+    file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
+    found, copy = _secret_in(file), _copied_secret(copy_file)
+    if found is not None and found == copy:
+        return None
+    if copy is not None:
+        return f"{file} is missing or damaged; the next start puts it back from {copy_file}"
+    if found is None:
+        return f"{file} is missing or damaged, and there is no copy"
+    return f"{copy_file} is missing or damaged; the next start makes it again from {file}"
+
+
+def _secret_in(file: Path) -> bytes | None:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    return content if _DIGITS.fullmatch(content) else None
+
+
+def _copied_secret(file: Path) -> bytes | None:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    return content[:64] if content == _with_sum(content[:64]) and _DIGITS.fullmatch(content[:64]) else None
+
+
+def _with_sum(secret: bytes) -> bytes:
+    return secret + b" %08x\n" % zlib.crc32(secret)
+
+
+def _new_secret(file: Path) -> bytes:
+    """Make one; whoever comes second reads what the first one wrote."""
+    draft = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    write_private(draft, secrets.token_hex(32).encode())
+    try:
+        os.link(draft, file)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    return file.read_bytes()
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Write a small file, whole or not at all, on disk when this returns."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+# --- the database -----------------------------------------------------------------------------------------------------
+
+
+def copied_database(data_dir: Path) -> Path:
+    return data_dir / COPIES / _DATABASE
+
+
+def copy_database(database: Path, data_dir: Path) -> None:
+    """Copy a database that may be in use. The copy is a file of its own, without a WAL."""
+    target = copied_database(data_dir)
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        with closing(sqlite3.connect(database, timeout=10)) as live, closing(sqlite3.connect(draft)) as copy:
+            live.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")
+        with draft.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(draft, target)
+    finally:
+        for leftover in target.parent.glob(f"{draft.name}*"):
+            leftover.unlink(missing_ok=True)
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def is_same_boot(data_dir: Path) -> bool:
+    """Return whether the machine has been up since the last server began here; True where nobody knows."""
+    try:
+        return (data_dir / COPIES / _BOOT).read_text() == _BOOT_ID.read_text()
+    except (OSError, ValueError):
+        return True
+
+
+def note_opening(data_dir: Path, database: Path) -> None:
+    """Note when, and with which database, a server began to work here."""
+    (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
+    with suppress(OSError):  # a full disk
+        if not is_same_boot(data_dir) or not (data_dir / COPIES / _BOOT).exists():
+            write_private(data_dir / COPIES / _BOOT, _BOOT_ID.read_bytes())
+        if not is_database_of(data_dir, database):
+            write_private(data_dir / COPIES / _PLACE, bytes(database.absolute()))
+
+
+def is_database_of(data_dir: Path, database: Path) -> bool:
+    """Return whether a server has worked here with this database."""
+    with suppress(OSError):
+        return (data_dir / COPIES / _PLACE).read_bytes() == bytes(database.absolute())
+    return False
