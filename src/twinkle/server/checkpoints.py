@@ -317,7 +317,7 @@ class Checkpoints:
         if optimizer and record.kind != "weights":
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
         directory = self._files.root / record.directory
-        await asyncio.to_thread(_checked, directory, str(path))
+        await self._threads.in_thread(run.tenant_id, partial(_checked, directory, str(path)))
         return path, directory
 
     def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
@@ -372,7 +372,7 @@ class Checkpoints:
             path = CheckpointPath.parse(load.path, "name")
             record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
             directory, shown = self._files.root / record.directory, path.native
-            await asyncio.to_thread(_checked, directory, shown)
+            await self._threads.in_thread(run.tenant_id, partial(_checked, directory, shown))
         else:
             directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
 

@@ -6,6 +6,7 @@ budget: a start never holds all bodies, however many there are.
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from twinkle.server.custom_losses import LossGraphs
 from twinkle.server.live_adapter import LiveAdapter
 from twinkle.server.recovery import Replay, decode
 from twinkle.server.running_ops import MOST_DEATHS, RunningOps
-from twinkle.server.state import DatabaseUnavailableError, Store
+from twinkle.server.state import Damage, DatabaseUnavailableError, Store
 from twinkle.server.types import Budget, Ending, Op
 from twinkle.server.wire import responses
 
@@ -108,19 +109,18 @@ class ReplayFeed:
                 logger.error("request %s waits for the database: %s", request_id, error)
                 await asyncio.sleep(_RETRY_SECONDS)
             except Exception as error:  # noqa: BLE001 - an edge: what cannot be read costs its own adapter alone
-                return self._unreadable(adapter, replay, error)
+                return await self._unreadable(adapter, replay, error)
 
-    def _unreadable(self, adapter: LiveAdapter, replay: Replay, error: Exception) -> tuple[Op, Replay]:
+    async def _unreadable(self, adapter: LiveAdapter, replay: Replay, error: Exception) -> tuple[Op, Replay]:
         """Damage costs an op that has not run, or the adapter, if what it is now cannot be found out any more."""
-        op = replay.without_body()
-        logger.error("request %s cannot be read from the journal", op.request_id, exc_info=error)
+        op, run = replay.without_body(), adapter.run
+        logger.error("damaged: request %s of tenant %s in the journal", op.request_id, run.tenant_id, exc_info=error)
         if replay.ended:
-            message = (
-                f"the journal of model {adapter.run.run_id} is damaged at op {op.seq}; load one of its checkpoints"
-            )
-            self._runner.give_up(adapter, message)
+            what = f"its journal on the server's disk is damaged at op {op.seq}"
+            self._runner.give_up(adapter, await self._store.damage.fail_run(run.run_id, run.tenant_id, what))
             return op, replay
-        failure = responses.failed(
-            f"request {op.request_id}: its body in the journal is damaged; send it again", "server"
-        )
+        message = f"request {op.request_id}: its body in the journal is damaged; send it again"
+        damage = Damage(f"request {op.request_id}", message, time.time(), run.tenant_id, run.run_id)
+        await self._store.damage.note(damage)
+        failure = responses.failed(message, "server")
         return op, replace(replay, repeated=replace(failure, ending=Ending.REFUSED))
