@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import peft
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from twinkle.model import AdamParams, AdapterSnapshot, Datum, LoraSpec, Trainer, TrainItem
@@ -160,6 +162,17 @@ def pick(logprobs_TV: Tensor, datum: Datum) -> Tensor:
 # --- what fp32 can be expected to give --------------------------------------------------------------------------------
 
 
+class KeepFp64(TorchFunctionMode):
+    """Whatever asks for fp32 gets fp64: model files compute norms and softmax in fp32, whatever their weights are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class ExactLogprobs:
     """Log-probabilities of the next token in fp64, and how far a correct computation in fp32 may be away from them."""
@@ -191,9 +204,9 @@ def exact_logprobs(model: PreTrainedModel, tokens: NDArray[np.int64], changes: i
     scale = math.sqrt(length) * 2.0**-24
 
     def logprobs() -> NDArray[np.float64]:
-        return exact(input_ids=torch.from_numpy(tokens)[None]).logits[0].double().log_softmax(-1).numpy()
+        return exact(input_ids=torch.from_numpy(tokens)[None]).logits[0].log_softmax(-1).numpy()
 
-    with torch.no_grad():
+    with torch.no_grad(), KeepFp64():
         values_TV = logprobs()
         squares_TV = np.zeros_like(values_TV)
         for _ in range(changes):

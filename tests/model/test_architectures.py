@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from reference import TOLERANCE, Reference, assert_logprobs_close, assert_tensors_close, random_datum
+from reference import (
+    TOLERANCE,
+    Reference,
+    assert_logprobs_close,
+    assert_tensors_close,
+    assert_within,
+    exact_logprobs,
+    random_datum,
+)
 from tiny_models import (
     FAMILIES,
     LONG,
@@ -65,7 +73,12 @@ def test_packed_is_each_sequence_alone(family: str) -> None:
     for adapter_id, result in results.items():
         plain = Reference(model, trainer.spec(adapter_id), trainer.weights(adapter_id))
         expected = plain.forward_backward(TrainItem(adapter_id, data[adapter_id]))
-        assert_logprobs_close(result.logprobs, expected.logprobs)
+        if family == "qwen3_5":  # the gates enlarge what is rounded, at some positions more than at others
+            for ours, datum in zip(result.logprobs, data[adapter_id], strict=True):
+                exact = exact_logprobs(plain.model, datum.tokens)
+                assert_within(ours[:, None], *exact.at(datum.targets[:, None]))
+        else:
+            assert_logprobs_close(result.logprobs, expected.logprobs)
         tolerance = GRADIENT_TOLERANCE.get(family, TOLERANCE)
         assert_tensors_close(trainer.gradients(adapter_id), plain.gradients(), tolerance)
 
