@@ -36,6 +36,32 @@ def test_other_answers_stay_as_they_are(client: TestClient) -> None:
     assert client.get("/-/routes").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("server", "host", "status"),
+    [
+        ("127.0.0.1", "rebound.example:8000", 400),
+        ("127.0.0.1", "rebound.example", 400),
+        ("127.0.0.1", "", 400),
+        ("127.0.0.1", "localhost:8000", 404),
+        ("127.0.0.1", "127.0.0.1", 404),
+        ("127.0.0.1", "[::1", 400),
+        ("::1", "[::1]:8000", 404),
+        ("::1", "[::1]", 404),
+        ("10.0.0.1", "a.example", 404),
+    ],
+)
+def test_a_rebound_name_does_not_read_serves_routes(server: str, host: str, status: int) -> None:
+    routes = [Route("/-/routes", serves_own), Route("/-/healthz", lambda _: PlainTextResponse("success"))]
+    app = Starlette(routes=routes, middleware=middlewares())
+
+    async def at(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "server": (server, 8000)}, receive, send)
+
+    client = TestClient(at)
+    assert client.get("/-/routes", headers={"host": host}).status_code == status
+    assert client.get("/-/healthz", headers={"host": host}).status_code == 200
+
+
 def test_serve_finds_it() -> None:
     module, _, name = PROXY_CALLBACK.rpartition(".")
     assert getattr(__import__(module, fromlist=[name]), name) is middlewares
