@@ -20,6 +20,7 @@ class SampleAdmission:
         self._engine_samples = engine_samples
         self._under_way: Counter[str] = Counter()  # requests that are not done
         self._in_engine: Counter[str] = Counter()  # samples that the engine was given
+        self._coming: Counter[str] = Counter()  # bytes of their results, at most
 
     def check(self, tenant_id: str) -> None:
         """Raise QuotaError if no sample of this tenant would be taken now, however small."""
@@ -46,7 +47,7 @@ class SampleAdmission:
 
     def leave(self, job: SampleJob) -> None:
         self._under_way[job.tenant_id] -= 1
-        for counts in (self._under_way, self._in_engine):
+        for counts in (self._under_way, self._in_engine, self._coming):
             if not counts[job.tenant_id]:
                 del counts[job.tenant_id]
 
@@ -60,7 +61,7 @@ class SampleAdmission:
         """What a request cost that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
         job, sampled = happening.job, happening.sampled_tokens
         prompt = len(job.request.prompt)
-        self.give_back(job, prompt + sampled)
+        self.give_back(job, prompt + sampled + job.extra_cost)
         if not happening.failed:
             self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
 
@@ -71,17 +72,21 @@ class SampleAdmission:
         return self._in_engine.total() < self._engine_samples
 
     def may_start(self, tenant_id: str) -> bool:
-        """Not while it leaves too many results unfetched: what waits here could not be refused any more.
+        """Not while it leaves too many results unfetched, those on their way included: what waits here could not be
+        refused any more.
 
         And of the engine a tenant gets three quarters at most, so that another one's sample need not wait for it.
         """
         if self._in_engine[tenant_id] >= self._engine_samples - self._engine_samples // 4:
             return False
-        return self._futures.unfetched_bytes(tenant_id) < self._tenants.limits(tenant_id).unfetched_bytes
+        unfetched, coming = self._futures.unfetched_bytes(tenant_id), self._coming[tenant_id]
+        return unfetched + coming < self._tenants.limits(tenant_id).unfetched_bytes
 
     def start(self, job: SampleJob) -> None:
         self._in_engine[job.tenant_id] += job.request.num_samples
+        self._coming[job.tenant_id] += job.price.result_bytes
 
     def stop(self, job: SampleJob) -> None:
         """The engine is done with it."""
         self._in_engine[job.tenant_id] -= job.request.num_samples
+        self._coming[job.tenant_id] -= job.price.result_bytes

@@ -27,7 +27,7 @@ from twinkle.server.ids import split_request_id
 from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.sample_admission import SampleAdmission
-from twinkle.server.sample_jobs import Event, Happening, Orders, SampleJob, most_tokens
+from twinkle.server.sample_jobs import Event, Happening, Orders, SampleJob, price_of
 from twinkle.server.sampler_versions import SamplerVersions
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import SamplingReadings
@@ -240,7 +240,7 @@ class SamplerService:
     ) -> SampleJob:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
-        job = self.admission.enter(SampleJob(request, session, into, most_tokens(request, self._context)))
+        job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
         self._jobs[job.request_id] = job
         if job.client is not None:
             self._numbers.setdefault(job.client[:2], set()).add(job.client[2])
