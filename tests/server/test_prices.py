@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from exposition import scrape, value
 from running import Server, Tenant, datum, tensor
 
 from twinkle.model.csr import Csr
+from twinkle.sampler.types import SampleRequest, SamplingParams
+from twinkle.server.sample_jobs import price_of
 from twinkle.server.scheduler import Batch, Scheduler
 from twinkle.server.scheduler_sequence import Ticket
 from twinkle.server.types import CustomLossUse, NativePass, Op, OpKind, Price, Refused, TrainPass
@@ -113,6 +116,18 @@ def test_prices_of_plain_native_and_custom_passes() -> None:
     custom = CustomLossUse("l", ({},), work=2**30)
     heavy = Op("m", 1, BACKWARD, TrainPass(plain.payload.data, "custom", {}, custom), b"x")
     assert heavy.price.work == 100 + 33 + 2**15
+
+
+def test_the_price_of_a_sample() -> None:
+    prompt = np.arange(1000)
+    plain = SampleRequest("r", None, prompt, SamplingParams(max_tokens=50), num_samples=4)
+    price = price_of(plain, 4096)
+    assert (price.tokens, price.work) == (1200, 1200)
+    wide = replace(plain, topk_prompt_logprobs=128, topk_sample_logprobs=64)
+    assert price_of(wide, 4096).work == 1200 + 1000 + 100
+    assert price_of(wide, 4096).result_bytes > 12 * 128 * 1000
+    endless = replace(plain, params=SamplingParams(max_tokens=2**31 - 1))
+    assert price_of(endless, 4096).result_bytes == 8 * 4 * 3096, "no more than the context holds"
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

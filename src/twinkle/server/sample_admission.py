@@ -20,6 +20,7 @@ class SampleAdmission:
         self._engine_samples = engine_samples
         self._under_way: Counter[str] = Counter()  # requests that are not done
         self._in_engine: Counter[str] = Counter()  # samples that the engine was given
+        self._coming: Counter[str] = Counter()  # bytes of their results, at most
 
     def check(self, tenant_id: str) -> None:
         """Raise QuotaError if no sample of this tenant would be taken now, however small."""
@@ -47,7 +48,7 @@ class SampleAdmission:
 
     def leave(self, job: SampleJob) -> None:
         self._under_way[job.tenant_id] -= 1
-        for counts in (self._under_way, self._in_engine):
+        for counts in (self._under_way, self._in_engine, self._coming):
             if not counts[job.tenant_id]:
                 del counts[job.tenant_id]
 
@@ -61,7 +62,7 @@ class SampleAdmission:
         """What a request cost that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
         job, sampled = happening.job, happening.sampled_tokens
         prompt = len(job.request.prompt)
-        self.give_back(job, prompt + sampled)
+        self.give_back(job, prompt + sampled + job.extra_cost)
         if not happening.failed:
             self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
 
@@ -70,20 +71,23 @@ class SampleAdmission:
     def may_start(self, tenant_id: str) -> bool:
         """Return whether the engine is given one more request of this tenant.
 
-        Not while the tenant leaves too many results unfetched: what waits here could not be refused any more. Of the
-        engine a tenant gets three quarters at most. A tenant that has nothing in the engine is let in even when it is
-        full, unless many tenants are there: the engine shares its places among them, and only what it was given can
-        get one.
+        Not while the tenant leaves too many results unfetched, those on their way included: what waits here could not
+        be refused any more. Of the engine a tenant gets three quarters at most. A tenant that has nothing in the engine
+        is let in even when it is full, unless many tenants are there: the engine shares its places among them, and only
+        what it was given can get one.
         """
         own, quarter = self._in_engine[tenant_id], self._engine_samples // 4
         full = self._in_engine.total() >= self._engine_samples
         if own >= self._engine_samples - quarter or (full and (own > 0 or len(self._in_engine) >= quarter)):
             return False
-        return self._futures.unfetched_bytes(tenant_id) < self._tenants.limits(tenant_id).unfetched_bytes
+        unfetched, coming = self._futures.unfetched_bytes(tenant_id), self._coming[tenant_id]
+        return unfetched + coming < self._tenants.limits(tenant_id).unfetched_bytes
 
     def start(self, job: SampleJob) -> None:
         self._in_engine[job.tenant_id] += job.request.num_samples
+        self._coming[job.tenant_id] += job.price.result_bytes
 
     def stop(self, job: SampleJob) -> None:
         """The engine is done with it."""
         self._in_engine[job.tenant_id] -= job.request.num_samples
+        self._coming[job.tenant_id] -= job.price.result_bytes

@@ -10,10 +10,10 @@ from twinkle.sampler.types import Progress, SampleRequest, SampleResult
 from twinkle.server.completions import SEQ_IDS_PER_CLIENT
 from twinkle.server.execution import failure_of, unexpected
 from twinkle.server.ids import split_request_id
-from twinkle.server.types import Outcome, SamplingSessionRecord
+from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
 from twinkle.server.wire.sampling import Encode
 
-__all__ = ["Event", "Happening", "Orders", "SampleJob", "most_tokens"]
+__all__ = ["Event", "Happening", "Orders", "SampleJob", "price_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,22 @@ class SampleJob:
     request: SampleRequest
     session: SamplingSessionRecord
     into: Encode | asyncio.Queue[Event]
-    cost: int  # tokens that it may take at most
+    price: Price  # of all that it may take at most
     charged: int = 0  # of them, those that count against its tenant's minute until it has ended
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def cost(self) -> int:
+        """What it counts in shares and against a minute's tokens."""
+        return max(self.price.tokens, self.price.work)
+
+    @property
+    def extra_cost(self) -> int:
+        """What it takes beside its tokens, however few of them are sampled in the end."""
+        return self.cost - self.price.tokens
 
     @property
     def tenant_id(self) -> str:
@@ -77,8 +87,19 @@ class Happening:
         return isinstance(self.event, TwinkleError) or (isinstance(self.event, Outcome) and self.event.failed)
 
 
-def most_tokens(request: SampleRequest, context: int) -> int:
-    """The prompt, and all that may be sampled after it."""
+def price_of(request: SampleRequest, context: int) -> Price:
+    """The prompt and all that may be sampled after it; and what is asked for of each token beside it."""
     prompt = len(request.prompt)
     longest = request.params.max_tokens
-    return prompt + request.num_samples * (max(context - prompt, 0) if longest is None else longest)
+    sampled = request.num_samples * (max(context - prompt, 0) if longest is None else longest)
+    scored = prompt if request.prompt_logprobs_last_n is None else request.prompt_logprobs_last_n
+    targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
+    cells = prompt * (request.topk_prompt_logprobs + request.prompt_alt_tokens) + targets
+    fits = min(sampled, request.num_samples * max(context - prompt, 0))  # of what is asked for, so much can be
+    drawn = fits * request.topk_sample_logprobs
+    return Price(
+        tokens=prompt + sampled,
+        work=prompt + sampled + (cells + drawn) // TARGETS_A_TOKEN,
+        held_bytes=OBJECT_BYTES + request.prompt.nbytes + 8 * targets,
+        result_bytes=8 * fits + 12 * (cells + drawn) + 4 * (scored if request.prompt_logprobs else 0),
+    )

@@ -31,7 +31,7 @@ from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.pump import Pump
 from twinkle.server.rates import RecentRate
 from twinkle.server.sample_admission import SampleAdmission
-from twinkle.server.sample_jobs import Event, Happening, Orders, SampleJob, most_tokens
+from twinkle.server.sample_jobs import Event, Happening, Orders, SampleJob, price_of
 from twinkle.server.sampler_versions import SamplerVersions
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import SamplingReadings
@@ -305,7 +305,7 @@ class SamplerService:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
         self._guard.check(_result_bytes(request))
-        job = self.admission.enter(SampleJob(request, session, into, most_tokens(request, self._context)))
+        job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
         self._jobs[job.request_id] = job
         if job.client is not None:
             self._numbers.setdefault(job.client[:2], set()).add(job.client[2])
