@@ -235,6 +235,7 @@ class _Repair:
         run = next((run for run in self._good("runs") if directory_name(run["run_id"]) == run_name), None)
         if run is None:
             return None
+        files = [file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS]
         return {
             **dict.fromkeys(self.tables["checkpoints"].columns),
             "run_id": run["run_id"],
