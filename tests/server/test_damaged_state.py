@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_damaged_row_of_an_op_costs_its_run_alone(tmp_path, caplog):
 def test_whose_a_damaged_op_is_can_be_told(tmp_path, column):
     """Also where the id itself is hit, by which it cannot be found any more."""
     with_store(tmp_path, _fill)
-    _change(tmp_path, f"UPDATE ops SET {column} = 's0:train:1' WHERE adapter_id = '{RUN}' AND seq = 1")
+    _change(tmp_path, f"UPDATE ops SET {column} = 'r1:train:1' WHERE adapter_id = '{RUN}' AND seq = 1")
     states = _states(tmp_path)
     assert (states[RUN][0], states["s2:train:1"][0]) == ("failed", "live")
 
@@ -136,12 +137,12 @@ def test_a_damaged_sampling_session_says_so_to_whoever_asks_for_it(tmp_path):
 
 
 def test_the_record_of_a_checkpoint_is_made_again_from_its_files(tmp_path):
-    directory = DataDir(tmp_path).root / "checkpoints" / "s1-train-1" / "weights" / "final" / "7"
-    write_whole(directory, lambda place: (place / "adapter").write_bytes(b"weights") and None)
+    directory = tmp_path / "checkpoints" / "s1-train-1" / "weights" / "final" / "7"
 
     async def fill(store: Store) -> None:
         await begin(store)
-        await store.checkpoints.add(checkpoint("final", RUN, directory=DataDir(tmp_path).relative(directory)))
+        write_whole(directory, lambda place: (place / "adapter").write_bytes(b"weights") and None)
+        await store.checkpoints.add(replace(checkpoint("final", RUN), directory=DataDir(tmp_path).relative(directory)))
 
     with_store(tmp_path, fill)
     (tmp_path / "copies" / "state.db").unlink()
@@ -284,11 +285,11 @@ def test_the_machine_went_down_since(tmp_path, killed, caplog):
 
 def test_check_data_finds_files_and_whose_they_are(tmp_path, capsys):
     directory = tmp_path / "checkpoints" / "s1-train-1" / "weights" / "final" / "7"
-    write_whole(directory, lambda place: (place / "adapter").write_bytes(b"weights") and None)
 
     async def fill(store: Store) -> None:
         await _fill(store)
-        await store.checkpoints.add(checkpoint("final", RUN, directory=DataDir(tmp_path).relative(directory)))
+        write_whole(directory, lambda place: (place / "adapter").write_bytes(b"weights") and None)
+        await store.checkpoints.add(replace(checkpoint("final", RUN), directory=DataDir(tmp_path).relative(directory)))
 
     with_store(tmp_path, fill)
     assert main(["check-data", "--data-dir", str(tmp_path)]) == 0

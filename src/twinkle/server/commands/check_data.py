@@ -71,10 +71,11 @@ def _repair(data_dir: Path, database: Path) -> str:
         kept = wal.file.with_name(f"{wal.file.name}.{stamp}")
         if wal.file.exists():
             shutil.copy2(wal.file, kept)
+            os.truncate(wal.file, wal.good_bytes)
         database.with_name(f"{database.name}-shm").unlink(missing_ok=True)
         lost = wal.committed - wal.found
         return (
-            f"the part of {wal.file} that can be read is used; {lost} frames behind it are lost; all of it is in {kept}"
+            f"of {wal.file} the {wal.found} frames that can be read are used; {lost} behind them are lost; see {kept}"
         )
     copy = copied_database(data_dir)
     if not copy.exists():

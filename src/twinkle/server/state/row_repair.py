@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.model.types import LoraSpec
+from twinkle.server.file_checksums import CHECKSUMS
 from twinkle.server.ids import directory_name
 from twinkle.server.state.copies import copied_database
 from twinkle.server.state.row_checksums import CHECKSUM, row_checksum
@@ -234,6 +235,7 @@ class _Repair:
         run = next((run for run in self._good("runs") if directory_name(run["run_id"]) == run_name), None)
         if run is None:
             return None
+        files = [file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS]
         return {
             **dict.fromkeys(self.tables["checkpoints"].columns),
             "run_id": run["run_id"],
@@ -243,7 +245,7 @@ class _Repair:
             "request_id": f"{run['run_id']}:{seq}",
             "directory": str(directory.relative_to(self.data_dir)),
             "created_at": directory.stat().st_mtime,
-            "size_bytes": sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+            "size_bytes": sum(file.stat().st_size for file in files),
             "expires_at": None,
             "public": 0,
             "user_metadata": "{}",
@@ -362,13 +364,14 @@ def _short_name(text: str) -> str:
 
 
 def _nearest(value: object, known: Iterable[str]) -> str | None:
-    """Return the id that is meant: the same, or the only one that differs in one character."""
+    """Return the id that is meant: the same, or the only one that differs least, in one or two characters."""
     ids = list(known)
     if value in ids:
         return str(value)
     text = _text(value)
     alike = [each for each in ids if len(each) == len(text)]
-    near = [each for each in alike if sum(a != b for a, b in zip(each, text, strict=True)) <= 2]
+    distances = {each: sum(a != b for a, b in zip(each, text, strict=True)) for each in alike}
+    near = [each for each in alike if distances[each] == min(distances.values()) <= 2]
     if len(near) != 1:
         near = [each for each in ids if text and (each.startswith(text) or text.startswith(each))]
     return near[0] if len(near) == 1 else None

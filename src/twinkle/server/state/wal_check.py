@@ -41,6 +41,7 @@ class WalDamage:
     committed: int
     is_needed: bool
     is_consistent: bool
+    good_bytes: int  # of the file: what can be read
 
     def __str__(self) -> str:
         return f"is damaged: of {self.committed} committed frames, {self.found} can be read"
@@ -57,13 +58,14 @@ def check_wal(database: Path) -> WalDamage | None:
     """Return what is wrong with the WAL of a database that nobody has open; None if all is there, or nobody can say."""
     wal = database.with_name(f"{database.name}-wal")
     index = _read_index(database.with_name(f"{database.name}-shm"))
-    found, with_salts = _read_wal(wal, None if index is None else index.salts)
+    found, with_salts, good_bytes = _read_wal(wal, None if index is None else index.salts)
     if index is None:
         # Frames of this log behind one that is damaged; a torn one at the end is what an interrupted commit leaves.
-        return WalDamage(wal, found, with_salts, True, False) if with_salts > found + 1 else None
+        return WalDamage(wal, found, with_salts, True, False, good_bytes) if with_salts > found + 1 else None
     if found >= index.frames:
         return None
-    return WalDamage(wal, found, index.frames, index.backfilled < index.frames, index.backfilled <= found)
+    is_needed, is_consistent = index.backfilled < index.frames, 0 < found >= index.backfilled
+    return WalDamage(wal, found, index.frames, is_needed, is_consistent, good_bytes)
 
 
 def set_aside(database: Path) -> Path:
@@ -92,13 +94,14 @@ def _read_index(file: Path) -> _Index | None:
     return None
 
 
-def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int]:
-    """Return the number of the last whole commit's last frame, and that of the last frame with the log's salts."""
+def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int, int]:
+    """Return the number of the last whole commit's last frame, that of the last frame with the log's salts, and how
+    many bytes the former takes with all before it."""
     try:
         with file.open("rb") as log:
             header = log.read(_WAL_HEADER)
             if len(header) < _WAL_HEADER:
-                return 0, 0
+                return 0, 0, 0
             magic, _, page_size = struct.unpack(">III", header[:12])
             words = np.frombuffer(header[:24], ">u4" if magic & 1 else "<u4")
             sums = _plain_sum(words, 0, 0)
@@ -108,10 +111,11 @@ def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int]:
                 and salts in (None, header[16:24])
             )
             if not is_whole:
-                return 0, 0
-            return _read_frames(log.read(), page_size, words.dtype, header[16:24], sums)
+                return 0, 0, 0
+            found, with_salts = _read_frames(log.read(), page_size, words.dtype, header[16:24], sums)
+            return found, with_salts, _WAL_HEADER + found * (_FRAME_HEADER + page_size)
     except OSError:
-        return 0, 0
+        return 0, 0, 0
 
 
 def _read_frames(
