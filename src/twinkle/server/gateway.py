@@ -37,7 +37,7 @@ from twinkle.server.long_polls import LongPolls
 from twinkle.server.memory_guard import ProcessMemory
 from twinkle.server.model_service import ModelService
 from twinkle.server.native.uploads import Uploads
-from twinkle.server.processors.service import Processors
+from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.running_time import RunningTime
 from twinkle.server.sampler_service import SamplerService
 from twinkle.server.sampling_clients import SamplingClients
@@ -143,6 +143,8 @@ class Gateway:
             same = [budget for budget in of_models if budget.resource == resource]
             budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
         budgets += [training.journal.budget() for training in services[:1]]  # all services write to one journal
+        if isinstance(self.processors, ProcessorService):  # otherwise they are in another process, which tells
+            budgets.append(self.processors.budget)
         return budgets
 
     # --- which model --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ _KEY = "memory_reserve_bytes"
 _RESERVE_SHARE = 0.05
 _LEAST_RESERVE, _MOST_RESERVE = 256 * 2**20, 4 * 2**30
 _RESULT_SHARE = 5  # a fifth
+_QUEUE_SHARE = 5  # a fifth
 _ADAPTER_SHARE = 4  # a quarter
 _SECONDS = 0.5  # between two looks …
 _SECONDS_WHEN_SHORT = 0.1  # … and when little is left
@@ -114,6 +115,7 @@ class ProcessMemory:
         whole = host_memory_limit()
         self.guard = MemoryGuard(limits.memory_reserve_bytes)
         self.results = ResultMemory(limits.max_result_bytes or whole // _RESULT_SHARE)
+        self.queued_bytes = limits.max_queued_bytes or whole // _QUEUE_SHARE
         self.adapter_bytes = limits.max_host_adapter_bytes or whole // _ADAPTER_SHARE
         self.guard.relieve_with(lambda: self.results.shrink_to(self.results.limit // 8))
 

@@ -121,7 +121,9 @@ class ModelService:
         self._runner.on_settled = self._feed.ended
         self.journal = JournalQuota(store, self._tenants)
         self._runner.on_recorded = self.journal.add
-        self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self._adapters)
+        self._admission = OpAdmission(
+            self._tenants, self._scheduler, self._futures, self._adapters, memory.queued_bytes
+        )
         self._live_versions = LiveVersions(model, self._runner, compute)
         self.base_model = BaseModelPasses(model, self._runner.native, compute, self._tenants)
         self._refused_ids = itertools.count(_REFUSED_FROM)
@@ -432,8 +434,8 @@ class ModelService:
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """What adapters and replayed ops take of the host's memory."""
-        return self._runner.adapter_memory.budget, self._feed.budget()
+        """What adapters, queued ops and replayed ops take of the host's memory."""
+        return self._runner.adapter_memory.budget, self._admission.budget, self._feed.budget()
 
     @property
     def alive(self) -> bool:

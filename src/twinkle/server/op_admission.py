@@ -1,18 +1,22 @@
 """Which ops a model service takes in: no more than a tenant's limits allow, however many come at once."""
 
+import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from twinkle.errors import QuotaError
+from twinkle.errors import OverloadedError, QuotaError
 from twinkle.server.futures import PROMISE_BYTES, Futures
 from twinkle.server.live_adapter import LiveAdapter
 from twinkle.server.scheduler import Scheduler
 from twinkle.server.tenants import TenantLimits, Tenants
-from twinkle.server.types import Op, Price
+from twinkle.server.types import Budget, Op, Price
 
 __all__ = ["Entry", "OpAdmission"]
+
+_COUNT_SECONDS = 0.25  # between two counts of all ops that wait
 
 
 @dataclass
@@ -26,8 +30,14 @@ class OpAdmission:
     """Belongs to one event loop. Between a check and its count nobody else gets in."""
 
     def __init__(
-        self, tenants: Tenants, scheduler: Scheduler, futures: Futures, adapters: Mapping[str, LiveAdapter]
+        self,
+        tenants: Tenants,
+        scheduler: Scheduler,
+        futures: Futures,
+        adapters: Mapping[str, LiveAdapter],
+        most_bytes: int = 2**62,
     ) -> None:
+        """``most_bytes``: memory of the ops of all tenants together."""
         self._tenants = tenants
         self._scheduler = scheduler
         self._futures = futures
@@ -35,6 +45,9 @@ class OpAdmission:
         self._entering: Counter[str] = Counter()  # ops that are being written down, by tenant
         self._entering_bytes: Counter[str] = Counter()
         self._entering_results: Counter[str] = Counter()
+        self._most_bytes = most_bytes
+        self._counted_bytes = 0  # of all ops when they were last counted, and of those that came since
+        self._counted_at = -math.inf
 
     def check(self, tenant_id: str) -> None:
         """Raise QuotaError if no op of this tenant would be taken now, however small."""
@@ -65,6 +78,7 @@ class OpAdmission:
         self._entering[tenant_id] += 1
         self._entering_bytes[tenant_id] += price.held_bytes
         self._entering_results[tenant_id] += price.result_bytes
+        self._counted_bytes += price.held_bytes
         entry = Entry()
         try:
             yield entry
@@ -88,6 +102,9 @@ class OpAdmission:
         queued, results = self._queued(tenant_id)
         if queued and queued + op.price.held_bytes > limits.queued_bytes:
             raise QuotaError("bytes of queued ops", queued, limits.queued_bytes, "max_queued_bytes_per_tenant")
+        everybody = self.budget.used
+        if everybody and everybody + op.price.held_bytes > self._most_bytes:
+            raise OverloadedError("bytes of queued ops", everybody, self._most_bytes, "max_queued_bytes")
         # What waits and runs will have results, too.
         coming = results + (waiting + 1) * PROMISE_BYTES + op.price.result_bytes
         unfetched = self._futures.unfetched_bytes(tenant_id)
@@ -99,10 +116,17 @@ class OpAdmission:
                 "max_unfetched_result_bytes",
             )
 
-    def queued_bytes(self) -> int:
-        """The memory of all ops that wait, run or are being written down, of all tenants."""
-        waiting = sum(op.price.held_bytes for each in self._adapters.values() for op in each.ops.values())
-        return self._entering_bytes.total() + waiting
+    @property
+    def budget(self) -> Budget:
+        """The memory of all ops that wait, run or are being written down, of all tenants.
+
+        They are counted now and then; in between, what comes is added and nothing is taken away.
+        """
+        now = time.monotonic()
+        if now - self._counted_at > _COUNT_SECONDS:
+            waiting = sum(op.price.held_bytes for each in self._adapters.values() for op in each.ops.values())
+            self._counted_bytes, self._counted_at = self._entering_bytes.total() + waiting, now
+        return Budget("queued_ops", self._counted_bytes, self._most_bytes)
 
     def _queued(self, tenant_id: str) -> tuple[int, int]:
         """Bytes of the tenant's ops that wait, run or are being written down, and of the results they will have."""

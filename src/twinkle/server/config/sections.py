@@ -222,6 +222,11 @@ class LimitsConfig(BaseModel):
     max_queued_bytes_per_tenant: Count = Field(
         default=2**30, description="Memory of those ops: their bodies and what these become when they are decoded."
     )
+    max_queued_bytes: Count | None = Field(
+        default=None,
+        description="The same for the ops of all tenants on one base model. null: a fifth of the memory that the "
+        "process may use.",
+    )
     max_training_tokens_per_minute: Count | None = Field(
         default=None,
         description="Tokens that a tenant may train on, forward passes too; null: no limit. Many targets a token and "
