@@ -48,6 +48,7 @@ def test_defaults_of_limits():
         "max_adapters_per_tenant": 30,
         "max_queued_ops_per_tenant": 1024,
         "max_queued_bytes_per_tenant": 2**30,
+        "max_queued_bytes": None,
         "max_training_tokens_per_minute": None,
         "max_sampling_tokens_per_minute": None,
         "max_checkpoint_bytes_per_tenant": None,
