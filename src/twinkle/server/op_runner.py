@@ -29,6 +29,7 @@ from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Sto
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.tenants import Tenants
+from twinkle.server.turns import PumpTurns
 from twinkle.server.types import Op, OpKind, Outcome
 from twinkle.server.wire import responses
 
@@ -67,6 +68,7 @@ class OpRunner:
         self.snapshots = Snapshots(model, self.native, store, compute, files)
         self.measurements = RunMeasurements(store.run_metrics)
         self.busy_seconds = 0.0
+        self._turns = PumpTurns()
         self._long_batches = 0  # that run now, between those of others
         self.stopping = False
         self._model = model
@@ -117,7 +119,14 @@ class OpRunner:
     # --- the pump -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        try:
+            await self._run_batches()
+        finally:
+            self._turns.end(idle=True)  # nobody waits for it any more
+
+    async def _run_batches(self) -> None:
         while not self.stopping:
+            self._turns.begin()
             self._wake.clear()
             now = time.monotonic()
             await self._refuse_all(self.scheduler.refusals(now))
@@ -126,10 +135,12 @@ class OpRunner:
                 self._background(self._run_long(batch))
             elif batch is not None:
                 await self._run_batch(batch)
+                self._turns.end(idle=False)
             due = self.snapshots.due(now)
             if due is not None:
                 await self._snapshot(due)
             if batch is None and due is None:
+                self._turns.end(idle=True)
                 await self._sleep(now)
 
     async def _sleep(self, now: float) -> None:
@@ -144,12 +155,13 @@ class OpRunner:
         """A batch that takes long: the pump goes on with those of other tenants between its steps."""
         self._long_batches += 1
         try:
-            await self._run_batch(batch)
+            await self._run_batch(batch, beside=True)
         finally:
             self._long_batches -= 1
             self._wake.set()
 
-    async def _run_batch(self, batch: Batch) -> None:
+    async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
+        """``beside``: the pump does not wait for it."""
         tasks = [self._task(ticket) for ticket in batch.tickets]
         try:
             tasks = [task for task in tasks if not await self._repeat_outcome(task) and await self._is_here(task)]
@@ -159,17 +171,17 @@ class OpRunner:
                 self._background(self._run_slow(task))
             tasks = quick
             if quick:
-                await self._run_quick(quick, in_steps=batch.long)
+                await self._run_quick(quick, in_steps=batch.long, beside=beside)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished:
                     self._finish(task, unexpected(error, task.op.request_id))
 
-    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
+    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         ops = [task.op for task in tasks]
         logger.debug("batch: %s", " ".join(op.request_id for op in ops))
         if in_steps:
-            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id)
+            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id, beside=beside)
         else:
             outcomes = await self._compute.run(partial(self._execute, ops))
         for task, outcome in zip(tasks, outcomes, strict=True):
@@ -191,7 +203,7 @@ class OpRunner:
         self.snapshots.forget(run_id)
         self._background(self._store.runs.set_state(run_id, "failed", note))
 
-    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str) -> list[Outcome]:
+    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> list[Outcome]:
         """One micro-batch at a time, each about as long as what others ask for: they wait for one step at most."""
         limit = self.scheduler.step_tokens(tenant_id)
         steps = self._execution.passes_in_steps(ops, lambda: limit)
@@ -213,6 +225,8 @@ class OpRunner:
         for op in ops:
             self._recorder.started(op)
         while (outcomes := await self._compute.run(step)) is None:
+            if beside:
+                await self._turns.others()
             limit = self.scheduler.step_tokens(tenant_id)
         self.busy_seconds += seconds
         self._recorder.stepped(ops, self._model.trainer, seconds)
