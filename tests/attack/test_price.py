@@ -1,6 +1,7 @@
 """Small requests that declare or cause much: refused by name, or counted at what they cost (F1, F3, F5, F6)."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,3 +155,25 @@ def test_custom_losses_wait_their_turn(confined_server: Make) -> None:
     for request_id in ids:
         assert "more work than one request may" in greedy.error(request_id)
     assert beside < 20
+
+
+def test_a_long_pass_gives_way_at_every_micro_batch(confined_server: Make) -> None:
+    """One request of 131 072 tokens: a neighbour's steps come between its micro-batches."""
+    server = confined_server(config())
+    greedy, honest = client(server, "greedy"), client(server, "honest")
+    (_, own), (_, other) = greedy.adapter(), honest.adapter()
+    step_seconds(honest, other, 1)
+    request_id = greedy.forward_backward(own, 1, [datum([5] * 129)] * 1024)
+    ended: list[float] = []
+
+    def wait() -> None:
+        greedy.result(request_id, 300)
+        ended.append(time.monotonic())
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    for seq in range(3, 9, 2):
+        step_seconds(honest, other, seq)
+    assert not ended, "the long pass is still under way, and three steps of a neighbour are done"
+    waiting.join(300)
+    assert ended

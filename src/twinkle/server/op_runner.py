@@ -34,6 +34,7 @@ from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Sto
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.templates import Templates
 from twinkle.server.tenants import Tenants
+from twinkle.server.turns import PumpTurns
 from twinkle.server.types import Ending, NativePass, NativeVerb, Op, OpKind, Outcome
 from twinkle.server.wire import responses
 
@@ -81,6 +82,7 @@ class OpRunner:
         self.measurements = RunMeasurements(store.run_metrics)
         self.adapter_memory = AdapterMemory(model.trainer, adapter_bytes)
         self.busy_seconds = 0.0
+        self._turns = PumpTurns()
         self._long_batches = 0  # that run now, between those of others
         self.stopping = False
         self.running = running
@@ -138,20 +140,29 @@ class OpRunner:
     # --- the pump -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        try:
+            await self._run_batches()
+        finally:
+            self._turns.end(idle=True)  # nobody waits for it any more
+
+    async def _run_batches(self) -> None:
         while not self.stopping:
+            self._turns.begin()
             self._wake.clear()
             now = time.monotonic()
             await self._refuse_all(self.scheduler.refusals(now))
             batch = self.scheduler.next_batch()
-            if batch is not None and batch.long and self._long_batches < _MOST_LONG_BATCHES:
+            if batch is not None and batch.long and self._may_run_beside():
                 self._background(self._run_long(batch))
             elif batch is not None:
                 await self._run_batch(batch)
+                self._turns.end(idle=False)
                 await self._make_room()
             due = self.snapshots.due(now)
             if due is not None:
                 await self._snapshot(due)
             if batch is None and due is None:
+                self._turns.end(idle=True)
                 await self._sleep(now)
 
     async def _sleep(self, now: float) -> None:
@@ -162,21 +173,30 @@ class OpRunner:
         for timer in timers:
             timer.cancel()
 
+    def _may_run_beside(self) -> bool:
+        """Whether one more long batch may run between those of others.
+
+        Not while an op may have killed the last process: suspects run alone, and a batch would hold the pump up for
+        the very turns that it waits for.
+        """
+        return self._long_batches < _MOST_LONG_BATCHES and not self.running.has_suspects
+
     async def _run_long(self, batch: Batch) -> None:
         """A batch that takes long: the pump goes on with those of other tenants between its steps."""
         self._long_batches += 1
         try:
-            await self._run_batch(batch)
+            await self._run_batch(batch, beside=True)
         finally:
             self._long_batches -= 1
             self._wake.set()
 
-    async def _run_batch(self, batch: Batch) -> None:
+    async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
+        """``beside``: the pump does not wait for it."""
         tasks = [self._task(ticket) for ticket in batch.tickets]
         for part in self.running.apart([task.op.request_id for task in tasks]):
-            await self._run_together(tasks[part], in_steps=batch.long)
+            await self._run_together(tasks[part], in_steps=batch.long, beside=beside)
 
-    async def _run_together(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
+    async def _run_together(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         """Run a batch, or a part of it: an op that may have killed the process is alone.
 
         ``in_steps``: batches of other tenants run between its micro-batches.
@@ -188,18 +208,18 @@ class OpRunner:
                     continue
                 if ready and not await self._has_room(task):
                     # Once they have run, their adapters may go to disk, and this one has room.
-                    await self._run_tasks(ready, in_steps=in_steps)
+                    await self._run_tasks(ready, in_steps=in_steps, beside=beside)
                     ready = []
                 await self._has_room(task)
                 if await self._has_come(task):
                     ready.append(task)
-            await self._run_tasks(ready, in_steps=in_steps)
+            await self._run_tasks(ready, in_steps=in_steps, beside=beside)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished and not task.in_background:
                     self._finish(task, unexpected(error, task.op.request_id))
 
-    async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
+    async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
         quick = [task for task in tasks if task not in slow]
         for task in slow:  # these wait for disk and database: other adapters go on meanwhile
@@ -207,7 +227,7 @@ class OpRunner:
             self._background(self._run_slow(task))
         if quick:
             async with self.running.noted([task.op.request_id for task in quick]):
-                await self._run_quick(quick, in_steps=in_steps)
+                await self._run_quick(quick, in_steps=in_steps, beside=beside)
 
     async def _has_come(self, task: Task) -> bool:
         """Whether the op can run; an adapter that comes from disk does so under a note of what the process works on."""
@@ -216,11 +236,11 @@ class OpRunner:
         async with self.running.noted([task.op.request_id], decoding=True):
             return await self._is_here(task)
 
-    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool) -> None:
+    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         ops = [task.op for task in tasks]
         logger.debug("batch: %s", " ".join(op.request_id for op in ops))
         if in_steps:
-            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id)
+            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id, beside=beside)
         else:
             outcomes = await self._compute.run(partial(self._execute, ops))
         for task, outcome in zip(tasks, outcomes, strict=True):
@@ -243,7 +263,7 @@ class OpRunner:
         self.snapshots.forget(run_id)
         self._background(self._store.runs.set_state(run_id, "failed", note))
 
-    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str) -> list[Outcome]:
+    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> list[Outcome]:
         """One micro-batch at a time, each about as long as what others ask for: they wait for one step at most."""
         limit = self.scheduler.step_tokens(tenant_id)
         steps = self._execution.passes_in_steps(ops, lambda: limit)
@@ -265,6 +285,8 @@ class OpRunner:
         for op in ops:
             self._recorder.started(op)
         while (outcomes := await self._compute.run(step)) is None:
+            if beside:
+                await self._turns.others()
             limit = self.scheduler.step_tokens(tenant_id)
         self.busy_seconds += seconds
         self._recorder.stepped(ops, self._model.trainer, seconds)

@@ -57,6 +57,11 @@ class RunningOps:
         """How often the process died while this op ran."""
         return self._deaths.get(request_id, 0)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether there are ops with which a process died, and which have not ended since."""
+        return bool(self._deaths)
+
     def forgive(self, request_id: str) -> None:
         """The op ended without running."""
         self._deaths.pop(request_id, None)

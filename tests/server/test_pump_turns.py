@@ -1,0 +1,43 @@
+"""A batch in steps lets the pump go first: for a pass and its optimizer step, and no longer."""
+
+import asyncio
+
+from twinkle.server.turns import PumpTurns
+
+
+def test_an_idle_pump_is_not_waited_for() -> None:
+    async def main() -> None:
+        turns = PumpTurns()
+        await asyncio.wait_for(turns.others(), 5)
+        turns.begin()
+        turns.end(idle=True)
+        await asyncio.wait_for(turns.others(), 5)
+
+    asyncio.run(main())
+
+
+def test_two_turns_and_no_more() -> None:
+    async def main() -> None:
+        turns = PumpTurns()
+        turns.begin()
+        waiting = asyncio.create_task(turns.others())
+        for _ in range(2):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            turns.end(idle=False)
+            turns.begin()
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(main())
+
+
+def test_a_pump_that_runs_dry_ends_the_wait() -> None:
+    async def main() -> None:
+        turns = PumpTurns()
+        turns.begin()
+        waiting = asyncio.create_task(turns.others())
+        await asyncio.sleep(0)
+        turns.end(idle=True)
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(main())
