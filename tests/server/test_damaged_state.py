@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import shutil
 import sqlite3
 import stat
@@ -210,6 +211,34 @@ def test_a_database_that_cannot_be_used_is_refused_by_name_and_repaired_by_comma
     assert main(["check-data", "--repair", "--data-dir", str(tmp_path)]) == 0
     assert "what was recorded later is lost" in capsys.readouterr().err
     assert set(_states(tmp_path)) == {RUN, "s2:train:1"}
+
+
+def test_flipped_bits_of_a_database_cost_a_row_or_are_refused(tmp_path):
+    """A slice of make damage, without servers: what is in a row never keeps a server from starting."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    with_store(original, _fill)
+    content = (original / "state.db").read_bytes()
+    in_rows = set()
+    with closing(sqlite3.connect(original / "state.db")) as database:
+        for text in ("alice", "s2:train:1", "session_create"):
+            assert text.encode() in content
+        for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            for row in database.execute(f"SELECT * FROM {table}"):
+                for value in (each.encode() for each in row if isinstance(each, str) and len(each) >= 8):
+                    places = [place for place in range(len(content)) if content.startswith(value, place)]
+                    in_rows.update(place + number for place in places for number in range(len(value)))
+    chance = random.Random(18)
+    used = [place for place, byte in enumerate(content) if byte]
+    for place in (*chance.sample(sorted(in_rows), 15), *chance.sample(used, 30)):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(original, copy)
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << chance.randrange(8)
+        (copy / "state.db").write_bytes(damaged)
+        try:
+            with_store(copy, lambda store: store.damage.list())
+        except DamagedStateError:
+            assert place not in in_rows, place
 
 
 KILLED = """

@@ -64,7 +64,7 @@ def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
                 yield Finding(f"{database}: an index", None, None, "the next start makes it again; nothing is lost")
             yield from _rows(connection)
             yield from _files(connection, data_dir)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         yield Finding(f"{database}: {error}", None, None, _REPAIR, is_fatal=True)
     yield from _copy(data_dir)
 
@@ -142,7 +142,7 @@ def _copy(data_dir: Path) -> Iterator[Finding]:
     if not copy.exists():
         return
     whole = False
-    with suppress(sqlite3.Error), closing(connect(copy, read_only=True)) as connection:
+    with suppress(sqlite3.Error, UnicodeDecodeError), closing(connect(copy, read_only=True)) as connection:
         structure = check_structure(connection)
         whole = structure.broken is None and not structure.indexes and count_damaged(connection) == 0
     if not whole:

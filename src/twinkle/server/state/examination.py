@@ -86,7 +86,7 @@ def examine(database: Path, data_dir: Path) -> None:
             if not is_whole:
                 with closing(connect(database)) as connection:
                     _put_right(connection, database, data_dir)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if isinstance(error, sqlite3.OperationalError) and _is_about_the_disk(error):
                 raise
             raise DamagedStateError(database, f"is damaged: {error}", data_dir) from error

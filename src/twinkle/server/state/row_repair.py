@@ -329,7 +329,10 @@ class _Repair:
         """Return the row as the copy has it, if it has it whole: by its key, or by all but the damaged part."""
         key = _KEYS[name]
         found = None
-        with suppress(sqlite3.Error, OSError), closing(connect(copied_database(self.data_dir), read_only=True)) as copy:
+        with (
+            suppress(sqlite3.Error, UnicodeDecodeError, OSError),
+            closing(connect(copied_database(self.data_dir), read_only=True)) as copy,
+        ):
             rows = read_table(copy, name).good
             here = {tuple(other[column] for column in key) for other in self._good(name)}
             missing = [other for other in rows if tuple(other[column] for column in key) not in here]

@@ -64,7 +64,7 @@ def check_structure(connection: sqlite3.Connection) -> Structure:
     try:
         rows = connection.execute(f"PRAGMA integrity_check({_MOST_COMPLAINTS})").fetchall()
         wrong_schema = _schema_problem(connection)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # what SQLite says may quote the damage
         return Structure(str(error), indexes=False)
     complaints = [str(row[0]) for row in rows if row[0] != "ok"]
     others = [text for text in complaints if not _ABOUT_INDEX.search(text) and not _ABOUT_ROW.search(text)]
@@ -115,7 +115,7 @@ def _schema_problem(connection: sqlite3.Connection) -> str | None:
 def _schema_sum(connection: Any) -> int:
     schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
     version = connection.execute("SELECT version FROM schema_version").fetchall()
-    content = json.dumps([[list(row) for row in schema], [list(row) for row in version]])
+    content = json.dumps([[list(row) for row in schema], [list(row) for row in version]], default=str)
     return zlib.crc32(content.encode(errors="surrogateescape")) & 0x7FFFFFFF or 1
 
 
