@@ -158,12 +158,12 @@ def test_custom_losses_wait_their_turn(confined_server: Make) -> None:
 
 
 def test_a_long_pass_gives_way_at_every_micro_batch(confined_server: Make) -> None:
-    """One request of 131 072 tokens: a neighbour's steps come between its micro-batches."""
+    """One request of 49 152 tokens: a neighbour's steps come between its micro-batches."""
     server = confined_server(config())
     greedy, honest = client(server, "greedy"), client(server, "honest")
     (_, own), (_, other) = greedy.adapter(), honest.adapter()
     step_seconds(honest, other, 1)
-    request_id = greedy.forward_backward(own, 1, [datum([5] * 129)] * 1024)
+    request_id = greedy.forward_backward(own, 1, [datum([5] * 129)] * 384)
     ended: list[float] = []
 
     def wait() -> None:
