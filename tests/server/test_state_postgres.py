@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shutil
 import subprocess
 import threading
 import time
@@ -18,6 +19,7 @@ from test_recovery import STEPS, results, train, undisturbed
 
 from twinkle.errors import UserError
 from twinkle.server.state import (
+    DamagedStateError,
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
@@ -71,8 +73,30 @@ def test_a_second_server_is_refused_whatever_its_directory(tmp_path, url):
             assert isinstance(caught.value, OSError)
             async with store_at(tmp_path / "three", url, lock=False) as tool:
                 await tool.keys.create("alice", "laptop", 1.0)
+        with pytest.raises(DamagedStateError, match="secret is missing"):  # the keys were made with another one
+            await Store.open(tmp_path / "four", url)
         async with store_at(tmp_path / "two", url) as next_one:
             assert len(await next_one.keys.list()) == 1
+
+    asyncio.run(main())
+
+
+def test_a_damaged_row_costs_its_run(tmp_path, url):
+    async def main():
+        async with store_at(tmp_path, url) as store:
+            await begin(store, 1, 2)
+            await accept(store, op(1, b"body", ADAPTER))
+            await store.runs.touch({ADAPTER: 500.0})
+        async with store_at(tmp_path, url) as store:
+            assert await store.damage.list() == ()
+        execute(url, f"UPDATE ops SET body_length = body_length + 1 WHERE adapter_id = '{ADAPTER}'")
+        execute(url, "UPDATE sessions SET display_name = 'x'")
+        for _ in range(2):
+            async with store_at(tmp_path, url) as store:
+                found = [damage.subject for damage in await store.damage.list()]
+                assert sorted(found) == ["row of sessions s1", f"run {ADAPTER}"]
+                assert [run.run_id for run in await store.runs.in_state("live")] == ["s1:train:2"]
+                assert "load one of its checkpoints" in (await store.runs.get(ADAPTER)).note
 
     asyncio.run(main())
 
@@ -97,6 +121,7 @@ def test_a_server_that_was_believed_dead_writes_nothing_any_more(tmp_path, url, 
         async with store_at(tmp_path / "one", url) as first:
             await begin(first)
             end_connections(url)
+            shutil.copytree(tmp_path / "one", tmp_path / "two")
             async with store_at(tmp_path / "two", url) as second:
                 with pytest.raises(DatabaseInUseError):
                     await first.runs.set_state(ADAPTER, "failed")
@@ -360,6 +385,8 @@ def test_the_command_line(own_server: Callable[..., Server], tmp_path, cluster, 
     assert Tenant(server.url, made.stdout.strip()).model()
     other = tmp_path / "other.yaml"
     other.write_text(json.dumps({**server.config, "data_dir": str(tmp_path / "other"), "http_options": {"port": 0}}))
+    (tmp_path / "other").mkdir()
+    shutil.copy(server.data_dir / "secret", tmp_path / "other" / "secret")
     refused = subprocess.run(server.command("launch", "-c", str(other)), capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1
     assert "is in use by another server" in refused.stderr

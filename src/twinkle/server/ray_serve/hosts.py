@@ -155,6 +155,7 @@ class GatewayHost:
         if claim is Claim.TAKEN:  # nobody kept house for a while: perhaps nobody could be reached either
             await store.sessions.forgive_downtime(now)
             await store.ops.forgive_downtime(now)
+            await asyncio.to_thread(store.keep_reserve)
             await asyncio.to_thread(self._process.files.remove_unfinished, _FORGOTTEN_SECONDS)
         elif claim is Claim.RENEWED:
             await self._holding_the_lease(self._keep_house_for_all(now))

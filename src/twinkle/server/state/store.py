@@ -34,6 +34,7 @@ from twinkle.server.state.leases import Leases
 from twinkle.server.state.migrations import migrate, needs_migration
 from twinkle.server.state.operator_requests import OperatorRequests
 from twinkle.server.state.ops import Ops
+from twinkle.server.state.postgres_rows import fail_damaged
 from twinkle.server.state.reserve import give_up_reserve, is_disk_full, keep_reserve
 from twinkle.server.state.retention import Retention
 from twinkle.server.state.run_metrics import RunMetrics
@@ -88,6 +89,9 @@ class Store:
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, self._writers)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, self._writers)
             self._database = Database(driver, loop)
+            if file is None and part is Part.SERVER:
+                with driver.connect() as connection:
+                    fail_damaged(connection)
             if isinstance(driver, SqliteDriver) and file is not None and part is not Part.TOOL:
                 self._copies = DatabaseCopies(file, data_dir)
                 self._copies.make()
