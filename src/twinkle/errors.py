@@ -202,8 +202,9 @@ class ForbiddenError(TwinkleServerError, PermissionError):
 class NotFoundError(TwinkleServerError, LookupError):
     """Nothing of the caller's has this id. What belongs to another tenant answers just so."""
 
-    def __init__(self, kind: str, identifier: str) -> None:
-        super().__init__(f"unknown {kind} {_short(identifier)}")
+    def __init__(self, kind: str, identifier: str, note: str = "") -> None:
+        """``note``: what became of it, where it is known."""
+        super().__init__(f"unknown {kind} {_short(identifier)}" + (f" ({note})" if note else ""))
 
 
 class UnknownCheckpointError(NotFoundError, UserError):

@@ -84,7 +84,9 @@ def test_a_snapshot_that_cannot_be_read_fails_its_own_adapter_alone(fragile):
     for file in fragile.data_dir.glob(snapshots):
         file.write_bytes(b"no snapshot")
     fragile.start()
-    assert "could not be created or read" in bad.refusal("step", adapter_name="a")
+    message = bad.refusal("step", status=404, adapter_name="a")
+    assert "damaged" in message
+    assert "load one of its checkpoints" in message
     good.verb("step", adapter_name="a")
 
 

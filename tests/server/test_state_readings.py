@@ -13,6 +13,7 @@ from twinkle.server.files import DataDir
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.telemetry import state_readings
 from twinkle.server.telemetry.start import Telemetry
+from twinkle.server.tenants import Tenants
 
 
 @dataclass
@@ -36,7 +37,9 @@ def gateway(tmp_path: Path, active: Callable[[], Awaitable[int]]) -> SimpleNames
     """One without models."""
     sessions = SimpleNamespace(active=active)
     store = SimpleNamespace(sessions=sessions, sampling_sessions=sessions)
-    return SimpleNamespace(started_at=0.0, services={}, store=store, files=DataDir(tmp_path), budgets=[])
+    return SimpleNamespace(
+        started_at=0.0, services={}, store=store, files=DataDir(tmp_path), budgets=[], tenants=Tenants()
+    )
 
 
 def values(telemetry: Telemetry, of: SimpleNamespace) -> dict[tuple[str, ...], float]:

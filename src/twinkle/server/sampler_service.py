@@ -21,6 +21,7 @@ from twinkle.errors import (
     TwinkleError,
 )
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
+from twinkle.sampler.validation import MAX_CELLS
 from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
 from twinkle.server.compute import Compute, Lane
 from twinkle.server.fair_queue import FairQueue
@@ -42,6 +43,9 @@ from twinkle.server.wire import responses
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
+
+# The tables of one request: one that asks for more is refused by the engine's own check of it.
+_MOST_RESULT_BYTES = 16 * MAX_CELLS
 
 
 class SamplerService:
@@ -304,7 +308,7 @@ class SamplerService:
     ) -> SampleJob:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
-        self._guard.check(_result_bytes(request))
+        self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
         job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
         self._jobs[job.request_id] = job
         if job.client is not None:

@@ -123,7 +123,7 @@ async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: 
     services = services_of(gateway, model)
     run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
     if run.model_name != services.model.name or services.training.run(run.run_id) is None:
-        raise NotFoundError("adapter", f"{adapter_name} of {model}" + (f" ({run.note})" if run.note else ""))
+        raise NotFoundError("adapter", f"{adapter_name} of {model}", run.note or "")
     return run
 
 

@@ -9,6 +9,7 @@ from fastapi.responses import FileResponse
 
 from twinkle.errors import NotFoundError
 from twinkle.server.checkpoint_access import expired, readable_checkpoint
+from twinkle.server.file_checksums import CHECKSUMS
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.routes.http import PREFIX, gateway_of, iso_time, json_response, key_id_of, public_address, tenant_of
 from twinkle.server.routes.rest import path_of
@@ -75,5 +76,6 @@ async def trace(request: Request, token: str) -> Response:
 
 
 def _file_names(directory: Path) -> list[str]:
-    """Of a checkpoint, which has no directories inside; none if it was deleted just now."""
-    return sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
+    """Return what clients see of a checkpoint, which has no directories inside; nothing if it was just deleted."""
+    names = sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
+    return [name for name in names if name != CHECKSUMS]
