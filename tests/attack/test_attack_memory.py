@@ -96,7 +96,7 @@ def test_results_as_json_hold_nobody_up(confined_server: ConfinedServers) -> Non
 
 
 def test_json_above_the_limit_is_refused_by_name(confined_server: ConfinedServers) -> None:
-    server = confined_server()
+    server = confined_server(mock_config(limits={"max_json_result_bytes": 64 * MIB}))
     tenant = Tenant(server.url, "tml-a")
     result = tenant.submit("forward_backward", wide_pass(tenant.model(), 1, 4000))
     assert len(tenant.result(result)) > 15 * MIB
