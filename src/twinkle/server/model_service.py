@@ -234,6 +234,8 @@ class ModelService:
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
+        if self._adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
+            raise NotFoundError("model", op.adapter_id)
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
 

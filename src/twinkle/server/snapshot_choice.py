@@ -7,7 +7,7 @@ import time
 from twinkle.errors import CheckpointError
 from twinkle.server.file_checksums import check_files
 from twinkle.server.files import DataDir
-from twinkle.server.state import Damage, DamagedRecordError, Store
+from twinkle.server.state import Damage, DamagedRecordError, JournalError, Store
 from twinkle.server.types import RunRecord, SnapshotRecord
 
 __all__ = ["usable_snapshot"]
@@ -34,9 +34,27 @@ async def usable_snapshot(store: Store, files: DataDir, run: RunRecord) -> Snaps
     try:
         await asyncio.to_thread(check_files, files.root / snapshot.directory)
     except CheckpointError as error:
+        await _check_journal(store, run, error)
         what = f"its snapshot is damaged ({error}); it is brought back from its journal, from its creation on"
         logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, what)
         damage = Damage(f"snapshot of {run.run_id}", f"model {run.run_id}: {what}", time.time(), run.tenant_id)
         await store.damage.note(damage)
+        # As long as its record covers them, the bodies of its ops would be taken for needless and deleted.
+        await store.snapshots.delete(run.run_id)
         return None
     return snapshot
+
+
+async def _check_journal(store: Store, run: RunRecord, snapshot: CheckpointError) -> None:
+    """Raise DamagedRecordError if the journal does not reach back to the adapter's creation.
+
+    Rows of ops outlive their bodies, which go with the oldest segment files once a snapshot covers them.
+    """
+    creation = await store.ops.get(run.run_id, 0)
+    try:
+        if creation is not None:
+            await store.ops.body(creation)
+            return
+    except JournalError:
+        pass  # it is gone, which is no damage: the snapshot was to be enough
+    raise DamagedRecordError("its snapshot on the server's disk is damaged") from snapshot

@@ -136,7 +136,7 @@ class _Repair:
                 "sdk_version": "",
                 "tags": "[]",
                 "user_metadata": "{}",
-                "finish_reason": "error",
+                "finish_reason": "errored",
                 "finish_detail": what,
             },
         )
