@@ -138,8 +138,11 @@ class ModelService:
             if run.model_name == self.model.name and self._is_ours(run):
                 try:
                     await self._recover(run)
-                except (JournalError, DamagedRecordError) as error:  # costs its own adapter alone
+                except DamagedRecordError as error:  # costs its own adapter alone
                     await self._leave_out(run, str(error))
+                except JournalError as error:  # it names our directories, which are not for clients
+                    logger.error("damaged: run %s: %s", run.run_id, error)
+                    await self._leave_out(run, "its journal on the server's disk is damaged")
         left = (replay.without_body() for adapter in self._adapters.values() for replay in adapter.replays.values())
         self._runner.running.keep_only([op.request_id for op in left])
         await self._free_journal()
