@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import twinkle
 import twinkle_client
@@ -84,3 +86,11 @@ def test_both_packages_carry_one_version():
 @pytest.mark.parametrize("package", ["twinkle", "twinkle_client"])
 def test_types_are_shipped(package):
     assert (SRC / package / "py.typed").is_file()
+
+
+def test_ray_is_of_a_version_that_asks_for_a_token():
+    """Clusters of earlier versions let everybody in who reaches their ports, unless told otherwise."""
+    extras = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (ray,) = [each for text in extras["ray"] if (each := Requirement(text)).name == "ray"]
+    assert not ray.specifier.contains("2.59.9")
+    assert ray.specifier.contains("2.60.0")
