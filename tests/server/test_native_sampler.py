@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -435,6 +436,29 @@ def test_too_many_at_once(own_server: Callable[..., Server]) -> None:
     assert answer.headers["retry-after"] == "1"
     until(lambda: waiting(server) == 0)
     assert len(caller.samples(MODEL, asked([FEATURE] * 4))) == 4
+
+
+def test_answers_that_are_too_large(own_server: Callable[..., Server]) -> None:
+    """What was asked for is known to be too much only when it is written; log-probabilities of prompts are before."""
+    server = own_server(mock_config(limits={"max_json_result_bytes": 20_000}))
+    caller = Caller(server.url, "curious")
+    said = caller.refusal(MODEL, asked(max_tokens=200, num_samples=64, logprobs=1))
+    assert "inputs: got '1 inputs', allowed: fewer inputs, samples or log-probabilities" in said
+    assert "allowed are 20000 (max_json_result_bytes)" in said
+    assert written(said) < 20_000 + 200 * 100, "it was written no further than to the first sample too many"
+    # Of several inputs together, each of them small enough.
+    assert "max_json_result_bytes" in caller.refusal(MODEL, asked([FEATURE] * 64, max_tokens=20, logprobs=1))
+    # Nothing is computed for what the request alone shows to be too much.
+    wide = {"input_ids": PROMPT * 100}
+    assert written(caller.refusal(MODEL, asked(wide, max_tokens=1, prompt_logprobs=16))) == 300 * 16 * 28
+    assert len(caller.samples(MODEL, asked([FEATURE] * 2, max_tokens=20, logprobs=1))) == 2
+
+
+def written(refusal: str) -> int:
+    """How many bytes of an answer there were when it was refused."""
+    found = re.search(r"the answer has (\d+) bytes or more", refusal)
+    assert found is not None, refusal
+    return int(found[1])
 
 
 def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
