@@ -3,8 +3,10 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from twinkle.model.types import TrainItem, TrainResult
@@ -72,6 +74,22 @@ def _die_of_saving(_number: float) -> None:
     MockTrainer.prepare_save = die  # type: ignore[method-assign]
 
 
+def _save_slowly(seconds: float) -> None:
+    """Writing the files of a checkpoint takes so long; other ops run meanwhile."""
+    prepare = MockTrainer.prepare_save
+
+    def prepare_slowly(self: MockTrainer, *arguments: Any, **options: Any) -> Callable[[Path], None]:
+        write = prepare(self, *arguments, **options)
+
+        def wait_and_write(directory: Path) -> None:
+            time.sleep(seconds)
+            write(directory)
+
+        return wait_and_write
+
+    MockTrainer.prepare_save = prepare_slowly  # type: ignore[method-assign]
+
+
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
     "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
@@ -85,6 +103,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "bug": _break_in_batch,
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
+    "save": _save_slowly,
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 

@@ -163,7 +163,9 @@ class OpRunner:
                 await self._snapshot(due)
             if batch is None and due is None:
                 self._turns.end(idle=True)
-                await self._sleep(now)
+                # Ops that ended beside the pump may have kept adapters here; nobody may come who runs another batch.
+                await self._make_room()
+                await self._sleep(time.monotonic())
 
     async def _sleep(self, now: float) -> None:
         deadlines = [t for t in (self.scheduler.next_deadline(), self.snapshots.next_due()) if t is not None]
