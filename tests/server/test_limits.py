@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running import MODEL, Server, Tenant, datum, environment, key_for, mock_config, sample_body, training_body
+from running import MODEL, Server, Tenant, datum, environment, key_for, mock_config, sample_body, tensor, training_body
 
 LIMITS = {
     "max_sessions_per_tenant": 3,
@@ -236,6 +236,56 @@ def waited_for(connections: list[socket.socket], count: int) -> dict[socket.sock
             return said
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# --- what ops cost beside their tokens and bytes, and all tenants together --------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server on which one tenant, or three with little each, come to a limit at once."""
+    config = mock_config(limits={"max_training_tokens_per_minute": 12, "max_queued_bytes": 100_000})
+    server = Server(tmp_path_factory.mktemp("tight"), config).start()
+    yield server
+    server.close()
+
+
+def test_one_token_with_many_targets_is_charged_for_them(tight: Server) -> None:
+    wide = datum((1, 2), target_tokens=tensor([[5] * 1024], "i8"))
+    greedy, modest = (Tenant(tight.url, f"tml-{name}") for name in ("greedy", "modest"))
+    model = greedy.model()
+    greedy.result(greedy.forward_backward(model, 1, [wide]))  # 1 token, charged as 8
+    refused = greedy.post("forward_backward", training_body(model, 2, [wide]))
+    assert refused.status_code == 429, refused.text
+    assert "training tokens per minute: the limit of 12 is reached" in refused.json()["detail"]
+    assert 10 <= int(refused.headers["Retry-After"]) <= 60
+    model = modest.model()
+    for seq in range(1, 9):  # as much as one of the others cost
+        modest.result(modest.forward_backward(model, seq, [datum((1, 2))]))
+
+
+def padded_step(model: str, seq: int) -> bytes:
+    """An op that takes 31 kB of memory while it waits."""
+    return json.dumps({"model_id": model, "seq_id": seq, "adam_params": {}}).encode().ljust(30_000)
+
+
+def test_bytes_of_queued_ops_of_all_tenants(tight: Server) -> None:
+    """Everybody's first number is missing. Nobody is near a limit of their own."""
+    tenants = [Tenant(tight.url, f"tml-waiting-{name}") for name in "abc"]
+    models = [tenant.model() for tenant in tenants]
+    waiting = [
+        tenant.submit("optim_step", padded_step(model, 2)) for tenant, model in zip(tenants, models, strict=True)
+    ]
+    for tenant, model in zip(tenants, models, strict=True):
+        refused = tenant.post("optim_step", padded_step(model, 3))
+        assert refused.status_code == 503, refused.text
+        assert "bytes of queued ops: 93072 of 100000" in refused.json()["detail"]
+        assert "max_queued_bytes)" in refused.json()["detail"]
+        assert int(refused.headers["Retry-After"]) >= 1
+    for tenant, model, request_id in zip(tenants, models, waiting, strict=True):
+        tenant.result(tenant.submit("optim_step", padded_step(model, 1)))  # what the others wait for is let in
+        tenant.result(request_id)
+    tenants[0].result(tenants[0].submit("optim_step", padded_step(models[0], 3)))
 
 
 # --- by tenant --------------------------------------------------------------------------------------------------------
