@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recorded_disk import Disk
 
 from twinkle.errors import CheckpointError
 from twinkle.model.types import AdapterSnapshot, LoraSpec
@@ -21,31 +22,6 @@ SNAPSHOT = AdapterSnapshot(
     gradient=np.full(4, 0.5, np.float32),
 )
 FILES = {"checksums.json", "weights.npy", "exp_avg.npy", "exp_avg_sq.npy", "gradient.npy", "meta.json", "native.pt"}
-
-
-class Disk:
-    """What was flushed, and when something got its final name."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.events: list[tuple[str, Path]] = []
-        fsync, replace = os.fsync, os.replace
-
-        def flush(descriptor: int) -> None:
-            self.events.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
-            fsync(descriptor)
-
-        def rename(source: Path, target: Path) -> None:
-            self.events.append(("name", Path(target)))
-            replace(source, target)
-
-        patch.setattr(os, "fsync", flush)
-        patch.setattr(os, "replace", rename)
-
-    def flushed(self, *, before: bool) -> list[Path]:
-        """Before or after the one directory got its name."""
-        (named,) = [place for place, (what, _) in enumerate(self.events) if what == "name"]
-        events = self.events[:named] if before else self.events[named:]
-        return [path for what, path in events if what == "flush"]
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.file_checksums import checksum_of
+from twinkle.server.files import make_parents
 from twinkle.server.state.copies import write_private
 from twinkle.server.state.examination import check_before_opening
 
@@ -104,17 +105,21 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
     _check_empty(target, "a backup goes into an empty directory")
     with _staging(data_dir) as staging:
         named = _stage(staging, database)
-        target.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new_parents = make_parents(target, private=False)
+        target.mkdir(exist_ok=True, mode=0o700)
         for name in sorted(staging.linked & (named.directories | named.old_versions | named.segments)):
             _copy(staging.directory / name, target / name)
         _copy(staging.directory / _DATABASE, target / _DATABASE)
     _copy(data_dir / _SECRET, target / _SECRET)
+    for path in target.rglob("*"):  # the operator may have made the directory, open to all
+        _make_private(path)
     sums = _sums(target)
     summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
     _sync(target)
     # Last: a backup without it was not finished.
     write_private(target / _MANIFEST, _manifest(summary, sums))
-    _sync_directory(target)
+    for directory in (target, target.parent, *(new.parent for new in new_parents)):
+        _sync_path(directory)
     return summary
 
 
@@ -136,7 +141,7 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     _check_empty(data_dir, "a backup is restored into an empty data directory")
     if database.exists():
         raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
-    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    new_parents = make_parents(data_dir, private=False)
     for leftover in data_dir.parent.glob(f".{data_dir.name}{_RESTORING}*"):  # of a restore that was killed
         pid = leftover.name.rpartition("-")[2]
         if pid.isdigit() and not _runs(int(pid)):
@@ -145,7 +150,7 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     try:
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(_MANIFEST))
         for path in (partial, *partial.rglob("*")):
-            path.chmod(0o700 if path.is_dir() else 0o600)
+            _make_private(path)
         _sync(partial)
         inside = database.is_relative_to(data_dir)
         if inside and database != data_dir / _DATABASE:
@@ -153,11 +158,13 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
         if data_dir.exists():
             data_dir.rmdir()
         if not inside:
-            database.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(partial / _DATABASE, database)
-            _sync_directory(database.parent)
+            new_parents += make_parents(database, private=False)
+            shutil.move(partial / _DATABASE, database)  # on another disk it is a new copy
+            _sync_path(database)
+            _sync_path(database.parent)
         partial.rename(data_dir)
-        _sync_directory(data_dir.parent)
+        for directory in (data_dir.parent, *(new.parent for new in new_parents)):
+            _sync_path(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return summary
@@ -209,10 +216,11 @@ def _sums(directory: Path) -> dict[str, tuple[int, int]]:
 def _sync(directory: Path) -> None:
     """Put all files and directories below one on disk, and it as well."""
     for path in (*directory.rglob("*"), directory):
-        _sync_directory(path)
+        _sync_path(path)
 
 
-def _sync_directory(path: Path) -> None:
+def _sync_path(path: Path) -> None:
+    """Put one file, or the names that a directory holds, on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -309,6 +317,11 @@ def _copy(source: Path, target: Path) -> None:
     else:
         shutil.copyfile(source, target)
         target.chmod(0o600)
+
+
+def _make_private(path: Path) -> None:
+    """Let nobody but the server's user read a file or a directory."""
+    path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _check_empty(directory: Path, rule: str) -> None:
