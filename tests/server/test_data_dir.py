@@ -1,5 +1,7 @@
 """The data directory holds what is kept and nothing else: directories that became empty go, too."""
 
+import json
+import os
 import time
 from pathlib import Path
 
@@ -69,3 +71,58 @@ def test_nothing_is_left_of_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
             time.sleep(0.05)
     finally:
         server.close()
+
+
+def test_nobody_else_reads_what_tenants_keep(tmp_path: Path) -> None:
+    """Also where the operator made the data directory, readable for all."""
+    (tmp_path / "data").mkdir(mode=0o755)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.jsonl").write_text('{"query": "a", "response": "b"}\n')
+    config = mock_config(allowed_dirs=[str(tmp_path / "rows")])
+    config["applications"].append({"name": "processor", "import_path": "processor"})
+    server = Server(tmp_path, config, snapshot=0.05)
+    mask = os.umask(0o022)
+    try:
+        server.start()
+    finally:
+        os.umask(mask)
+    try:
+        tenant = Tenant(server.url, "tml-private")
+        session = tenant.session()
+        model = tenant.model(session)
+        tenant.result(tenant.forward_backward(model, 1))
+        tenant.json(tenant.save(model, 2, "mine"))
+        tenant.json(tenant.publish(model, 3))
+        tenant.json(tenant.submit("save_weights_external", {"model_id": model, "seq_id": 4, "path": "out"}))
+        _load_rows(tenant, session, tmp_path / "rows" / "rows.jsonl")
+        places = ("snapshots/*/*", "checkpoints/*/weights/*/*", "checkpoints/*/external_weights/*/*", "samplers/*")
+        deadline = time.monotonic() + 20
+        while missing := [
+            place for place in (*places, "processors/*/cache/**/*.arrow") if not any(server.data_dir.glob(place))
+        ]:
+            assert time.monotonic() < deadline, missing
+            time.sleep(0.02)
+        assert readable(server.data_dir) == []
+    finally:
+        server.close()
+
+
+def _load_rows(tenant: Tenant, session: str, file: Path) -> None:
+    """Make a dataset in a process of the session, which keeps a table of its rows on disk."""
+    meta = {"dataset_id": str(file), "_TWINKLE_TYPE_": "DatasetMeta"}
+    body = {"processor_type": "dataset", "class_type": "Dataset", "dataset_meta": json.dumps(meta)}
+    made = tenant.http.post("processor/twinkle/create", json=body, headers={"X-Twinkle-Session-Id": session})
+    assert made.status_code == 200, made.text
+
+
+def readable(root: Path) -> list[str]:
+    """What others than the owner may read, list or enter below the directory."""
+    found: list[str] = []
+    for path in root.rglob("*"):
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:  # what is being written has just got its name
+            continue
+        if mode & 0o077 and not path.is_symlink():
+            found.append(str(path.relative_to(root)))
+    return found

@@ -62,6 +62,7 @@ def _restrict(settings: Settings) -> None:
     # What a program has for itself; mapped files and reserved addresses, of which torch has many, do not count.
     resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.umask(0o077)  # libraries give their files the modes that the process allows: nobody else reads a tenant's rows
     os.nice(_NICENESS)
     if sys.platform == "linux":  # a call may keep the interpreter from noticing that stdin has ended
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -53,8 +53,8 @@ class WorkerProcess:
         All that the worker downloads and all its temporary files are in that cache, whose size is checked.
         """
         own = Path(tempfile.mkdtemp(dir=directory))
-        (own / "cache").mkdir()
-        (own / "empty").mkdir()
+        (own / "cache").mkdir(mode=0o700)
+        (own / "empty").mkdir(mode=0o700)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # nothing is imported from the working directory
