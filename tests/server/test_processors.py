@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -544,3 +544,27 @@ def test_a_repository_that_is_too_large_is_refused_before_it_is_fetched(
     assert places.model_folder("hf://org/small") == "hf://org/small"
     monkeypatch.setenv("TWINKLE_OFFLINE", "1")
     assert places.model_folder("hf://org/big") == "hf://org/big"  # what is cached may be used
+
+
+def test_modelscopes_repositories_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        def get_model_files(self, model_id: str, *, revision: str | None, recursive: bool) -> list[dict[str, Any]]:
+            assert recursive
+            asked.append((model_id, revision))
+            more = [{"Path": "junk.dat", "Size": 2_000_000}] if model_id == "org/big" else []
+            folder = {"Path": "folder", "Type": "tree"}
+            weights = {"Path": "folder/model.safetensors", "Size": 10**12}
+            return [{"Path": "tokenizer.json", "Size": 3_000}, folder, weights, *more]
+
+    asked: list[tuple[str, str | None]] = []
+    package, errors = ModuleType("modelscope"), ModuleType("modelscope.hub.errors")
+    package.HubApi = Api  # type: ignore[attr-defined]
+    errors.HubError = OSError  # type: ignore[attr-defined]
+    for module in (package, ModuleType("modelscope.hub"), errors):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("TWINKLE_OFFLINE", raising=False)
+    places = Sources([], {}, tmp_path, hub_bytes=1_000_000)
+    with pytest.raises(InvalidInputError, match=r"2003000 bytes.*limits\.max_hub_download_bytes"):
+        places.model_folder("ms://org/big")
+    assert places.model_folder("ms://org/small@v1") == "ms://org/small@v1"
+    assert asked == [("org/big", None), ("org/small", "v1")]
