@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from client_cookbook import CLIENT
 
-from twinkle.server import cli
+from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig
 
 SERVERS = CLIENT / "server"

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from twinkle import environment
-from twinkle.server import cli
 from twinkle.server.app import make_app
+from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, load_config
 
 ROOT = Path(__file__).parents[2]

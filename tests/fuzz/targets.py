@@ -20,13 +20,13 @@ from traced import call, calls, ref, request
 from twinkle.errors import UserError
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
-from twinkle.server.native import codec
-from twinkle.server.native.features import are_encoded, as_rows, checked_rows
-from twinkle.server.native.requests import read_fields
-from twinkle.server.native.verbs import VERBS
-from twinkle.server.openai.fields import parse as parse_openai
-from twinkle.server.openai.requests import ChatRequest, CompletionRequest
+from twinkle.server.protocols.native.requests import read_fields
+from twinkle.server.protocols.openai.fields import parse as parse_openai
+from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
 from twinkle.server.types import Op, OpKind, Refused
+from twinkle.server.verbs import codec
+from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
+from twinkle.server.verbs.verbs import VERBS
 from twinkle.server.wire import requests
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.custom_losses import decode_custom_loss

@@ -7,7 +7,7 @@ import numpy as np
 
 from twinkle.errors import CheckpointError
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleResult
-from twinkle.server.ray_serve.sampler_engine import Failed
+from twinkle.server.runtime.ray.sampler_engine import Failed
 
 DEADLY = 666  # the first token of a prompt that no engine survives
 

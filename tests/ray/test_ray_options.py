@@ -8,7 +8,7 @@ if not twinkle.exists("ray"):
     pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.ray_serve import deployments
+from twinkle.server.runtime.ray import deployments
 
 pytestmark = pytest.mark.ray
 

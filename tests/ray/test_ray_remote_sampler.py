@@ -19,9 +19,9 @@ from scripted_engine import DEADLY, ScriptedEngine
 from twinkle.errors import CheckpointError, TwinkleServerError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SamplingParams
 from twinkle.server.config import ServerConfig
-from twinkle.server.ray_serve.gpu_demand import gpus_wanted
-from twinkle.server.ray_serve.remote_sampler import RemoteSampler
-from twinkle.server.ray_serve.sampler_engine import EngineDevices, devices_of, start_engine
+from twinkle.server.runtime.ray.gpu_demand import gpus_wanted
+from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
+from twinkle.server.runtime.ray.sampler_engine import EngineDevices, devices_of, start_engine
 
 pytestmark = pytest.mark.ray
 
@@ -171,7 +171,7 @@ def test_what_an_application_asks_for(given, devices):
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Serve's own, when it is imported
 def test_the_front_door_takes_no_gpu(given, taken):
-    from twinkle.server.ray_serve.deployments import door_options
+    from twinkle.server.runtime.ray.deployments import door_options
 
     assert door_options(given, given.applications[1])["ray_actor_options"] == {**taken, "num_gpus": 0}
 

@@ -28,7 +28,7 @@ from tinker import types
 
 from twinkle.errors import UserError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.server.ray_serve import trainer_group
+from twinkle.server.runtime.ray import trainer_group
 
 pytestmark = pytest.mark.ray
 

@@ -17,7 +17,7 @@ from sqlalchemy import create_engine
 
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.state import Store
-from twinkle.server.state.row_checksums import fill_checksums
+from twinkle.server.state.integrity.row_checksums import fill_checksums
 from twinkle.server.types import (
     CheckpointRecord,
     Op,

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from running import Server, Tenant, mock_config
 
-from twinkle.server import cli
-from twinkle.server.signed_tokens import read_token, write_token
+from twinkle.server.cli import command_line as cli
+from twinkle.server.gateway.signed_tokens import read_token, write_token
 
 Keys = Callable[..., str]
 

@@ -10,10 +10,10 @@ from recorded_disk import Disk
 from state_samples import accept, begin, checkpoint, op, with_store
 
 from twinkle.errors import TwinkleServerError
-from twinkle.server.backup import back_up, restore
-from twinkle.server.files import DataDir, write_whole
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.state import Store
+from twinkle.server.state.backup import back_up, restore
+from twinkle.server.state.files.data_dir import DataDir, write_whole
 
 RUN = "s1:train:1"
 PATH = CheckpointPath(RUN, "weights", "final")

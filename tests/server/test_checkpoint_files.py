@@ -10,15 +10,15 @@ import pytest
 import state_samples as samples
 
 from twinkle.model.types import LoraSpec
-from twinkle.server.checkpoints import Checkpoints
-from twinkle.server.compute import Compute
-from twinkle.server.files import DataDir
-from twinkle.server.mock import mock_model
-from twinkle.server.native.host import NativeHost
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.mock import mock_model
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.state import StorageFullError, Store
-from twinkle.server.templates import Templates
-from twinkle.server.tenants import Tenants
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Op, OpKind, Outcome, PublishSampler, SaveWeights
+from twinkle.server.verbs.host import NativeHost
+from twinkle.server.verbs.templates import Templates
 
 RUN = samples.run()
 SAVE = Op(RUN.run_id, 3, OpKind.SAVE, SaveWeights("ck", None, overwrite=False), b"")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from running import Server, Tenant, mock_config
 
-from twinkle.server import cli
-from twinkle.server.state import clearing, tables
+from twinkle.server.cli import command_line as cli
+from twinkle.server.state.database import tables
+from twinkle.server.state.records import clearing
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
-from twinkle.server.fair_queue import FairQueue
-from twinkle.server.rates import RecentRate
+from twinkle.server.scheduling.fair_queue import FairQueue
+from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
+from twinkle.server.tenancy.recent_rate import RecentRate
 
 SESSION = "s:sample:0"
 

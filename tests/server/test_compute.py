@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from twinkle.server.compute import Compute, Lane
+from twinkle.server.backends.compute_thread import Compute, Lane
 
 
 class Gate:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from twinkle.server import cli
+from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, load_config
 
 APPLICATIONS = "applications: [{name: m, import_path: model, args: {model_id: m, backend: mock, max_loras: 3}}]\n"

@@ -3,9 +3,9 @@
 import pytest
 
 from twinkle.errors import ConfigError
+from twinkle.server.cli.launch import run_server
 from twinkle.server.config import ServerConfig, default_config
 from twinkle.server.config.launchable import not_yet, refuse_what_is_not_yet
-from twinkle.server.launch import run_server
 
 SPREAD = {
     "runtime": "ray",

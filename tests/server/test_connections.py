@@ -13,8 +13,13 @@ import pytest
 import uvicorn
 import uvloop
 
-from twinkle.server.connections import BoundedProtocol, ConnectionLimits, Connections, connections_within_open_files
-from twinkle.server.relay import Receive, Scope, Send
+from twinkle.server.http.asgi_relay import Receive, Scope, Send
+from twinkle.server.http.connections import (
+    BoundedProtocol,
+    ConnectionLimits,
+    Connections,
+    connections_within_open_files,
+)
 
 _HOST = b"Host: 127.0.0.1\r\n"
 _QUICK = ConnectionLimits(head_seconds=0.2, progress_seconds=0.3, check_seconds=0.05)
@@ -258,7 +263,7 @@ def test_places_come_back(edge: Callable[..., Edge]) -> None:
 
 
 def test_who_waits_longest_makes_room(edge: Callable[..., Edge], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinkle.server.connections._SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr("twinkle.server.http.connections._SETTLED_SECONDS", 0.0)
     running = edge(total=3)
     with running.connect() as busy, running.connect() as silent, running.connect() as newer:
         busy.sendall(get("/wait"))
@@ -282,7 +287,7 @@ def test_without_room_a_connection_is_refused(edge: Callable[..., Edge]) -> None
 
 
 def test_files_are_kept_for_the_server_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinkle.server.connections._open_files", lambda: 50)
+    monkeypatch.setattr("twinkle.server.http.connections._open_files", lambda: 50)
     for files, total, backlog in ((400, 200, 50), (1024, 590, 128), (65_536, 60_878, 4096)):
         monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
         limits = connections_within_open_files(7, 9000)
@@ -291,7 +296,7 @@ def test_files_are_kept_for_the_server_itself(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_ipv6_network_is_one_address() -> None:
     limits = ConnectionLimits(per_address=1)
-    from twinkle.server.connections import _network
+    from twinkle.server.http.connections import _network
 
     assert limits.per_address == 1
     assert _network("2001:db8::1") == _network("2001:db8::ffff:2") != _network("2001:db8:1::1")

@@ -7,7 +7,7 @@ import pytest
 from running import Server, Tenant, key_for, mock_config
 from test_limits import at_once
 
-from twinkle.server.files import size_of
+from twinkle.server.state.files.data_dir import size_of
 
 
 def saved(tenant: Tenant) -> tuple[str, int]:

@@ -17,13 +17,13 @@ import pytest
 from state_samples import accept, begin, checkpoint, op, opened, run, session, with_store
 
 from twinkle.errors import CheckpointError, TwinkleServerError
-from twinkle.server.backup import back_up, restore
-from twinkle.server.cli import main
-from twinkle.server.data_check import check_data
-from twinkle.server.file_checksums import check_files
-from twinkle.server.files import DataDir, write_whole
+from twinkle.server.cli.command_line import main
 from twinkle.server.state import DamagedRecordError, DamagedStateError, DatabaseInUseError, Store
-from twinkle.server.state.reserve import RESERVE_BYTES, give_up_reserve, keep_reserve
+from twinkle.server.state.backup import back_up, restore
+from twinkle.server.state.data_check import check_data
+from twinkle.server.state.files.data_dir import DataDir, write_whole
+from twinkle.server.state.files.file_checksums import check_files
+from twinkle.server.state.files.reserve import RESERVE_BYTES, give_up_reserve, keep_reserve
 from twinkle.server.types import SamplingSessionRecord
 
 RUN = "s1:train:1"

@@ -10,7 +10,7 @@ import pytest
 from chromium import Page
 from running import Server, Tenant, datum, mock_config
 
-from twinkle.server import cli
+from twinkle.server.cli import command_line as cli
 
 pytestmark = pytest.mark.browser
 

@@ -14,12 +14,12 @@ from native_caller import Caller
 from running import MODEL, Server, Tenant, datum, key_for, mock_config
 from state_samples import run
 
-from twinkle.server import cli
+from twinkle.server.cli import command_line as cli
 from twinkle.server.ids import directory_name
-from twinkle.server.live_adapter import LiveAdapter, Place, whereabouts
-from twinkle.server.routes import dashboard
-from twinkle.server.tar_stream import TarStream
-from twinkle.server.work_pools import FairPool
+from twinkle.server.protocols.operator import dashboard_routes as dashboard
+from twinkle.server.services.training.live_adapter import LiveAdapter, Place, whereabouts
+from twinkle.server.state.files.tar_stream import TarStream
+from twinkle.server.tenancy.work_pools import FairPool
 
 FILES = Path(dashboard.__file__).parents[1] / "dashboard"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from running import Server, Tenant, mock_config
 
-from twinkle.server.files import DataDir
+from twinkle.server.state.files.data_dir import DataDir
 
 FINISHED = {"reason": {"type": "success"}, "detail": None}
 

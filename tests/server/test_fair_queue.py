@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinkle.server.fair_queue import MAX_SKIPS, FairQueue
-from twinkle.server.standing import Priority, Standing
+from twinkle.server.scheduling.fair_queue import MAX_SKIPS, FairQueue
+from twinkle.server.scheduling.share import Priority, Standing
 
 
 def filled(standings: dict[str, Standing], count: int = 400, cost: float = 1.0) -> FairQueue[str]:

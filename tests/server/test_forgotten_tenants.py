@@ -6,16 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from twinkle.errors import RateLimitError
-from twinkle.server import fair_queue, scheduler, usage
-from twinkle.server.fair_queue import FairQueue
-from twinkle.server.futures import Futures
-from twinkle.server.op_admission import OpAdmission
-from twinkle.server.scheduler import Scheduler, Ticket
-from twinkle.server.standing import Priority, Standing
+from twinkle.server import usage
+from twinkle.server.scheduling import fair_queue, scheduler
+from twinkle.server.scheduling.fair_queue import FairQueue
+from twinkle.server.scheduling.scheduler import Scheduler, Ticket
+from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.services.futures import Futures
+from twinkle.server.services.training.admission import OpAdmission
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.tenant_series import OTHER, TenantSeries
-from twinkle.server.tenants import Tenants, TenantTerms
-from twinkle.server.token_rate import TokenRate
+from twinkle.server.tenancy.rate_limit import TokenRate
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import Op, OpKind, Refused
 from twinkle.server.usage import FORGOTTEN, Usage
 
@@ -132,7 +133,7 @@ def test_full_buckets_are_forgotten() -> None:
 
 
 def test_housekeeping_forgets_them() -> None:
-    from twinkle.server.bookkeeping import Bookkeeping
+    from twinkle.server.gateway.usage_recorder import Bookkeeping
 
     class Nowhere:
         async def add(self, _counts: object) -> None: ...

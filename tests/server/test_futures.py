@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from twinkle.errors import OverloadedError, QuotaError
-from twinkle.server.futures import PROMISE_BYTES, Futures
-from twinkle.server.result_memory import ResultMemory
+from twinkle.server.services.futures import PROMISE_BYTES, Futures
+from twinkle.server.tenancy.result_memory import ResultMemory
 from twinkle.server.types import Encoding, Outcome
 
 DONE = Outcome(Encoding.JSON, b"{}")

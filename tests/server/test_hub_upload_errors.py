@@ -8,8 +8,8 @@ import pytest
 
 from twinkle.errors import UploadError
 from twinkle.hub import HubOperation
-from twinkle.server.native.uploads import Uploads
-from twinkle.server.work_pools import WorkPools
+from twinkle.server.gateway.hub_uploads import Uploads
+from twinkle.server.tenancy.work_pools import WorkPools
 
 ADDRESS = "twinkle://s-1/weights/ck"
 

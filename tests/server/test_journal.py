@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from twinkle.server.state.database.journal import Journal
 from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
-from twinkle.server.state.journal import Journal
 from twinkle.server.types import BlobRef
 
 HEADER = 16  # bytes

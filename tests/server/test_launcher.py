@@ -9,9 +9,11 @@ import httpx
 import pytest
 from running import environment
 
-from twinkle.server import ServerLauncher, cli, launch, launch_server
-from twinkle.server.announcement import announcement
+from twinkle.server import ServerLauncher, launch_server
+from twinkle.server.cli import command_line as cli
+from twinkle.server.cli import launch
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config
+from twinkle.server.runtime.startup_banner import announcement
 
 
 @pytest.fixture

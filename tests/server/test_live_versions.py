@@ -6,15 +6,15 @@ from pathlib import Path
 
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
-from twinkle.server.assembly import services_on
-from twinkle.server.compute import Compute
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import default_config
-from twinkle.server.files import DataDir
-from twinkle.server.gateway import Gateway
-from twinkle.server.loading import load_served_model
+from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.reporting import Telemetry
+from twinkle.server.runtime.assembly import services_on
 from twinkle.server.state import Store
-from twinkle.server.telemetry.start import Telemetry
-from twinkle.server.tenants import Tenants
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import SessionRecord
 
 TENANT = "tenant-a"

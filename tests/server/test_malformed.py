@@ -21,12 +21,12 @@ from running import Server, Tenant, datum, key_for, mock_config, sample_body, te
 
 from twinkle.errors import CheckpointError
 from twinkle.model.types import LoraSpec
-from twinkle.server.checkpoints import Checkpoints
-from twinkle.server.compute import Compute
-from twinkle.server.files import DataDir
-from twinkle.server.routes.http import install_error_handlers
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.http.requests import install_error_handlers
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.state import StorageFullError
-from twinkle.server.tenants import Tenants
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Op, OpKind, RunRecord, SaveWeights
 from twinkle.server.wire import tinker_pb2 as pb
 

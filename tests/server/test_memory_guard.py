@@ -9,8 +9,8 @@ from running import Server, Tenant, mock_config, sample_body, training_body
 
 from twinkle.errors import OverloadedError
 from twinkle.model.host_memory import HostMemory
-from twinkle.server import memory_guard
-from twinkle.server.memory_guard import MemoryGuard
+from twinkle.server.tenancy import memory_guard
+from twinkle.server.tenancy.memory_guard import MemoryGuard
 
 MIB = 2**20
 LIMIT = 4096 * MIB

@@ -14,13 +14,13 @@ from running import Server, Tenant, datum, mock_config, tensor
 from starlette.testclient import TestClient
 
 from twinkle.errors import ConfigError
-from twinkle.server import cli
 from twinkle.server.app import make_app
+from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, TelemetryConfig
+from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.instruments import INSTRUMENTS
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas, render
-from twinkle.server.telemetry.start import Telemetry
 
 TOKEN = "t" * 20
 

@@ -16,8 +16,8 @@ from twinkle.errors import (
 from twinkle.loss import TOKEN_LOSSES
 from twinkle.model.types import AdamParams, Datum, LoraSpec, TrainFailure, TrainItem, TrainResult
 from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
-from twinkle.server.mock import MockSampler, MockTrainer, mock_model
-from twinkle.server.mock.trainer import LOSSES
+from twinkle.server.backends.mock import MockSampler, MockTrainer, mock_model
+from twinkle.server.backends.mock.trainer import LOSSES
 
 SPEC = LoraSpec(rank=8, seed=1)
 PARAMS = AdamParams(learning_rate=1e-2)
@@ -49,7 +49,7 @@ def _train(trainer, adapter_id="a", seed=0):
 
 
 def test_no_torch():
-    code = "import sys, twinkle.server.mock; assert 'torch' not in sys.modules"
+    code = "import sys, twinkle.server.backends.mock; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

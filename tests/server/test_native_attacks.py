@@ -12,11 +12,11 @@ import pytest
 from native_running import NativeTenant
 from running import MODEL, Server, Tenant, key_for
 
-from twinkle.server.mock import MockTrainer
-from twinkle.server.native import uploads
-from twinkle.server.native.adapters import NativeAdapters
+from twinkle.server.backends.mock import MockTrainer
+from twinkle.server.gateway import hub_uploads as uploads
+from twinkle.server.tenancy.work_pools import WorkPools
 from twinkle.server.types import NativeVerb
-from twinkle.server.work_pools import WorkPools
+from twinkle.server.verbs.adapters import NativeAdapters
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [-100, 3, 4, 5, 6, 7]},

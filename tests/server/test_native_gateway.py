@@ -9,8 +9,9 @@ import pytest
 from native_caller import Caller
 from running import MODEL, Server, Tenant
 
-from twinkle.server.routes import native_gateway, native_sampler
-from twinkle.server.routes.http import PREFIX
+from twinkle.server.http.requests import PREFIX
+from twinkle.server.protocols.native import gateway_routes as native_gateway
+from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle_client import types
 
 # Whoever watches the server has no key.

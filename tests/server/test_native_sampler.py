@@ -15,7 +15,7 @@ from native_caller import Caller
 from running import MODEL, Server, Tenant, key_for, mock_config, sample_body
 
 from twinkle.errors import GoneError
-from twinkle.server.routes import native_sampler
+from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle_client import types
 

@@ -14,8 +14,8 @@ from fastapi import Request
 from running import MODEL, Server, Tenant, key_for, mock_config
 
 from twinkle.errors import CapacityError
-from twinkle.server import json_stream
-from twinkle.server.routes import openai as openai_routes
+from twinkle.server.http import json_stream
+from twinkle.server.protocols.openai import routes as openai_routes
 
 CHAT = [{"role": "user", "content": "hello there"}]
 PROMPT = [5, 6, 7]

@@ -10,10 +10,10 @@ import pytest
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.types import Progress, SampledSequence, TopLogprobs
-from twinkle.server.openai.choices import Choice
-from twinkle.server.openai.text_stream import Detokenizer, StopFilter
-from twinkle.server.openai.tool_calls import ToolCallFilter
-from twinkle.server.text_codec import HubTextCodec
+from twinkle.server.backends.text_codec import HubTextCodec
+from twinkle.server.protocols.openai.choices import Choice
+from twinkle.server.protocols.openai.text_stream import Detokenizer, StopFilter
+from twinkle.server.protocols.openai.tool_calls import ToolCallFilter
 
 MODEL = "random://llama-tiny"  # its tokens are bytes
 

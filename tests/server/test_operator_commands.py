@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from running import MODEL, Server, Tenant, environment, key_for, mock_config, sample_body, training_request
 
-from twinkle.server.backup import back_up
+from twinkle.server.state.backup import back_up
 from twinkle.server.wire import tinker_pb2 as pb
 
 

@@ -11,8 +11,8 @@ from running import Server, Tenant, free_port, mock_config
 
 from twinkle.errors import MissingDependencyError
 from twinkle.server.config import TelemetryConfig
+from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.telemetry.instruments import INSTRUMENTS
-from twinkle.server.telemetry.start import Telemetry
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -11,9 +11,9 @@ from running import Server, Tenant, datum, tensor
 
 from twinkle.model.csr import Csr
 from twinkle.sampler.types import SampleRequest, SamplingParams
-from twinkle.server.sample_jobs import price_of
-from twinkle.server.scheduler import Batch, Scheduler
-from twinkle.server.scheduler_sequence import Ticket
+from twinkle.server.scheduling.scheduler import Batch, Scheduler
+from twinkle.server.scheduling.sequence import Ticket
+from twinkle.server.services.sampling.jobs import price_of
 from twinkle.server.types import CustomLossUse, NativePass, Op, OpKind, Price, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.training import decode_forward_backward

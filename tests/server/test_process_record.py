@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.server.process_record import ServerProcess, recorded, running
+from twinkle.server.runtime.process_record import ServerProcess, recorded, running
 from twinkle.server.state import DataDirInUseError
-from twinkle.server.state.directory_lock import DirectoryLock
+from twinkle.server.state.files.directory_lock import DirectoryLock
 
 
 def test_another_server_is_refused_before_it_does_anything(tmp_path: Path) -> None:

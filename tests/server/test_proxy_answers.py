@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from twinkle.server.ray_serve.proxy_answers import PROXY_CALLBACK, middlewares
+from twinkle.server.runtime.ray.proxy_answers import PROXY_CALLBACK, middlewares
 
 
 def serves_own(_request: Any) -> PlainTextResponse:

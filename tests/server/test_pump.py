@@ -12,11 +12,11 @@ from running import RUNTIME, Server, Tenant
 from starlette.testclient import TestClient
 
 from twinkle.server.app import make_app
-from twinkle.server.compute import Compute
-from twinkle.server.files import DataDir
-from twinkle.server.mock import MockSampler, MockTrainer
-from twinkle.server.pump import Pump
-from twinkle.server.sampler_service import SamplerService
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.mock import MockSampler, MockTrainer
+from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.services.service_loop import Pump
+from twinkle.server.state.files.data_dir import DataDir
 
 
 async def _raise() -> None:

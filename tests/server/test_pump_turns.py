@@ -2,7 +2,7 @@
 
 import asyncio
 
-from twinkle.server.turns import PumpTurns
+from twinkle.server.services.training.turns import PumpTurns
 
 
 def test_an_idle_pump_is_not_waited_for() -> None:

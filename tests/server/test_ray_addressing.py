@@ -6,8 +6,9 @@ import pytest
 import zstandard
 from running import training_body
 
+from twinkle.server.http.asgi_relay import HttpRequest
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.ray_serve.addressing import (
+from twinkle.server.runtime.ray.addressing import (
     OfModel,
     OfNewRun,
     OfNewSampler,
@@ -19,8 +20,7 @@ from twinkle.server.ray_serve.addressing import (
     ends_with_its_client,
     most_bytes_of,
 )
-from twinkle.server.relay import HttpRequest
-from twinkle.server.replicas import Replicas
+from twinkle.server.runtime.ray.replicas import Replicas
 from twinkle.server.wire.peeking import text_field
 
 SESSION = "session_" + "0" * 32

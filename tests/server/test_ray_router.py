@@ -10,23 +10,23 @@ import httpx
 import pytest
 from running import mock_config, training_body
 
-from twinkle.server import relay
 from twinkle.server.app import make_app
-from twinkle.server.assembly import services_on
-from twinkle.server.compute import Compute
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
-from twinkle.server.files import DataDir
-from twinkle.server.fleet import report_of
-from twinkle.server.gateway import Gateway
-from twinkle.server.loading import load_served_model
-from twinkle.server.ray_serve.directory import Directory
-from twinkle.server.ray_serve.layout import layout_of
-from twinkle.server.ray_serve.remote_fleet import RemoteFleet
-from twinkle.server.ray_serve.replica import ReplicaGoneError
-from twinkle.server.ray_serve.router import Router, answered
+from twinkle.server.gateway.fleet import report_of
+from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.reporting import Telemetry
+from twinkle.server.http import asgi_relay as relay
+from twinkle.server.runtime.assembly import services_on
+from twinkle.server.runtime.ray.directory import Directory
+from twinkle.server.runtime.ray.layout import layout_of
+from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
+from twinkle.server.runtime.ray.replica import ReplicaGoneError
+from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.state import DatabaseUnavailableError, Store
-from twinkle.server.telemetry.start import Telemetry
-from twinkle.server.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 
 
 class Member:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twinkle.server.relay import HttpHead, HttpRequest, answer, stream, to_the_end
+from twinkle.server.http.asgi_relay import HttpHead, HttpRequest, answer, stream, to_the_end
 
 REQUEST = HttpRequest("POST", "/a b", b"q=1", ((b"x-name", b"value"),), b"body", ("10.0.0.1", 5))
 

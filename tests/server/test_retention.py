@@ -84,7 +84,7 @@ def test_a_tenant_makes_room_only_from_its_own(tmp_path: Path) -> None:
 
 
 def test_curves_of_a_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinkle.server.state.run_metrics.MAX_POINTS_OF_TENANT", 600)
+    monkeypatch.setattr("twinkle.server.state.records.run_metrics.MAX_POINTS_OF_TENANT", 600)
 
     async def check(store: Store) -> None:
         await store.sessions.create(session())

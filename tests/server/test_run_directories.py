@@ -12,8 +12,8 @@ from postgres_cluster import cluster_url
 from running import MODEL, Server, Tenant, datum
 from state_samples import change_rows
 
-from twinkle.server.files import DataDir
 from twinkle.server.ids import directory_name, native_run_id, run_id, sampling_session_id
+from twinkle.server.state.files.data_dir import DataDir
 
 ROW = [datum(range(8))]
 BEARER = {"Authorization": "Bearer tml-upgraded"}

@@ -9,9 +9,9 @@ import pytest
 from native_running import NativeTenant
 from running import MODEL, Server, Tenant, datum, key_for, tensor
 
-from twinkle.server import run_measurements
 from twinkle.server.metric_points import MeasuredStep
-from twinkle.server.run_measurements import RunMeasurements
+from twinkle.server.services.training import measurements as run_measurements
+from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.state import DatabaseUnavailableError
 
 RUN = "s1:train:1"

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from twinkle.server.running_ops import RunningOps
+from twinkle.server.services.running_ops import RunningOps
 
 
 def died_in(path: Path, *batches: list[str], ended: int = 0, told_to_end: bool = False) -> None:

@@ -6,10 +6,10 @@ import pytest
 from test_sampler_service import ScriptedSampler, request, running, session, turns
 
 from twinkle.errors import QuotaError, RateLimitError
-from twinkle.server.futures import PROMISE_BYTES
-from twinkle.server.sampler_service import SamplerService
-from twinkle.server.standing import Priority, Standing
-from twinkle.server.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.services.futures import PROMISE_BYTES
+from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 
 
 class Clock:

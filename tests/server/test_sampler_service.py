@@ -20,11 +20,11 @@ from twinkle.errors import (
 )
 from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
-from twinkle.server.compute import Compute
-from twinkle.server.files import DataDir
-from twinkle.server.mock import MockSampler, MockTrainer
-from twinkle.server.sampler_service import SamplerService
-from twinkle.server.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.mock import MockSampler, MockTrainer
+from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 from twinkle.server.types import SamplingSessionRecord
 
 

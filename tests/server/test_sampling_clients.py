@@ -7,8 +7,8 @@ import httpx
 import pytest
 from running import MODEL, Server, Tenant, sample_body
 
-from twinkle.server.completions import SEQ_IDS_PER_CLIENT, Completions
-from twinkle.server.sampling_clients import SamplingClients
+from twinkle.server.gateway.sampling_clients import SamplingClients
+from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
 
 SESSION = "s:sample:0"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twinkle.server.scheduler import (
+from twinkle.server.scheduling.scheduler import (
     Accepted,
     Batch,
     BatchKind,
@@ -14,7 +14,7 @@ from twinkle.server.scheduler import (
     Ticket,
     TooLate,
 )
-from twinkle.server.scheduler_sequence import REMEMBERED_DIGESTS, Passed
+from twinkle.server.scheduling.sequence import REMEMBERED_DIGESTS, Passed
 from twinkle.server.types import OpKind
 
 FORWARD, BACKWARD, OPTIM = OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from twinkle.server.scheduler import (
+from twinkle.server.scheduling.scheduler import (
     Accepted,
     Batch,
     BatchKind,
@@ -22,7 +22,7 @@ from twinkle.server.scheduler import (
     Ticket,
     TooLate,
 )
-from twinkle.server.standing import Priority, Standing
+from twinkle.server.scheduling.share import Priority, Standing
 from twinkle.server.types import OpKind
 
 BUDGET, GAP_TIMEOUT, MAX_SKIPS = 10, 100.0, 3

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from running import MODEL, Server, Tenant, key_for, mock_config, sample_body
 
-from twinkle.server.running_time import RunningTime
+from twinkle.server.gateway.running_time import RunningTime
 
 SILENT = 1.5  # seconds
 LIMITS = {"silent_session_seconds": SILENT, "max_adapters_per_tenant": 3, "max_sessions_per_tenant": 6}

@@ -9,8 +9,8 @@ from recorded_disk import Disk
 
 from twinkle.errors import CheckpointError
 from twinkle.model.types import AdapterSnapshot, LoraSpec
-from twinkle.server import files
-from twinkle.server.files import DataDir, copy_whole, read_snapshot, write_snapshot
+from twinkle.server.state.files import data_dir as files
+from twinkle.server.state.files.data_dir import DataDir, copy_whole, read_snapshot, write_snapshot
 
 SNAPSHOT = AdapterSnapshot(
     spec=LoraSpec(8),

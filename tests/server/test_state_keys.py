@@ -7,8 +7,8 @@ import pytest
 from state_samples import opened, query, with_store
 
 from twinkle.server.state import DamagedStateError, Store
-from twinkle.server.state import keys as keys_module
-from twinkle.server.state.copies import read_secret
+from twinkle.server.state.integrity.copies import read_secret
+from twinkle.server.state.records import keys as keys_module
 
 pytestmark = pytest.mark.usefixtures("backend")
 

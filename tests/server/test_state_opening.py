@@ -14,9 +14,9 @@ from state_samples import begin, opened, query, run, url_of, with_store
 
 from twinkle.errors import UnsupportedError
 from twinkle.server.state import DataDirInUseError, SchemaVersionError, Store
-from twinkle.server.state.driver import Part
-from twinkle.server.state.migrations import MIGRATIONS, migrate
-from twinkle.server.state.sqlite import SqliteDriver, default_url
+from twinkle.server.state.database.driver import Part
+from twinkle.server.state.database.migrations import MIGRATIONS, migrate
+from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.store import _driver
 
 VERSION = 1 + len(MIGRATIONS)

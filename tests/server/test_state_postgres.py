@@ -27,7 +27,7 @@ from twinkle.server.state import (
     StorageFullError,
     Store,
 )
-from twinkle.server.state import database as database_module
+from twinkle.server.state.database import database as database_module
 
 pytestmark = pytest.mark.skipif(cluster_url() is None, reason="needs PostgreSQL: make test-postgres")
 

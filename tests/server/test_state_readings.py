@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from twinkle.server.config import TelemetryConfig
-from twinkle.server.files import DataDir
+from twinkle.server.gateway import state_readings
+from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.state import DatabaseUnavailableError
-from twinkle.server.telemetry import state_readings
-from twinkle.server.telemetry.start import Telemetry
-from twinkle.server.tenants import Tenants
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import Tenants
 
 
 @dataclass

@@ -8,7 +8,7 @@ from state_samples import begin, with_store
 from twinkle.errors import InvalidInputError
 from twinkle.server.metric_points import MeasuredStep
 from twinkle.server.state import Store
-from twinkle.server.state import run_metrics as table
+from twinkle.server.state.records import run_metrics as table
 
 pytestmark = pytest.mark.usefixtures("backend")
 

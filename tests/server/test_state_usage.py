@@ -8,9 +8,9 @@ import pytest
 from state_samples import begin, checkpoint, opened, sampling_session, session, with_store
 
 from twinkle.errors import QuotaError, StorageQuotaError
-from twinkle.server.bookkeeping import Bookkeeping
+from twinkle.server.gateway.usage_recorder import Bookkeeping
 from twinkle.server.state import DailyUsage, Store
-from twinkle.server.tenants import Tenants
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.usage import Usage, UsageCounts
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from twinkle.hub import resolve
-from twinkle.server.templates import TemplateChoice, Templates
+from twinkle.server.verbs.templates import TemplateChoice, Templates
 from twinkle.template import Template
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]

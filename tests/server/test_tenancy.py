@@ -17,12 +17,12 @@ from fastapi import FastAPI
 from running import Server, Tenant, key_for, mock_config, sample_body, training_body
 
 from twinkle.errors import ConfigError
-from twinkle.server import cli
-from twinkle.server import routes as server_routes
+from twinkle.server import protocols
 from twinkle.server.app import make_app
+from twinkle.server.cli import command_line as cli
 from twinkle.server.config import default_config
-from twinkle.server.routes.http import PREFIX
-from twinkle.server.unloading import UNLOAD_NUMBER
+from twinkle.server.gateway.unloading import UNLOAD_NUMBER
+from twinkle.server.http.requests import PREFIX
 from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files and the list of routes, which are the same for everyone.
@@ -413,8 +413,8 @@ def routes() -> set[tuple[str, str]]:
             continue
         assert path.startswith((PREFIX, "/v1/", "/dashboard", "/docs", "/redoc")) or path == OPERATORS[1], path
         found |= {(method.upper(), path.removeprefix(PREFIX)) for method in methods}
-    for module in pkgutil.iter_modules(server_routes.__path__, f"{server_routes.__name__}."):
-        if module.name.rpartition(".")[2].startswith("native_"):
+    for module in pkgutil.walk_packages(protocols.__path__, f"{protocols.__name__}."):
+        if module.name.startswith(f"{protocols.__name__}.native."):
             continue
         router = vars(importlib.import_module(module.name)).get("router")
         written = set() if router is None else {route.path_format.removeprefix(PREFIX) for route in router.routes}

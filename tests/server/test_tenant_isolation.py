@@ -14,16 +14,16 @@ from running import training_body
 from twinkle.errors import QuotaError
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server import ids
-from twinkle.server.compute import Compute
-from twinkle.server.files import DataDir
-from twinkle.server.live_adapter import LiveAdapter
-from twinkle.server.mock import MockTrainer, mock_model
-from twinkle.server.model_service import ModelService
-from twinkle.server.standing import Priority, Standing
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.mock import MockTrainer, mock_model
+from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.services.training.live_adapter import LiveAdapter
+from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import Store
-from twinkle.server.templates import Templates
-from twinkle.server.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
+from twinkle.server.verbs.templates import Templates
 from twinkle.server.wire.training import decode_forward_backward
 
 BUDGET = 64  # tokens: a batch has room for a dozen passes

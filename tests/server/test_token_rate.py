@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.errors import RateLimitError
-from twinkle.server.token_rate import TokenRate
+from twinkle.server.tenancy.rate_limit import TokenRate
 
 
 class Clock:

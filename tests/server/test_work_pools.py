@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from twinkle.errors import ShuttingDownError
-from twinkle.server.work_pools import FairPool, WorkPools
+from twinkle.server.tenancy.work_pools import FairPool, WorkPools
 
 
 class Held:

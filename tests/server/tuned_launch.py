@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tuning import tune
 
-from twinkle.server import cli
+from twinkle.server.cli import command_line as cli
 
 _PARENT_DIED = 1  # prctl(2): PR_SET_PDEATHSIG
 

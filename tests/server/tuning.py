@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.model.types import TrainItem, TrainResult
-from twinkle.server import embedded, signed_urls, snapshots
-from twinkle.server.mock import MockSampler, MockTrainer
-from twinkle.server.scheduler import Batch, Scheduler
-from twinkle.server.state import StorageFullError, database, keys
-from twinkle.server.state.ops import Accepted, Ops
+from twinkle.server.backends.mock import MockSampler, MockTrainer
+from twinkle.server.gateway import signed_urls
+from twinkle.server.runtime import embedded
+from twinkle.server.scheduling.scheduler import Batch, Scheduler
+from twinkle.server.services.training import snapshots
+from twinkle.server.state import StorageFullError
+from twinkle.server.state.database import database
+from twinkle.server.state.records import keys
+from twinkle.server.state.records.ops import Accepted, Ops
 from twinkle.server.types import Op
 
 

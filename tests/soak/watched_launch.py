@@ -20,8 +20,10 @@ from tuned_launch import end_with_parent  # noqa: E402
 from tuning import tune  # noqa: E402
 
 from twinkle.model.stacks import SLOTS_PER_BLOCK  # noqa: E402
-from twinkle.server import cli, completions, embedded  # noqa: E402
-from twinkle.server.gateway import Gateway  # noqa: E402
+from twinkle.server.cli import command_line as cli  # noqa: E402
+from twinkle.server.gateway.gateway import Gateway  # noqa: E402
+from twinkle.server.runtime import embedded  # noqa: E402
+from twinkle.server.services.sampling import completions  # noqa: E402
 from twinkle.server.state import Store  # noqa: E402
 
 SEGMENT_BYTES = 64 * 1024  # of 64 MiB none would be full after twenty minutes, and none would be deleted

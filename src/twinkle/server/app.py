@@ -6,39 +6,34 @@ from contextlib import AbstractAsyncContextManager
 from fastapi import FastAPI
 
 import twinkle
+from twinkle.server.gateway.reporting import Telemetry
+from twinkle.server.http.body_limits import UploadCounter
+from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
 from twinkle.server.openapi import describe_bodies
-from twinkle.server.routes import (
-    api_page,
+from twinkle.server.protocols.native import gateway_routes as native_gateway
+from twinkle.server.protocols.native import metrics as native_metrics
+from twinkle.server.protocols.native import model_routes as native_model
+from twinkle.server.protocols.native import overview as native_overview
+from twinkle.server.protocols.native import processor_routes as native_processor
+from twinkle.server.protocols.native import sampler_routes as native_sampler
+from twinkle.server.protocols.openai import routes as openai
+from twinkle.server.protocols.operator import api_page, audit, billing, health, metrics, system
+from twinkle.server.protocols.operator import dashboard_routes as dashboard
+from twinkle.server.protocols.tinker import (
     archives,
-    audit,
     auth,
-    billing,
     checkpoint_actions,
     custom_losses,
-    dashboard,
     downloads,
     futures,
-    health,
-    metrics,
-    native_gateway,
-    native_metrics,
-    native_model,
-    native_overview,
-    native_processor,
-    native_sampler,
-    openai,
-    rest,
     sampling,
     session_search,
     sessions,
-    system,
     training,
     unloading,
 )
-from twinkle.server.routes.http import RefuseRebinding, install_error_handlers
-from twinkle.server.routes.uploads import UploadCounter
-from twinkle.server.telemetry.http_requests import ObservedRequests
-from twinkle.server.telemetry.start import Telemetry
+from twinkle.server.protocols.tinker import runs as rest
+from twinkle.server.telemetry.http import ObservedRequests
 
 
 def make_app(

@@ -11,8 +11,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from twinkle.server.openai.requests import ChatRequest, CompletionRequest
-from twinkle.server.routes.http import PREFIX
+from twinkle.server.http.requests import PREFIX
+from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
 from twinkle.server.wire import requests, sample_requests
 from twinkle.server.wire.custom_losses import CreateCustomLossRequest
 from twinkle_client import types

@@ -1,7 +1,7 @@
 """What each tenant has used: tokens, optimizer steps, requests. Counted where an op or a sample ends well.
 
 Counts are kept twice. The totals since the process started are for whoever watches this server; what was not written
-down yet goes to the database now and then (see :mod:`twinkle.server.state.usage`), by day, and stays there. A kill
+down yet goes to the database now and then (see ``state.records.usage``), by day, and stays there. A kill
 loses what came since the last time, which is seconds.
 """
 

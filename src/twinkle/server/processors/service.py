@@ -22,13 +22,13 @@ from twinkle.errors import (
     TwinkleServerError,
     UserError,
 )
-from twinkle.server.native.features import FIELDS, numbers
 from twinkle.server.processors.answers import Answers
 from twinkle.server.processors.frames import Frame, Settings
 from twinkle.server.processors.live import UnknownProcessorError
 from twinkle.server.processors.worker_process import WorkerEndedError, WorkerProcess
+from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import Budget
-from twinkle.server.work_pools import FairPool
+from twinkle.server.verbs.features import FIELDS, numbers
 
 __all__ = ["ProcessorLimits", "ProcessorService", "Processors"]
 

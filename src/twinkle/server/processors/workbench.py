@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.server.native.features import FIELDS, UNSUPPORTED
 from twinkle.server.processors import catalog
 from twinkle.server.processors.arguments import Context, class_named, read_arguments
 from twinkle.server.processors.live import BatchRoom, LiveObjects
 from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.plain import to_json
 from twinkle.server.processors.sources import Sources
+from twinkle.server.verbs.features import FIELDS, UNSUPPORTED
 
 __all__ = ["Workbench"]
 

@@ -1,9 +1,6 @@
 """What the server must still know after it was killed: a database for records, a journal for bytes."""
 
-from twinkle.server.state.audit import Audit, AuditEntry
-from twinkle.server.state.checkpoints import Checkpoints
-from twinkle.server.state.damage import Damage, DamageRecords
-from twinkle.server.state.database import Page
+from twinkle.server.state.database.database import Page
 from twinkle.server.state.errors import (
     CheckpointExistsError,
     DamagedRecordError,
@@ -17,18 +14,21 @@ from twinkle.server.state.errors import (
     StorageFullError,
     StoreClosedError,
 )
-from twinkle.server.state.keys import KeyRecord, Keys
-from twinkle.server.state.leases import Claim, Leases
-from twinkle.server.state.operator_requests import EVICT, OperatorRequest, OperatorRequests
-from twinkle.server.state.ops import Accepted, AcceptedRun, Ops, Pruned
-from twinkle.server.state.retention import Retention
-from twinkle.server.state.run_metrics import RunMetrics
-from twinkle.server.state.runs import Runs, RunState
-from twinkle.server.state.sampling import SAMPLING_SESSION_ROWS, SamplingSessions
-from twinkle.server.state.sessions import SESSION_ROWS, Sessions
-from twinkle.server.state.snapshots import Snapshots
+from twinkle.server.state.integrity.damage import Damage, DamageRecords
+from twinkle.server.state.records.audit import Audit, AuditEntry
+from twinkle.server.state.records.checkpoints import Checkpoints
+from twinkle.server.state.records.keys import KeyRecord, Keys
+from twinkle.server.state.records.leases import Claim, Leases
+from twinkle.server.state.records.operator_requests import EVICT, OperatorRequest, OperatorRequests
+from twinkle.server.state.records.ops import Accepted, AcceptedRun, Ops, Pruned
+from twinkle.server.state.records.retention import Retention
+from twinkle.server.state.records.run_metrics import RunMetrics
+from twinkle.server.state.records.runs import Runs, RunState
+from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS, SamplingSessions
+from twinkle.server.state.records.sessions import SESSION_ROWS, Sessions
+from twinkle.server.state.records.snapshots import Snapshots
+from twinkle.server.state.records.usage import DailyUsage, UsageRecords
 from twinkle.server.state.store import Store
-from twinkle.server.state.usage import DailyUsage, UsageRecords
 
 __all__ = [
     "EVICT",

@@ -16,34 +16,34 @@ from sqlalchemy import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError
 
 from twinkle.errors import MissingDependencyError, UnsupportedError
-from twinkle.server.state.audit import Audit
-from twinkle.server.state.checkpoints import Checkpoints
-from twinkle.server.state.clearing import clear
-from twinkle.server.state.copies import read_secret
-from twinkle.server.state.custom_losses import CustomLosses
-from twinkle.server.state.damage import DamageRecords
-from twinkle.server.state.database import Database
-from twinkle.server.state.directory_lock import DirectoryLock
-from twinkle.server.state.driver import Driver, Part
+from twinkle.server.state.database.database import Database
+from twinkle.server.state.database.driver import Driver, Part
+from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal
+from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.migrations import migrate, needs_migration
+from twinkle.server.state.database.postgres_rows import fail_damaged
+from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.errors import DatabaseInUseError, DataDirInUseError
-from twinkle.server.state.examination import DatabaseCopies, check_before_opening, examine
-from twinkle.server.state.journal import SEGMENT_BYTES, Journal
-from twinkle.server.state.journal_writers import JournalWriters
-from twinkle.server.state.keys import Keys
-from twinkle.server.state.leases import Leases
-from twinkle.server.state.migrations import migrate, needs_migration
-from twinkle.server.state.operator_requests import OperatorRequests
-from twinkle.server.state.ops import Ops
-from twinkle.server.state.postgres_rows import fail_damaged
-from twinkle.server.state.reserve import give_up_reserve, is_disk_full, keep_reserve
-from twinkle.server.state.retention import Retention
-from twinkle.server.state.run_metrics import RunMetrics
-from twinkle.server.state.runs import Runs
-from twinkle.server.state.sampling import SamplingSessions
-from twinkle.server.state.sessions import Sessions
-from twinkle.server.state.snapshots import Snapshots
-from twinkle.server.state.sqlite import SqliteDriver, default_url
-from twinkle.server.state.usage import UsageRecords
+from twinkle.server.state.files.directory_lock import DirectoryLock
+from twinkle.server.state.files.reserve import give_up_reserve, is_disk_full, keep_reserve
+from twinkle.server.state.integrity.copies import read_secret
+from twinkle.server.state.integrity.damage import DamageRecords
+from twinkle.server.state.integrity.examination import DatabaseCopies, check_before_opening, examine
+from twinkle.server.state.records.audit import Audit
+from twinkle.server.state.records.checkpoints import Checkpoints
+from twinkle.server.state.records.clearing import clear
+from twinkle.server.state.records.custom_losses import CustomLosses
+from twinkle.server.state.records.keys import Keys
+from twinkle.server.state.records.leases import Leases
+from twinkle.server.state.records.operator_requests import OperatorRequests
+from twinkle.server.state.records.ops import Ops
+from twinkle.server.state.records.retention import Retention
+from twinkle.server.state.records.run_metrics import RunMetrics
+from twinkle.server.state.records.runs import Runs
+from twinkle.server.state.records.sampling import SamplingSessions
+from twinkle.server.state.records.sessions import Sessions
+from twinkle.server.state.records.snapshots import Snapshots
+from twinkle.server.state.records.usage import UsageRecords
 
 __all__ = ["Store"]
 
@@ -203,7 +203,7 @@ def _driver(url: URL, part: Part) -> Driver:
     if url.get_backend_name() == "sqlite":
         return SqliteDriver(url)
     try:
-        from twinkle.server.state.postgres import PostgresDriver  # needs a package that SQLite does not
+        from twinkle.server.state.database.postgres import PostgresDriver  # needs a package that SQLite does not
     except ImportError as error:
         raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
     return PostgresDriver(url, part)

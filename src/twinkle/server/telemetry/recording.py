@@ -14,9 +14,9 @@ from prometheus_client import Counter, Histogram
 from twinkle.errors import ShuttingDownError, TwinkleError, UserError
 from twinkle.model.types import TrainerNumbers, TrainItem, TrainResult
 from twinkle.sampler.types import SampleRequest, SampleResult
-from twinkle.server.backend import TrainingBackend
+from twinkle.server.backends.backend import TrainingBackend
 from twinkle.server.ids import split_request_id
-from twinkle.server.scheduler import BatchKind
+from twinkle.server.scheduling.scheduler import BatchKind
 from twinkle.server.telemetry import instruments, request_context
 from twinkle.server.telemetry.logprob_gap import gap_of
 from twinkle.server.telemetry.metrics import Metrics

@@ -1,0 +1,125 @@
+"""From a model's configuration to the engines that serve it. Torch is imported only for the backend that needs it."""
+
+import atexit
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle.errors import ConfigError
+from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
+from twinkle.server.backends.text_codec import HubTextCodec
+from twinkle.server.config.applications import SamplerArgs
+from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
+
+if TYPE_CHECKING:
+    from twinkle.model import Trainer
+    from twinkle.sampler import TorchSampler
+    from twinkle.sampler.jobs import Tokenizer
+    from twinkle.sampler.vllm import VllmSampler
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_served_model(served: ServedModelConfig) -> ServedModel:
+    if served.model.backend == "mock":
+        from twinkle.server.backends.mock import mock_model
+
+        return mock_model(served.name, served.aliases)
+    return _load_transformers(served)
+
+
+def _load_transformers(served: ServedModelConfig) -> ServedModel:
+    """The trainer and, where the configuration asks for one, a sampler."""
+    logger.info("loading %s", served.model.model_id)
+    from twinkle import hub
+    from twinkle.model import Trainer
+
+    args = served.model
+    if served.sampler is not None and served.sampler.sampler_type == "vllm":
+        _check_vllm(served.sampler)  # before the slow part
+    budget = None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
+    trainer = Trainer.from_pretrained(
+        args.model_id,
+        device=args.compute_device,
+        dtype=args.dtype,
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+        compiled=args.compiled,
+    )
+    folder = str(hub.resolve(args.model_id).path)
+    tokenizer = None if served.sampler is None else hub.load_tokenizer(args.model_id)
+    sampler = None if served.sampler is None else _make_sampler(served.sampler, trainer, tokenizer, budget)
+    return ServedModel(
+        name=served.name,
+        aliases=served.aliases,
+        trainer=trainer,
+        sampler=sampler,
+        architecture=trainer.architecture.family,
+        max_context_length=trainer.architecture.max_length,
+        tokens_per_batch=trainer.memory.tokens,
+        tokenizer_dir=folder,
+        tokenizer_id=public_tokenizer_id(args.model_id),
+        memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
+        text=None if tokenizer is None else HubTextCodec(tokenizer),
+        cheap_tokens=GPU_CHEAP_TOKENS if trainer.device.type == "cuda" else 0,
+    )
+
+
+def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":
+    """The sampler alone, on a copy of the base model: for a process whose devices nobody else uses.
+
+    gpus: over so many vLLM divides the model, if engine_args do not say how.
+    """
+    from twinkle import hub
+    from twinkle.model import Trainer
+
+    args, sampler, budget = served.model, served.sampler, None
+    assert sampler is not None, "there is something to load"
+    if sampler.sampler_type == "vllm":
+        engine_args = {**({"tensor_parallel_size": gpus} if gpus > 1 else {}), **(sampler.engine_args or {})}
+        sampler = sampler.model_copy(update={"engine_args": engine_args})
+        _check_vllm(sampler)
+        budget = _memory_beside_vllm(engine_args) if device == "cuda" else None
+    trainer = Trainer.from_pretrained(
+        args.model_id,
+        device=device,
+        dtype=args.dtype,
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+    )
+    return _make_sampler(sampler, trainer, hub.load_tokenizer(args.model_id), budget)
+
+
+def _make_sampler(
+    args: SamplerArgs, trainer: "Trainer", tokenizer: "Tokenizer | None", budget: int | None
+) -> "TorchSampler | VllmSampler":
+    """torch: on the trainer's own weights. vllm: in processes of its own, which end with this one."""
+    if args.sampler_type == "torch":
+        from twinkle.sampler import TorchSampler
+
+        return TorchSampler(trainer, tokenizer)
+    if trainer.device.type == "cuda" and budget is None:
+        raise ConfigError("memory_budget_gib", None, "GiB of the GPU for the trainer, where the sampler is vLLM")
+    from twinkle.sampler.vllm import VllmSampler
+    from twinkle.sampler.vllm.vllm_sampler import MEMORY_DIR
+
+    logger.info("starting vLLM")
+    memory_dir: Path = args.memory_dir or MEMORY_DIR
+    sampler = VllmSampler(trainer, tokenizer, engine_args=args.engine_args, memory_dir=memory_dir)
+    atexit.register(sampler.close)
+    return sampler
+
+
+def _memory_beside_vllm(engine_args: Mapping[str, object]) -> int:
+    from twinkle.sampler.vllm.engine_args import memory_beside
+
+    return memory_beside(engine_args)
+
+
+def _check_vllm(args: SamplerArgs) -> None:
+    """Raises for what can be known to be wrong without a model."""
+    from twinkle.sampler.vllm.engine_args import check_engine_args
+
+    check_engine_args(args.engine_args or {})

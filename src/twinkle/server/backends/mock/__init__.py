@@ -1,0 +1,28 @@
+"""A trainer and a sampler without a model, for tests of everything around them: numpy only, and deterministic."""
+
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.mock.sampler import MockSampler
+from twinkle.server.backends.mock.text_codec import MockTextCodec
+from twinkle.server.backends.mock.trainer import MockTrainer
+
+__all__ = ["MockSampler", "MockTrainer", "mock_model"]
+
+
+def mock_model(name: str = "mock", aliases: tuple[str, ...] = ()) -> ServedModel:
+    """A served model that needs no files and no memory."""
+    trainer = MockTrainer()
+    sampler = MockSampler(trainer)
+    return ServedModel(
+        name=name,
+        aliases=aliases,
+        trainer=trainer,
+        sampler=sampler,
+        architecture="mock",
+        max_context_length=trainer.max_length,
+        tokens_per_batch=4096,
+        cheap_tokens=256,
+        tokenizer_dir=None,
+        tokenizer_id=None,
+        memory="mock: no model is loaded",
+        text=MockTextCodec(trainer.vocab_size, sampler.end_token),
+    )

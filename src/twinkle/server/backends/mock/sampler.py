@@ -1,0 +1,276 @@
+"""The mock's sampler: few candidates follow a token, and the mock's model says how likely each is."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import SystemRandom
+
+import numpy as np
+
+from twinkle.errors import InvalidInputError
+from twinkle.model.types import FloatArray, IntArray
+from twinkle.sampler.types import (
+    DrawnTokens,
+    Finished,
+    Progress,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    StopReason,
+    TopLogprobs,
+)
+from twinkle.server.backends.mock.trainer import SIZE, Doubles, MockTrainer, features, logprobs, read_checkpoint
+
+_CANDIDATES = 16  # tokens that may follow a token; the end token is one of them
+_TURN = 16  # tokens a sequence gains in one step
+_MAX_TOP = 1024  # as the real sampler
+_DRAWS = 2**32  # beyond any sample's number: the noise of what is drawn for the prompt
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[IntArray, FloatArray]] = field(default_factory=list)  # of every token, (k,) each
+    stop_reason: StopReason | None = None
+
+    def top_logprobs(self, k: int, start: int = 0) -> TopLogprobs | None:
+        if not k:
+            return None
+        rows = self.tops[start:]
+        token_ids = np.array([row[0] for row in rows], np.int64).reshape(-1, k)
+        return TopLogprobs(token_ids, np.array([row[1] for row in rows], np.float32).reshape(-1, k))
+
+
+@dataclass
+class _Sampling:
+    """A request under way."""
+
+    request: SampleRequest
+    seed: int
+    limit: int
+    sequences: list[_Sequence]
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.stop_reason is not None for sequence in self.sequences)
+
+
+class MockSampler:
+    """A :class:`~twinkle.sampler.types.Sampler` over the adapters of a :class:`MockTrainer`.
+
+    The text of tokens 5, 6 is ``"5 6 "``: that is what stop strings are searched in. ``pause``: seconds a step takes.
+    """
+
+    def __init__(self, trainer: MockTrainer, *, max_length: int = 4096, end_token: int = 2, pause: float = 0.0) -> None:
+        self.end_token = end_token
+        self.max_length = max_length
+        self.pause = pause
+        self._trainer = trainer
+        self._versions: dict[str, FloatArray] = {}
+        self._retired: set[str] = set()
+        self._requests: dict[str, _Sampling] = {}
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        self._add(version_id, self._trainer.vector(adapter_id))
+
+    def load_version(self, version_id: str, directory: str) -> None:
+        """Read a directory that :meth:`MockTrainer.save` wrote."""
+        self._add(version_id, read_checkpoint(Path(directory))[0]["weights"])
+
+    def retire(self, version_id: str) -> None:
+        if version_id in self._versions:
+            self._retired.add(version_id)
+            self._forget_retired()
+
+    def version_ids(self) -> list[str]:
+        return [version_id for version_id in self._versions if version_id not in self._retired]
+
+    def submit(self, request: SampleRequest) -> None:
+        self._check(request)
+        room = self.max_length - len(request.prompt)
+        self._requests[request.request_id] = _Sampling(
+            request,
+            SystemRandom().randrange(2**63) if request.params.seed is None else request.params.seed & (2**64 - 1),
+            room if request.params.max_tokens is None else request.params.max_tokens,
+            [_Sequence() for _ in range(request.num_samples)],
+        )
+
+    def cancel(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._forget_retired()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Finished | Progress]:
+        """Every sequence gains up to 16 tokens."""
+        time.sleep(self.pause)
+        events: list[Finished | Progress] = []
+        for sampling in list(self._requests.values()):
+            request = sampling.request
+            weights = self._weights(request.version_id)
+            for number, sequence in enumerate(sampling.sequences):
+                start = len(sequence.tokens)
+                for _ in range(_TURN):
+                    if sequence.stop_reason is None:
+                        self._extend(sampling, number, sequence, weights)
+                if request.stream and len(sequence.tokens) > start:
+                    events.append(_progress(request, number, sequence, start))
+            if sampling.done:
+                del self._requests[request.request_id]
+                result = _result(sampling, weights, self._trainer.vocab_size, self.end_token)
+                events.append(Finished(request.request_id, result))
+        self._forget_retired()
+        return events
+
+    def _add(self, version_id: str, weights: FloatArray) -> None:
+        if version_id in self._versions:
+            raise InvalidInputError("version_id", version_id, "a name that no other version has")
+        self._versions[version_id] = weights
+
+    def _weights(self, version_id: str | None) -> FloatArray:
+        return np.zeros(SIZE, np.float32) if version_id is None else self._versions[version_id]
+
+    def _forget_retired(self) -> None:
+        used = {sampling.request.version_id for sampling in self._requests.values()}
+        for version_id in self._retired - used:
+            del self._versions[version_id]
+        self._retired &= used
+
+    def _check(self, request: SampleRequest) -> None:
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is under way already")
+        if request.version_id is not None and request.version_id not in self.version_ids():
+            raise InvalidInputError("version_id", request.version_id, "a published version")
+        prompt, vocab_size = request.prompt, self._trainer.vocab_size
+        if not 0 < len(prompt) < self.max_length:
+            raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"1 to {self.max_length - 1}")
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            raise InvalidInputError("prompt", f"{prompt.min()} to {prompt.max()}", f"token ids in [0, {vocab_size})")
+        if len(prompt) + (request.params.max_tokens or 0) > self.max_length:
+            room = self.max_length - len(prompt)
+            raise InvalidInputError("max_tokens", request.params.max_tokens, f"at most {room} after this prompt")
+        _check_prompt_options(request, vocab_size)
+
+    def _extend(self, sampling: _Sampling, number: int, sequence: _Sequence, weights: FloatArray) -> None:
+        request, params = sampling.request, sampling.request.params
+        position = len(request.prompt) + len(sequence.tokens) - 1
+        last = sequence.tokens[-1] if sequence.tokens else int(request.prompt[-1])
+        candidates = _candidates(last, position, self.end_token, self._trainer.vocab_size)
+        lp = logprobs(weights, features(np.array(last), candidates, np.array(position)))
+        scores = lp
+        if params.temperature > 0:
+            noise = np.random.default_rng([sampling.seed, number, position]).gumbel(size=_CANDIDATES)
+            scores = lp / params.temperature + noise
+        best = int(scores.argmax())
+        sequence.tokens.append(int(candidates[best]))
+        sequence.logprobs.append(float(lp[best]))
+        if request.topk_sample_logprobs:
+            sequence.tops.append(_likeliest(candidates, lp, request.topk_sample_logprobs))
+        if self._stops(params, sequence.tokens):
+            sequence.stop_reason = "stop"
+        elif len(sequence.tokens) >= sampling.limit:
+            sequence.stop_reason = "length"
+
+    def _stops(self, params: SamplingParams, tokens: list[int]) -> bool:
+        ends = (self.end_token, *params.stop_tokens) if params.stop_at_eos else params.stop_tokens
+        text = "".join(f"{token} " for token in tokens) if params.stop_strings else ""
+        return tokens[-1] in ends or any(stop in text for stop in params.stop_strings)
+
+
+def _check_prompt_options(request: SampleRequest, vocab_size: int) -> None:
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens"):
+        if not 0 <= vars(request)[name] <= _MAX_TOP:
+            raise InvalidInputError(name, vars(request)[name], f"0 to {_MAX_TOP}")
+    rows = len(request.prompt) - 1
+    last_n, targets = request.prompt_logprobs_last_n, request.target_prompt_logprobs
+    if last_n is not None and not 1 <= last_n <= rows:
+        raise InvalidInputError("prompt_logprobs_last_n", last_n, f"1 to {rows}, the tokens after the first")
+    if targets is not None:
+        if targets.ndim != 2 or len(targets) != rows:
+            raise InvalidInputError("target_prompt_logprobs", f"shape {targets.shape}", f"({rows}, K)")
+        if targets.size == 0 or targets.max() < 0 or targets.min() < -1 or targets.max() >= vocab_size:
+            allowed = f"token ids in [0, {vocab_size}) or -1, not all of them -1"
+            raise InvalidInputError("target_prompt_logprobs", targets.tolist(), allowed)
+
+
+def _candidates(last: int, position: int, end_token: int, vocab_size: int) -> IntArray:
+    candidates: IntArray = (last * 7 + position * 5 + np.arange(_CANDIDATES) * 11 + 3) % vocab_size
+    candidates[0] = end_token
+    return candidates
+
+
+def _likeliest(tokens: IntArray, lp: Doubles, k: int) -> tuple[IntArray, FloatArray]:
+    """(k,) each, likeliest first; cells beyond the candidates hold nothing."""
+    order = np.argsort(-lp, kind="stable")[:k]
+    token_ids, logps = np.zeros(k, np.int64), np.full(k, -np.inf, np.float32)
+    token_ids[: len(order)], logps[: len(order)] = tokens[order], lp[order]
+    return token_ids, logps
+
+
+def _progress(request: SampleRequest, number: int, sequence: _Sequence, start: int) -> Progress:
+    return Progress(
+        request.request_id,
+        number,
+        np.array(sequence.tokens[start:], np.int64),
+        np.array(sequence.logprobs[start:], np.float32),
+        sequence.top_logprobs(request.topk_sample_logprobs, start),
+        sequence.stop_reason,
+    )
+
+
+def _result(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token: int) -> SampleResult:
+    request, prompt = sampling.request, sampling.request.prompt
+    sequences = [
+        SampledSequence(
+            np.array(s.tokens, np.int64),
+            np.array(s.logprobs, np.float32),
+            s.stop_reason or "length",
+            s.top_logprobs(request.topk_sample_logprobs),
+        )
+        for s in sampling.sequences
+    ]
+    positions = np.arange(len(prompt) - 1)
+    skipped = 0 if request.prompt_logprobs_last_n is None else len(positions) - request.prompt_logprobs_last_n
+    prompt_logprobs = top = targets = drawn = None
+    if request.prompt_logprobs:
+        lp = logprobs(weights, features(prompt[:-1], prompt[1:], positions))
+        prompt_logprobs = np.concatenate([[np.nan], lp]).astype(np.float32)
+        prompt_logprobs[: skipped + 1] = np.nan
+    if request.topk_prompt_logprobs > 0:
+        top = _top(weights, prompt, min(request.topk_prompt_logprobs, vocab_size), skipped)
+    if request.target_prompt_logprobs is not None:
+        named = request.target_prompt_logprobs
+        lp = logprobs(weights, features(prompt[:-1, None], named, positions[:, None]))
+        targets = np.where(named < 0, 0.0, lp).astype(np.float32)
+    if request.prompt_alt_tokens > 0:
+        drawn = _drawn(sampling, weights, vocab_size, end_token)
+    return SampleResult(sequences, prompt_logprobs, top, targets, drawn)
+
+
+def _top(weights: FloatArray, prompt: IntArray, k: int, skipped: int) -> TopLogprobs:
+    """The k likeliest of the first k + 64 tokens; nothing precedes position 0."""
+    choices = np.arange(k + 64)
+    positions = np.arange(len(prompt) - 1)
+    lp = logprobs(weights, features(prompt[:-1, None], choices[None], positions[:, None]))
+    order = np.argsort(-lp, axis=1, kind="stable")[:, :k]
+    token_ids = np.concatenate([np.zeros((1, k), np.int64), order])
+    values = np.concatenate([np.full((1, k), -np.inf), np.take_along_axis(lp, order, axis=1)])
+    token_ids[: skipped + 1], values[: skipped + 1] = 0, -np.inf
+    return TopLogprobs(token_ids, values.astype(np.float32))
+
+
+def _drawn(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token: int) -> DrawnTokens:
+    prompt, k = sampling.request.prompt, sampling.request.prompt_alt_tokens
+    tokens = np.zeros((len(prompt) - 1, k), np.int64)
+    for position in range(len(prompt) - 1):
+        candidates = _candidates(int(prompt[position]), position, end_token, vocab_size)
+        lp = logprobs(weights, features(prompt[position], candidates, np.array(position)))
+        noise = np.random.default_rng([sampling.seed, _DRAWS, position]).gumbel(size=(k, _CANDIDATES))
+        tokens[position] = candidates[(lp + noise).argmax(axis=1)]
+    positions = np.arange(len(prompt) - 1)[:, None]
+    lp = logprobs(weights, features(prompt[:-1, None], tokens, positions))
+    return DrawnTokens(tokens, lp.astype(np.float32))

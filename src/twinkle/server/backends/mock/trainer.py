@@ -1,0 +1,419 @@
+"""The mock's trainer, and the model that trainer and sampler share.
+
+An adapter is a vector w of eight numbers. The log-probability of a target y after token x at position i is
+
+    lp = log σ(w · φ(x, y, i)),   φ₀ = 1, the others in [−1, 1]
+
+so that losses have true gradients and training lowers them. An optimizer step is plain momentum, whose size grows with
+the gradient (Adam would hide a gradient that was counted twice), and it also moves w₀ by a constant: results depend on
+the number of steps, on all data seen, and on nothing else. Whatever is lost, repeated or reordered shows.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinkle.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CheckpointError,
+    InvalidInputError,
+    NonFiniteError,
+    TwinkleError,
+    UnknownNameError,
+)
+from twinkle.model.csr import dense, listed
+from twinkle.model.peft_config import peft_config
+from twinkle.model.types import (
+    EMPTY,
+    AdamParams,
+    AdapterSnapshot,
+    Datum,
+    FloatArray,
+    IntArray,
+    LoraSpec,
+    TokenValues,
+    TrainerNumbers,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+)
+
+SIZE = 8  # numbers in w
+_LAYOUT = f"mock:{SIZE}"
+_STEP = 0.01  # what every optimizer step adds to w₀
+_MAX_RANK = 512
+_NO_SPEC = LoraSpec(rank=1)  # of the base model, which is an adapter of zeros here
+_WEIGHTS, _STATE, _PROGRESS = "adapter.npz", "state.json", "trainer_state.json"
+_POLICY_INPUTS = ("logprobs", "advantages")
+_CLIP = ("clip_low_threshold", "clip_high_threshold")
+
+
+@dataclass(frozen=True)
+class _Loss:
+    inputs: tuple[str, ...]
+    optional_inputs: tuple[str, ...]
+    config: tuple[str, ...]
+
+
+# As the real losses in names and inputs; the objective is cross-entropy's, or importance sampling's for all others.
+LOSSES: Mapping[str, _Loss] = {
+    "cross_entropy": _Loss((), ("weights",), ()),
+    "importance_sampling": _Loss(_POLICY_INPUTS, (), ()),
+    "ppo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
+    "cispo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
+    "dro": _Loss(_POLICY_INPUTS, (), ("beta",)),
+    "gspo": _Loss((*_POLICY_INPUTS, "sequence_ratio_mask"), _CLIP, _CLIP),
+}
+
+Doubles = NDArray[np.float64]
+
+
+def features(tokens: IntArray, targets: IntArray, positions: IntArray) -> Doubles:
+    """φ, (…, 8), of arrays that broadcast. Exact in binary, so that it is the same everywhere."""
+    mixed = (tokens * 31 + targets * 17 + positions * 7)[..., None] + np.arange(SIZE) * 13
+    phi = (mixed % 17 - 8) / 8.0
+    phi[..., 0] = 1.0
+    return phi
+
+
+def logprobs(weights: FloatArray, phi: Doubles) -> Doubles:
+    return -np.logaddexp(0.0, -(phi @ weights.astype(np.float64)))
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Adapter:
+    spec: LoraSpec
+    weights: FloatArray
+    exp_avg: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
+    exp_avg_sq: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
+    gradient: FloatArray | None = None
+    step: int = 0
+
+
+class MockTrainer:
+    """A :class:`~twinkle.server.backends.backend.TrainingBackend`. ``pause``: seconds that every pass takes."""
+
+    def __init__(self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0) -> None:
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.pause = pause
+        self._rows = 0  # tokens of all passes
+        self._adapters: dict[str, _Adapter] = {}
+
+    def check_adapter(self, spec: LoraSpec) -> None:
+        _check_spec(spec)
+
+    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+        if adapter_id in self._adapters:
+            raise AdapterExistsError(adapter_id)
+        spec = _check_spec(spec)
+        weights = np.random.default_rng(spec.seed & (2**64 - 1) if spec.seed is not None else None).uniform(-1, 1, SIZE)
+        self._adapters[adapter_id] = _Adapter(spec, weights.astype(np.float32))
+        return spec
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._get(adapter_id)
+        del self._adapters[adapter_id]
+
+    def adapter_ids(self) -> list[str]:
+        return list(self._adapters)
+
+    def resident_adapter_ids(self) -> list[str]:
+        return self.adapter_ids()
+
+    def host_bytes(self) -> int:
+        return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        """As if each rank took a kilobyte."""
+        return 1024 * spec.rank
+
+    def numbers(self) -> TrainerNumbers:
+        return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
+
+    def vector(self, adapter_id: str) -> FloatArray:
+        return self._get(adapter_id).weights.copy()
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
+        return {"w": self.vector(adapter_id)}
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]:
+        spec = self._get(adapter_id).spec
+        return peft_config(spec, ("w",), "mock")
+
+    def step_count(self, adapter_id: str) -> int:
+        return self._get(adapter_id).step
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        return self._run(items, train=False)
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        return self._run(items, train=True)
+
+    def in_steps(
+        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """All in one step."""
+        yield from ()
+        return self.forward_backward(items) if train else self.forward(items)
+
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+        """``decoupled`` makes no difference: there is no Adam here."""
+        adapter = self._get(adapter_id)
+        _check_params(params)
+        if adapter.gradient is None:
+            return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
+        gradient = adapter.gradient
+        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        if params.grad_clip_norm > 0:
+            gradient = gradient * np.float32(min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+        adapter.exp_avg = (params.beta1 * adapter.exp_avg + gradient).astype(np.float32)
+        adapter.exp_avg_sq = (params.beta2 * adapter.exp_avg_sq + gradient**2).astype(np.float32)
+        decayed = adapter.weights * (1 - params.learning_rate * params.weight_decay)
+        adapter.weights = (decayed - params.learning_rate * adapter.exp_avg).astype(np.float32)
+        adapter.weights[0] += _STEP
+        adapter.gradient = None
+        adapter.step += 1
+        return {"unclipped_grad_l2:mean": norm}
+
+    def zero_grad(self, adapter_id: str) -> None:
+        self._get(adapter_id).gradient = None
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None:
+        adapter = self._get(adapter_id)
+        if adapter.gradient is not None:
+            adapter.gradient = (adapter.gradient * np.float32(factor)).astype(np.float32)
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
+        gradient = self._get(adapter_id).gradient
+        return 0.0 if gradient is None else float(np.linalg.norm(gradient.astype(np.float64), norm_type))
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
+        adapter = self._get(adapter_id)
+        return AdapterSnapshot(
+            spec=adapter.spec,
+            step=adapter.step,
+            layout=_LAYOUT,
+            weights=adapter.weights.copy(),
+            exp_avg=adapter.exp_avg.copy(),
+            exp_avg_sq=adapter.exp_avg_sq.copy(),
+            gradient=None if adapter.gradient is None else adapter.gradient.copy(),
+        )
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
+        if snapshot.layout != _LAYOUT:
+            raise InvalidInputError("snapshot.layout", snapshot.layout, _LAYOUT)
+        self._adapters[adapter_id] = _Adapter(
+            _check_spec(snapshot.spec),
+            snapshot.weights.copy(),
+            snapshot.exp_avg.copy(),
+            snapshot.exp_avg_sq.copy(),
+            None if snapshot.gradient is None else snapshot.gradient.copy(),
+            snapshot.step,
+        )
+
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
+        adapter = self._get(adapter_id)
+        moments = {"exp_avg": adapter.exp_avg.copy(), "exp_avg_sq": adapter.exp_avg_sq.copy()} if optimizer else {}
+        own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
+        arrays = {"weights": adapter.weights.copy(), **moments}
+        return partial(_write_checkpoint, arrays=arrays, own=own, state=state, companions=companions)
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
+        adapter = self._get(adapter_id)
+        arrays, state = read_checkpoint(Path(directory))
+        if state["spec"]["rank"] != adapter.spec.rank:
+            raise CheckpointError(
+                f"{directory} holds rank {state['spec']['rank']}, the adapter has {adapter.spec.rank}"
+            )
+        if optimizer and "exp_avg" not in arrays:
+            raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
+        fresh = _Adapter(adapter.spec, arrays["weights"])
+        if optimizer:
+            fresh.exp_avg, fresh.exp_avg_sq, fresh.step = arrays["exp_avg"], arrays["exp_avg_sq"], state["step"]
+        self._adapters[adapter_id] = fresh
+
+    def _get(self, adapter_id: str) -> _Adapter:
+        if adapter_id not in self._adapters:
+            raise AdapterNotFoundError(adapter_id)
+        return self._adapters[adapter_id]
+
+    def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
+        time.sleep(self.pause)
+        results: list[TrainResult | TrainFailure] = []
+        for item in items:
+            try:
+                results.append(self._pass(item, train))
+            except TwinkleError as error:
+                results.append(TrainFailure(error))
+        return results
+
+    def _pass(self, item: TrainItem, train: bool) -> TrainResult:
+        if item.base_model and train:
+            raise InvalidInputError("base_model", True, "False: the base model is not trained")
+        adapter = _Adapter(_NO_SPEC, np.zeros(SIZE, np.float32)) if item.base_model else self._get(item.adapter_id)
+        _check_item(item, self.vocab_size, self.max_length)
+        item = replace(item, data=[_written_out(datum) for datum in item.data])
+        self._rows += sum(len(datum.tokens) for datum in item.data)
+        phis = [_features_of(datum) for datum in item.data]
+        lps = [logprobs(adapter.weights, phi) for phi in phis]
+        metrics: Mapping[str, float] = {}
+        if item.objective is None:
+            parts = [_terms(item.loss, lp, datum) for lp, datum in zip(lps, item.data, strict=True)]
+            loss, slopes = sum(float(terms.sum()) for terms, _ in parts), [slope for _, slope in parts]
+        else:
+            value = item.objective([_values(lp) for lp in lps])
+            loss, metrics = value.loss, value.metrics
+            slopes = [slope.astype(np.float64) for slope in value.logprobs]
+        gradient = np.zeros(SIZE)
+        for lp, phi, slope in zip(lps, phis, slopes, strict=True):
+            gradient += np.tensordot(slope * -np.expm1(lp), phi, axes=lp.ndim)  # dlp/ds = 1 − σ(s)
+        earlier = 0.0 if adapter.gradient is None else adapter.gradient
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = (earlier + gradient).astype(np.float32)
+        if not math.isfinite(loss) or not np.isfinite(total).all():
+            raise NonFiniteError(f"loss {item.loss!r} or its gradient holds NaN or infinity: nothing was kept")
+        if train:
+            adapter.gradient = total
+        results = [lp.astype(np.float32) for lp in lps]
+        values = tuple(_values(lp) for lp in lps) if item.statistics else ()
+        return TrainResult(results, {"loss:sum": loss, **metrics}, values)
+
+
+def _written_out(datum: Datum) -> Datum:
+    """The datum without sparse arrays, and without those that no loss can read."""
+    weights = None if datum.weights is None else dense(datum.weights)
+    extras = {name: dense(array) for name, array in datum.extras.items() if array.shape == datum.targets.shape}
+    return Datum(datum.tokens, dense(datum.targets), weights, extras)
+
+
+def _features_of(datum: Datum) -> Doubles:
+    columns = (len(datum.tokens), *([1] * (datum.targets.ndim - 1)))
+    return features(datum.tokens.reshape(columns), dense(datum.targets), np.arange(columns[0]).reshape(columns))
+
+
+def _values(lp: Doubles) -> TokenValues:
+    """The entropy of a choice between two; which token is likeliest nobody can say here."""
+    entropies = -(np.exp(lp) * lp + -np.expm1(lp) * np.log(np.maximum(-np.expm1(lp), 1e-30)))
+    return TokenValues(lp.astype(np.float32), entropies.astype(np.float32), np.zeros(len(lp), np.int64))
+
+
+def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
+    """The loss of each target and its derivative by lp."""
+    if loss == "cross_entropy":
+        weights = np.ones_like(lp) if datum.weights is None else dense(datum.weights).astype(np.float64)
+        return -weights * lp, -weights
+    advantages = dense(datum.extras["advantages"]).astype(np.float64)
+    with np.errstate(over="ignore"):
+        ratio = np.exp(np.where(advantages != 0, lp - dense(datum.extras["logprobs"]), 0.0))
+        return -ratio * advantages, -ratio * advantages
+
+
+def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
+    """The checks of :mod:`twinkle.model.validation`, which needs torch."""
+    if item.loss not in LOSSES:
+        raise UnknownNameError("loss", item.loss, LOSSES)
+    loss = LOSSES[item.loss]
+    for key, value in item.loss_config.items():
+        if key not in loss.config:
+            raise UnknownNameError(f"config key of loss {item.loss}", key, loss.config or ("none",))
+        if not math.isfinite(value):
+            raise InvalidInputError(f"loss_config.{key}", value, "a finite number")
+    if not item.data:
+        raise InvalidInputError("data", item.data, "a sequence of at least one datum")
+    for index, datum in enumerate(item.data):
+        _check_datum(datum, f"data[{index}]", item.loss, vocab_size, max_length)
+
+
+def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_length: int) -> None:
+    length, shape = len(datum.tokens), datum.targets.shape
+    if not 0 < length <= max_length:
+        raise InvalidInputError(f"{where}.tokens", f"shape {datum.tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
+    if shape[:1] != (length,) or len(shape) > (2 if loss == "cross_entropy" else 1) or datum.targets.size == 0:
+        raise InvalidInputError(
+            f"{where}.targets", f"shape {shape}", f"({length},) or, for cross_entropy, ({length}, K)"
+        )
+    if datum.width > vocab_size:
+        raise InvalidInputError(
+            f"{where}.targets", f"{datum.width} a token", f"at most {vocab_size}: there are no more tokens"
+        )
+    for name, ids in (("tokens", datum.tokens), ("targets", listed(datum.targets))):
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+            raise InvalidInputError(f"{where}.{name}", f"{ids.min()} to {ids.max()}", f"token ids in [0, {vocab_size})")
+    given = dict(datum.extras) if datum.weights is None else {**datum.extras, "weights": datum.weights}
+    for name in (*LOSSES[loss].inputs, *LOSSES[loss].optional_inputs):
+        if name not in given and name in LOSSES[loss].inputs:
+            raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss!r} needs it")
+        if name in given and given[name].shape != shape:
+            raise InvalidInputError(f"{where}.{name}", f"shape {given[name].shape}", f"shape {shape}, as targets")
+        if name in given and not np.isfinite(listed(given[name])).all():
+            raise InvalidInputError(f"{where}.{name}", "NaN or infinity", "finite numbers")
+
+
+def _check_spec(spec: LoraSpec) -> LoraSpec:
+    if not 1 <= spec.rank <= _MAX_RANK:
+        raise InvalidInputError("rank", spec.rank, f"an integer in [1, {_MAX_RANK}]")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise InvalidInputError("train_attn, train_mlp, train_unembed", False, "at least one of them true")
+    return spec if spec.seed is not None else replace(spec, seed=SystemRandom().randrange(2**63))
+
+
+def _check_params(params: AdamParams) -> None:
+    for name, value in asdict(params).items():
+        if not math.isfinite(value) or value < 0:
+            raise InvalidInputError(name, value, "a finite number ≥ 0")
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, Any]]:
+    try:
+        with np.load(directory / _WEIGHTS, allow_pickle=False) as file:
+            arrays = dict(file)
+        state = json.loads((directory / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"could not read {directory}: {error}") from error
+    if state["layout"] != _LAYOUT:
+        raise CheckpointError(f"{directory}: layout: got {state['layout']!r}, allowed: {_LAYOUT}")
+    return arrays, state
+
+
+def _write_checkpoint(
+    directory: Path,
+    arrays: Mapping[str, FloatArray],
+    own: Mapping[str, object],
+    state: Mapping[str, object],
+    companions: Callable[[Path], None] | None,
+) -> None:
+    """Write adapter.npz and our state; the directory appears whole or not at all."""
+    staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+    staging.mkdir(parents=True)
+    np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
+    (staging / _STATE).write_text(json.dumps(own))
+    if state:
+        (staging / _PROGRESS).write_text(json.dumps(dict(state)))
+    if companions is not None:
+        companions(staging)
+    if directory.exists():
+        shutil.rmtree(directory)
+    os.replace(staging, directory)

@@ -1,0 +1,88 @@
+"""Start a server, here and now or in the background."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from twinkle.errors import MissingDependencyError, TwinkleServerError
+from twinkle.requirements import exists
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.launchable import refuse_what_is_not_yet
+from twinkle.server.runtime.startup_banner import LISTENING
+
+_START_SECONDS = 600.0
+_NOTHING = (
+    "nothing to serve: the configuration has no applications; --model ID serves a model with its other settings, and "
+    "without a configuration the demo model is served"
+)
+
+
+def run_server(
+    config: ServerConfig, notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
+) -> None:
+    """Until it is told to end; returns at once where nothing is configured.
+
+    ``log_level``, ``log_format``: in the place of the configuration's.
+    Both runtimes are imported here: they are not for --help.
+    """
+    from twinkle.server.telemetry.json_logs import configure_logging
+
+    if not config.applications:
+        print(_NOTHING, file=sys.stderr, flush=True)
+        return
+    refuse_what_is_not_yet(config)
+    level, form = log_level or config.logging.level, log_format or config.logging.format
+    configure_logging(level, form)
+    if config.runtime == "embedded":
+        from twinkle.server.runtime.embedded import serve_embedded
+
+        serve_embedded(config, notes)
+        return
+    if not exists("ray"):
+        raise MissingDependencyError("ray[serve]", "ray", "runtime: ray (runtime: embedded needs none)")
+    from twinkle.server.runtime.ray.running import serve_ray
+
+    said = config.model_copy(update={"logging": config.logging.model_copy(update={"level": level, "format": form})})
+    serve_ray(said, notes)
+
+
+def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:
+    """Start ``twinkle-server launch`` with these arguments and wait until it serves; returns process id and URL."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as log:
+        said_before = log.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "twinkle.server", "launch", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        # Its own announcement, not an answer on the port: another server may be there.
+        said = log_file.read_bytes()[said_before:].decode(errors="replace")
+        listening = re.search(rf"^{LISTENING} (\S+)", said, re.MULTILINE)
+        if listening is not None:
+            return process.pid, listening[1]
+        if process.poll() is not None:
+            last = said.strip().splitlines()[-1:] or ["it said nothing"]
+            raise TwinkleServerError(f"the server ended with exit code {process.returncode}: {last[0]}")
+        time.sleep(0.2)
+    process.terminate()
+    raise TwinkleServerError(f"the server did not start within {_START_SECONDS:.0f} s; see {log_file}")
+
+
+def fetch_status(url: str) -> dict[str, object]:
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/status", timeout=10) as answer:
+            status: dict[str, object] = json.load(answer)
+            return status
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise TwinkleServerError(f"no server answers at {url}: {error}") from error

@@ -1,1 +1,0 @@
-"""The files of the dashboard, which :mod:`twinkle.server.routes.dashboard` serves as they are."""

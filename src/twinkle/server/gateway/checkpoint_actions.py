@@ -1,0 +1,58 @@
+"""What the owner of a checkpoint may do with it: delete it, change its expiry, let everybody read it."""
+
+import time
+from functools import partial
+
+from twinkle.errors import NotFoundError
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.services.checkpoints.access import expired
+from twinkle.server.state import Store
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.work_pools import FairPool
+from twinkle.server.types import CheckpointRecord
+
+
+class CheckpointActions:
+    """Every method answers for another tenant's checkpoint, public or not, as for one that does not exist."""
+
+    def __init__(self, store: Store, files: DataDir, threads: FairPool) -> None:
+        self._store = store
+        self._files = files
+        self._threads = threads
+
+    async def delete(self, path: CheckpointPath, tenant_id: str) -> None:
+        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("checkpoint", str(path))
+        await self._delete(record, "checkpoint_delete")
+
+    async def delete_expired(self, now: float) -> None:
+        for record in await self._store.checkpoints.expired(now):
+            await self._delete(record, "checkpoint_expire")
+
+    async def _delete(self, record: CheckpointRecord, event: str) -> None:
+        """Files that samplers are pinned to stay until the sessions of all of them have ended."""
+        await self._store.checkpoints.delete(record.run_id, record.kind, record.name, event)
+        if not await self._store.sampling_sessions.refer_to(record.directory):
+            await self._threads.in_thread(record.tenant_id, partial(self._files.remove, record.directory))
+        run = await self._store.runs.get(record.run_id)
+        if run is not None and run.state != "live":  # nobody saves to it any more
+            await self._threads.in_thread(record.tenant_id, partial(self._files.remove_empty, record.directory))
+
+    async def set_ttl(self, path: CheckpointPath, tenant_id: str, ttl_seconds: int | None) -> None:
+        """Counted from now; None: it stays."""
+        await self._own(path, tenant_id)
+        expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
+        if not await self._store.checkpoints.set_expiry(path.run_id, path.kind, path.name, expires_at):
+            raise NotFoundError("checkpoint", str(path))
+
+    async def set_public(self, path: CheckpointPath, tenant_id: str, public: bool) -> None:
+        """Public: every tenant of this server may read it. It is sent nowhere."""
+        await self._own(path, tenant_id)
+        if not await self._store.checkpoints.set_public(path.run_id, path.kind, path.name, public):
+            raise NotFoundError("checkpoint", str(path))
+
+    async def _own(self, path: CheckpointPath, tenant_id: str) -> None:
+        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        if record is None or record.tenant_id != tenant_id or expired(record):
+            raise NotFoundError("checkpoint", str(path))

@@ -1,0 +1,541 @@
+"""The gateway: who is asking, what belongs to whom, and which service is to be asked.
+
+Plain async methods, one a question; routes turn HTTP into these calls and back. It keeps nothing that the state does
+not have, apart from heartbeats since the last housekeeping.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from twinkle.errors import (
+    InvalidInputError,
+    NotFoundError,
+    QuotaError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from twinkle.model.types import LoraSpec
+from twinkle.sampler.types import SampleRequest
+from twinkle.server import ids
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.serving import known_name
+from twinkle.server.gateway.checkpoint_actions import CheckpointActions
+from twinkle.server.gateway.fleet import Fleet, LocalFleet, ModelReport
+from twinkle.server.gateway.hub_uploads import Uploads
+from twinkle.server.gateway.identity import Identity
+from twinkle.server.gateway.long_polls import LongPolls
+from twinkle.server.gateway.running_time import RunningTime
+from twinkle.server.gateway.sampling_clients import SamplingClients
+from twinkle.server.gateway.signed_urls import SignedUrls
+from twinkle.server.gateway.silent_sessions import SilentSessions
+from twinkle.server.gateway.unloading import Unloading
+from twinkle.server.gateway.usage_recorder import Bookkeeping
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.processors.service import Processors, ProcessorService
+from twinkle.server.services.checkpoints.access import loadable_checkpoint, readable_checkpoint, version_of
+from twinkle.server.services.sampling.completions import Completion
+from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.services.training.custom_losses import CustomLosses
+from twinkle.server.services.training.model_service import ModelService
+from twinkle.server.state import SAMPLING_SESSION_ROWS, SESSION_ROWS, Store
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.types import (
+    Budget,
+    CheckpointRecord,
+    CreateAdapter,
+    FinishReason,
+    Op,
+    OpKind,
+    RunRecord,
+    SamplingSessionRecord,
+    SessionRecord,
+)
+from twinkle.server.verbs.templates import Templates
+from twinkle.server.wire.sampling import Encode
+
+logger = logging.getLogger(__name__)
+
+_ACKNOWLEDGED_AT_ONCE = 512
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Services:
+    """All that serves one base model."""
+
+    model: ServedModel
+    training: ModelService
+    sampling: SamplerService | None
+    templates: Templates
+
+
+class Gateway:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: Store,
+        services: Mapping[str, Services],
+        files: DataDir,
+        processors: Processors | None = None,
+        tenants: Tenants | None = None,
+        *,
+        fleet: Fleet | None = None,
+        fleet_of_all: Fleet | None = None,
+        replica: str = "",
+        memory: ProcessMemory | None = None,
+    ) -> None:
+        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name.
+
+        ``fleet_of_all``: of a replica, which answers for its own services only, the way to those of the others.
+        ``memory``: what the services share; None: nothing else is in this process.
+        """
+        self.config = config
+        self.store = store
+        self.services = services
+        self.files = files
+        self.processors = processors
+        self.tenants = tenants or Tenants()
+        self.memory = memory or ProcessMemory(config.limits)
+        self.books = Bookkeeping(store, self.tenants)
+        self.reading = self.tenants.pools.reading  # large bodies, in threads
+        self.copying = TenantTurns(at_once=1)  # checkpoints
+        self.polls = LongPolls(self.tenants)
+        self.started_at = time.time()
+        self.stopping = False
+        self.uploads = Uploads(self.tenants.pools.hub)
+        self.replica = replica
+        self.fleet: Fleet = fleet or LocalFleet(self)
+        self.fleet_of_all: Fleet = fleet_of_all or self.fleet
+        limits = config.limits
+        self.running_time = RunningTime(min(limits.session_timeout_seconds, limits.silent_session_seconds))
+        self.silent_sessions = SilentSessions(self)
+        self.custom_losses = CustomLosses(store, config.limits.max_custom_losses_per_tenant, self.reading)
+        self.identity = Identity(config.auth, store.keys)
+        self.checkpoint_actions = CheckpointActions(store, files, self.tenants.pools.saving)
+        self.signed_urls = SignedUrls(store, self.identity)
+        self.unloading = Unloading(self)
+        self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
+        self._served = [name for served in config.served_models for name in served.names]
+        self._heartbeats: dict[str, float] = {}
+        self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
+        self._sampling_clients = SamplingClients(store.sampling_sessions)
+
+    # --- who ----------------------------------------------------------------------------------------------------------
+
+    async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
+        return await self.identity.tenant(key, prefix)
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """What this process uses of everything in bytes that all tenants share, with the limits; one a resource."""
+        budgets = [self.memory.guard.budget, self.memory.results.budget]
+        services = [entry.training for entry in self.services.values()]
+        of_models = [budget for training in services for budget in training.budgets]
+        for resource in dict.fromkeys(budget.resource for budget in of_models):
+            same = [budget for budget in of_models if budget.resource == resource]
+            budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
+        budgets += [training.journal.budget() for training in services[:1]]  # all services write to one journal
+        if isinstance(self.processors, ProcessorService):  # otherwise they are in another process, which tells
+            budgets.append(self.processors.budget)
+        return budgets
+
+    # --- which model --------------------------------------------------------------------------------------------------
+
+    def model(self, name: str) -> Services:
+        """By name or alias; what follows a colon (``…:peft:262144``) chooses nothing here."""
+        known = known_name(name, self._names)
+        if known is None:
+            raise UnknownNameError("base_model", name, self._served)
+        return self._names[known]
+
+    def serving(self, model_name: str) -> Services:
+        """What serves a base model that a record names. The configuration may have changed since it was made."""
+        services = self.services.get(model_name)
+        if services is None:
+            served = ", ".join(one.name for one in self.config.served_models)
+            raise UnsupportedError(f"base model {model_name!r} is not served any more; served: {served}")
+        return services
+
+    async def listed_models(self) -> dict[str, ModelReport]:
+        """By the names that the configuration lists; a model that nobody can reach now is left out."""
+        reports = await self.fleet.reports()
+        by_name = {name: report for report in reports.values() for name in report.names}
+        return {name: by_name[name] for name in self.config.listed_names if name in by_name}
+
+    def sampler_of(self, session: SamplingSessionRecord) -> SamplerService:
+        sampling = self.serving(session.model_name).sampling
+        if sampling is None:
+            raise UnsupportedError(f"base_model: {session.base_model!r} is served for training only")
+        return sampling
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
+        limits = self.tenants.limits(session.tenant_id)
+        return await self.silent_sessions.with_session_room(
+            session.tenant_id,
+            lambda: self.with_row_room(
+                session.tenant_id,
+                lambda: self.store.sessions.create(session, idempotency_key, limits.sessions, limits.session_rows),
+            ),
+        )
+
+    async def with_row_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``create`` does; where a tenant has too many rows on record, after the oldest made room."""
+        try:
+            return await create()
+        except QuotaError as error:
+            if error.key not in (SESSION_ROWS, SAMPLING_SESSION_ROWS):
+                raise
+            if not await self.store.retention.make_room(tenant_id, time.time()):
+                raise
+        return await create()
+
+    async def session(self, session_id: str, tenant_id: str) -> SessionRecord:
+        record = await self.store.sessions.get(session_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("session", session_id)
+        return record
+
+    async def active_session(self, session_id: str, tenant_id: str) -> SessionRecord:
+        record = await self.session(session_id, tenant_id)
+        if record.state != "active":
+            raise InvalidInputError(
+                "session_id", session_id, f"a session that is active, this one is {record.state}: make a new client"
+            )
+        return record
+
+    async def heartbeat(self, session_id: str, tenant_id: str) -> SessionRecord:
+        record = await self.session(session_id, tenant_id)
+        self._heartbeats[session_id] = time.time()
+        return record
+
+    def last_seen(self, session: SessionRecord) -> float:
+        """Return when a session was last heard of, as far as this process knows."""
+        return max(session.last_seen, self._heartbeats.get(session.session_id, 0.0))
+
+    def is_silent(self, session: SessionRecord) -> bool:
+        """Return whether an active session was not heard of for ``limits.silent_session_seconds``."""
+        return self.silent_sessions.is_silent(session, time.time())
+
+    async def finish_session(
+        self, session_id: str, tenant_id: str, reason: FinishReason = "success", detail: str | None = None
+    ) -> None:
+        """The first reason stands."""
+        record = await self.session(session_id, tenant_id)
+        if record.state == "active":
+            await self.end_session(record, "finished", reason, detail)
+
+    async def end_session(
+        self,
+        session: SessionRecord,
+        state: Literal["finished", "expired"],
+        reason: FinishReason | None = None,
+        detail: str | None = None,
+    ) -> None:
+        """Adapters of a session that ended leave the device; their last state is kept as a checkpoint for a while."""
+        await self.store.sessions.end(session.session_id, state, time.time(), reason, detail)
+        self._heartbeats.pop(session.session_id, None)
+        if self.processors is not None:
+            await self.processors.end_session(session.session_id)
+        await self.fleet.release_session(session, state)
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        """What our own services have of a session that ended."""
+        for run in await self.store.runs.of_session(session.session_id):
+            await self.park(run, f"session {session.session_id} {state}")
+        for sampling in await self.store.sampling_sessions.of_session(session.session_id):
+            await self._release(sampling)
+
+    async def _release(self, sampling: SamplingSessionRecord) -> None:
+        """Its weights leave the device unless others sample from them; until its files go, it may come back."""
+        self._samplers.pop(sampling.sampling_session_id, None)
+        self._sampling_clients.forget(sampling.sampling_session_id)
+        entry = self.services.get(sampling.model_name)
+        if sampling.version_id is None or sampling.directory is None or entry is None or entry.sampling is None:
+            return
+        if not await self.store.sampling_sessions.refer_to(sampling.directory):
+            entry.sampling.give_up_version(sampling.version_id)
+
+    async def end_what_was_ending(self) -> None:
+        """Adapters whose session ended while something came in between: this server's end, or a database away."""
+        for run in await self.store.runs.left_behind():
+            session = await self.store.sessions.get(run.session_id)
+            assert session is not None, "a run has a session"
+            await self.park(run, f"session {session.session_id} {session.state}")
+        await self.unloading.go_on()
+
+    async def park(self, run: RunRecord, why: str) -> None:
+        """Those of a base model that is not served now have to wait until it is."""
+        if run.state == "live" and run.model_name in self.services:
+            entry = self.services[run.model_name]
+            outdated = await entry.training.park(run, why, self.config.limits.parked_adapter_seconds)
+            if entry.sampling is not None:
+                for version_id in outdated:
+                    entry.sampling.give_up_version(version_id)
+
+    async def park_anywhere(self, run: RunRecord, why: str) -> None:
+        """Park an adapter on whichever replica has it."""
+        if run.model_name in self.services and self.services[run.model_name].training.run(run.run_id) is not None:
+            await self.park(run, why)
+        else:
+            await self.fleet_of_all.park_run(run, why)
+
+    def requests_of(self, run_id: str) -> list[float]:
+        """Return when a run of our services was last asked for something: of any other run nothing."""
+        found = (entry.training.last_requests().get(run_id) for entry in self.services.values())
+        return [at for at in found if at is not None]
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def create_model(
+        self,
+        tenant_id: str,
+        session_id: str,
+        number: int,
+        base_model: str,
+        spec: LoraSpec,
+        user_metadata: Mapping[str, str],
+        body: bytes,
+    ) -> tuple[str, str]:
+        """(run id, request id)."""
+        run_id = ids.run_id(session_id, number)
+        run = self.new_run(run_id, tenant_id, session_id, number, base_model, spec, user_metadata)
+        return run_id, await self.create_run(run, Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body))
+
+    def new_run(
+        self,
+        run_id: str,
+        tenant_id: str,
+        session_id: str,
+        number: int,
+        base_model: str,
+        spec: LoraSpec,
+        user_metadata: Mapping[str, str],
+    ) -> RunRecord:
+        """The record of an adapter that is to be created."""
+        if spec.rank > self.config.limits.max_rank:
+            raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {self.config.limits.max_rank}")
+        now = time.time()
+        return RunRecord(
+            run_id=run_id,
+            session_id=session_id,
+            number=number,
+            tenant_id=tenant_id,
+            base_model=base_model,
+            model_name=self.model(base_model).model.name,
+            spec=spec,
+            created_at=now,
+            last_request_at=now,
+            user_metadata=user_metadata,
+            replica=self.replica,
+        )
+
+    async def create_run(self, run: RunRecord, op: Op) -> str:
+        """Create its adapter; returns the id of the request."""
+        await self.active_session(run.session_id, run.tenant_id)
+        training = self.serving(run.model_name).training
+        await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
+        request_id = await self.silent_sessions.with_adapter_room(
+            run, lambda: self.with_row_room(run.tenant_id, lambda: training.create(run, op))
+        )
+        session = await self.session(run.session_id, run.tenant_id)
+        if session.state != "active":  # it ended meanwhile, and did not know of this adapter
+            await self.park(run, f"session {session.session_id} {session.state}")
+        return request_id
+
+    async def run(self, run_id: str, tenant_id: str) -> RunRecord:
+        for entry in self.services.values():
+            live = entry.training.run(run_id)
+            if live is not None and live.tenant_id == tenant_id:
+                return live
+        record = await self.store.runs.get(run_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("model", run_id)
+        return record
+
+    async def submit(self, op: Op, tenant_id: str) -> str:
+        run = await self.run(op.adapter_id, tenant_id)
+        if ids.is_native_run(run.run_id):
+            raise InvalidInputError("model_id", run.run_id, "a model of this protocol; use its own client for this one")
+        training = self.serving(run.model_name).training
+        if training.run(run.run_id) is None:
+            return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
+        return await training.submit(op)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
+        return await readable_checkpoint(self.store, path, tenant_id)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def create_sampling_session(
+        self, tenant_id: str, session_id: str, number: int, base_model: str | None, model_path: str | None
+    ) -> SamplingSessionRecord:
+        await self.active_session(session_id, tenant_id)
+        record = SamplingSessionRecord(
+            sampling_session_id=ids.sampling_session_id(session_id, number),
+            session_id=session_id,
+            number=number,
+            tenant_id=tenant_id,
+            base_model=base_model or "",
+            model_name="",
+            model_path=model_path,
+            version_id=None,
+            directory=None,
+            created_at=time.time(),
+            replica=self.replica,
+        )
+        if model_path is not None:
+            path = CheckpointPath.parse(model_path, "model_path")
+            checkpoint = await loadable_checkpoint(self.store, path, tenant_id, "model_path")
+            run = await self.store.runs.get(path.run_id)
+            assert run is not None, "a checkpoint has a run"
+            record = replace(
+                record,
+                base_model=run.base_model,
+                model_name=run.model_name,
+                version_id=version_of(checkpoint),
+                directory=checkpoint.directory,
+                size_bytes=checkpoint.size_bytes if checkpoint.tenant_id == tenant_id else 0,
+            )
+        elif base_model is not None:
+            record = replace(record, model_name=self.model(base_model).model.name)
+        else:
+            raise InvalidInputError("base_model", None, "base_model or model_path")
+        self.sampler_of(record)
+        most = self.tenants.limits(tenant_id).sampling_session_rows
+        made = await self.with_row_room(tenant_id, lambda: self.store.sampling_sessions.create(record, most_rows=most))
+        if (made.version_id, made.model_name) != (record.version_id, record.model_name):
+            raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
+        return made
+
+    async def sampling_session(self, sampling_session_id: str, tenant_id: str) -> SamplingSessionRecord:
+        record = self._samplers.get(sampling_session_id)
+        if record is None:
+            record = await self.store.sampling_sessions.get(sampling_session_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise NotFoundError("sampling session", sampling_session_id)
+        self._samplers[sampling_session_id] = record
+        return record
+
+    async def sample(
+        self, session: SamplingSessionRecord, seq_id: int, request: SampleRequest, encode: Encode, digest: bytes
+    ) -> None:
+        """Take in a sample. ``digest`` of its body: the same number with another body is refused."""
+        sampling = self.sampler_of(session)
+        if sampling.completions is not None:
+            await self._sampling_clients.use(sampling, session.sampling_session_id, seq_id)
+        sampling.sample(session, request, digest=digest, encode=encode)
+
+    async def completions(
+        self, session: SamplingSessionRecord, client: int, place: int, acknowledged: Sequence[str], timeout: float
+    ) -> Sequence[Completion]:
+        """What is done of one client's samples after ``place`` in its stream, now or within ``timeout`` seconds."""
+        sampling = self.sampler_of(session)
+        if sampling.completions is None:
+            raise UnsupportedError("retrieve_futures is switched off here, as client/config says: use retrieve_future")
+        for start in range(0, len(acknowledged), _ACKNOWLEDGED_AT_ONCE):
+            sampling.acknowledge(session.sampling_session_id, acknowledged[start : start + _ACKNOWLEDGED_AT_ONCE])
+            await asyncio.sleep(0)  # others get their turn
+        key = session.sampling_session_id, client
+        with sampling.being_asked(session.sampling_session_id):
+            return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
+
+    async def join_sampling_session(self, session: SamplingSessionRecord) -> int:
+        return await self.store.sampling_sessions.join(session.sampling_session_id)
+
+    # --- housekeeping -------------------------------------------------------------------------------------------------
+
+    async def flush_heartbeats(self) -> None:
+        beats, self._heartbeats = self._heartbeats, {}
+        if beats:
+            await self.store.sessions.touch(beats)
+
+    def release_waiters(self) -> None:
+        """Answer every long poll now: the server is about to end."""
+        self.stopping = True
+        self.unloading.release_waiters()
+        self.tenants.pools.release_waiters()
+        if self.processors is not None:
+            self.processors.release_waiters()
+        for entry in self.services.values():
+            entry.training.release_waiters()
+            if entry.sampling is not None:
+                entry.sampling.release_waiters()
+
+    async def keep_house(self, now: float) -> None:
+        """Everything that happens by the clock, where one process does it all."""
+        await self.flush_heartbeats()
+        await self.expire(now)
+        await self.tidy(now)
+
+    async def tidy(self, now: float) -> None:
+        """What concerns our own services."""
+        await self.books.keep(now)
+        await self.end_what_was_ending()
+        await self._cancel_samples_of_vanished_clients(now)
+        limits = self.config.limits
+        await self.store.runs.touch(
+            {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
+        )
+        for entry in self.services.values():
+            await self.store.ops.mark_delivered(entry.training.sweep(now), now)
+            if entry.sampling is not None:
+                entry.sampling.sweep(now)
+        await self.store.custom_losses.prune()
+        await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
+        for entry in self.services.values():
+            await entry.training.journal.measure()
+        await self.store.audit.prune(now - limits.audit_retention_seconds)
+
+    async def _cancel_samples_of_vanished_clients(self, now: float) -> None:
+        """Cancel samples that nobody waits for: no heartbeat of their session and no question for them for a while."""
+        seconds = self.config.limits.silent_session_seconds
+        if not self.running_time.ran_for(seconds):
+            return
+        for entry in self.services.values():
+            unasked = set() if entry.sampling is None else entry.sampling.unasked_sessions(seconds)
+            for session_id in unasked:
+                record = await self.store.sessions.get(session_id)
+                gone = record is None or record.state != "active" or self.last_seen(record) < now - seconds
+                if gone and entry.sampling is not None:
+                    count = entry.sampling.cancel_unasked(session_id, seconds)
+                    logger.info("%d samples of session %s cancelled: its client is gone", count, session_id)
+
+    async def expire(self, now: float) -> None:
+        """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints.
+
+        If this process did not run in between, or the clock was set, nobody could be heard: all begin anew.
+        """
+        if self.running_time.take_interruption():
+            forgiven = await self.store.sessions.forgive_downtime(now)
+            await self.store.ops.forgive_downtime(now)
+            logger.warning("the server or its clock did not go on evenly: %d sessions count as heard of now", forgiven)
+            return
+        limits = self.config.limits
+        silent = await self.store.sessions.silent(now - limits.session_timeout_seconds)
+        reports = (await self.fleet.reports()).values() if silent else ()
+        for session in silent:
+            if not any(session.session_id in report.busy_sessions for report in reports):
+                logger.info("session %s expired", session.session_id)
+                await self.end_session(session, "expired")
+        abandoned = await self.store.sampling_sessions.abandoned(now - limits.sampler_version_retention_seconds)
+        for sampling in (*abandoned, *await self.store.sampling_sessions.orphaned()):
+            assert sampling.directory is not None, "a version has files"
+            await asyncio.to_thread(self.files.remove, sampling.directory)
+            await self.store.sampling_sessions.delete(sampling.sampling_session_id)
+            await self._release(sampling)
+        await self.checkpoint_actions.delete_expired(now)
+        forgotten = await self.store.retention.delete_ended(now - limits.ended_session_retention_seconds)
+        if forgotten:
+            logger.info("%d rows of sessions that ended long ago were deleted", forgotten)

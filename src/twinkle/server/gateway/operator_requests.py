@@ -1,0 +1,51 @@
+"""What operators ask of a running server on its command line, answered when the server keeps house."""
+
+import logging
+from collections.abc import Callable
+
+from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError, UnknownNameError
+from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.state import EVICT, OperatorRequest
+
+__all__ = ["answer_operators"]
+
+logger = logging.getLogger(__name__)
+
+_FORGOTTEN_SECONDS = 86_400.0
+
+
+async def answer_operators(
+    gateway: Gateway, now: float, is_ours: Callable[[OperatorRequest], bool] = lambda _request: True
+) -> None:
+    """Do what was asked since the last time, in order. A request that fails says so to whoever asked.
+
+    ``is_ours``: whether a request is for this process, where there are others.
+    """
+    requests = gateway.store.operator_requests
+    for request in await requests.open():
+        if not is_ours(request):
+            continue
+        logger.info("the operator asks: %s %s", request.kind, request.target)
+        try:
+            if request.kind != EVICT:
+                raise UnknownNameError("request", request.kind, [EVICT])
+            answer, failed = await _evict(gateway, request.target), False
+        except TwinkleError as error:
+            answer, failed = str(error), True
+        except Exception:  # housekeeping must outlive any error, and would meet this one again
+            logger.exception("%s %s failed", request.kind, request.target)
+            answer, failed = "internal error; the server's log has the details", True
+        await requests.answer(request.request_id, answer, failed=failed)
+    await requests.forget(now - _FORGOTTEN_SECONDS)
+
+
+async def _evict(gateway: Gateway, run_id: str) -> str:
+    """Take an adapter off the device; returns what its tenant will be told."""
+    run = await gateway.store.runs.get(run_id)
+    if run is None or run.state != "live" or run.model_name not in gateway.services:
+        raise NotFoundError("model that is live here", run_id)
+    await gateway.park(run, f"model {run_id} was evicted by the operator")
+    parked = await gateway.store.runs.get(run_id)
+    if parked is None or parked.state != "parked" or parked.note is None:
+        raise TwinkleServerError(f"{run_id} could not be kept as a checkpoint; the server's log says why")
+    return parked.note

@@ -1,0 +1,117 @@
+"""Telemetry of one server process: made from the configuration before anything else, closed after everything else."""
+
+import asyncio
+import hmac
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+
+from twinkle.errors import ConfigError, MissingDependencyError
+from twinkle.server.config import TelemetryConfig
+from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.state_readings import read_process, read_state
+from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
+from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
+from twinkle.server.telemetry.tenant_series import TenantSeries, UsageTotals
+from twinkle.server.telemetry.tracing import NO_TRACING, Tracing
+
+if TYPE_CHECKING:
+    from twinkle.server.telemetry.otlp import Export
+
+__all__ = ["Telemetry"]
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_TOKEN = 16
+
+
+class Telemetry:
+    """``usage``: who counts what tenants use; None: nobody does. ``replica``: this process, where there are several."""
+
+    def __init__(self, config: TelemetryConfig | None = None) -> None:
+        """Raises for what can be known to be wrong before the slow part of a start."""
+        self.config = config or TelemetryConfig()
+        self.metrics = Metrics()
+        self.usage: UsageTotals | None = None
+        self.replica: str | None = None
+        self._token = _read_token(self.config.metrics_token_file)
+        most = self.config.tenants_in_metrics
+        self._tenants = TenantSeries(most) if most else None
+        self._export: Export | None = _export(self.config) if self.config.enabled else None
+        self.tracing: Tracing = NO_TRACING if self._export is None else self._export.tracing
+        self._task: asyncio.Task[None] | None = None
+
+    def training(self, model: str) -> TrainingRecorder:
+        return TrainingRecorder(model, self.metrics, self.tracing)
+
+    def sampling(self, model: str) -> SamplingRecorder:
+        return SamplingRecorder(model, self.metrics, self.tracing)
+
+    def has_token(self, given: str | None) -> bool:
+        """Whether a scraper's token is the configured one."""
+        if self._token is None or given is None:
+            return False
+        return hmac.compare_digest(self._token.encode(), given.encode())
+
+    async def read(self, gateway: Gateway) -> list[Reading]:
+        return [*await self._read_process(gateway), *await read_state(gateway)]
+
+    async def families(self, gateway: Gateway) -> list[Metric]:
+        """Of the server: this process, the state, and all other processes that can be asked."""
+        own = self.metrics.families(await self.read(gateway))
+        if self.replica is None:
+            return own
+        return of_all_replicas({self.replica: own, **await gateway.fleet.metrics()})
+
+    async def families_of_process(self, gateway: Gateway) -> list[Metric]:
+        """Of this process, for another one that tells of all."""
+        return self.metrics.families(await self._read_process(gateway))
+
+    async def _read_process(self, gateway: Gateway) -> list[Reading]:
+        return await read_process(gateway, self._tenants, self.usage)
+
+    def export_from(self, gateway: Gateway) -> None:
+        """Send metrics from now on, if they are to be sent."""
+        if self._export is not None:
+            self._task = asyncio.create_task(self._send_metrics(self._export, gateway))
+
+    async def close(self) -> None:
+        """Send what is left, within seconds."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
+
+    async def _send_metrics(self, export: "Export", gateway: Gateway) -> None:
+        """A failure is said once and tried again; see :mod:`twinkle.server.telemetry.otlp`."""
+        while True:
+            await asyncio.sleep(self.config.export_interval_ms / 1000)
+            try:
+                readings = await self.read(gateway)
+                await asyncio.to_thread(export.send_metrics, self.metrics, readings)
+            except Exception:  # an edge: whatever goes wrong with watching, the server works on
+                logger.exception("metrics were not exported")
+
+
+def _export(config: TelemetryConfig) -> "Export":
+    try:
+        from twinkle.server.telemetry.otlp import Export  # needs packages that nothing else does
+    except ImportError as error:
+        raise MissingDependencyError("opentelemetry-sdk", "telemetry", "telemetry.enabled: true") from error
+    return Export(config)
+
+
+def _read_token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError("telemetry.metrics_token_file", str(file), f"a file that can be read ({reason})") from error
+    if len(token) < _SHORTEST_TOKEN:
+        allowed = f"a file with a token of at least {_SHORTEST_TOKEN} characters"
+        raise ConfigError("telemetry.metrics_token_file", str(file), allowed)
+    return token

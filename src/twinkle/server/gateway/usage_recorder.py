@@ -1,0 +1,50 @@
+"""What is written down about tenants from time to time: usage, disk space, and whose keys have which names."""
+
+import asyncio
+
+from twinkle.errors import QuotaError
+from twinkle.server.state import Store
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.usage import utc_day
+
+__all__ = ["Bookkeeping"]
+
+
+_STORAGE_SECONDS = 300.0
+
+
+class Bookkeeping:
+    def __init__(self, store: Store, tenants: Tenants) -> None:
+        self._store = store
+        self._tenants = tenants
+        self._storage_at = 0.0  # when disk space was last looked at
+
+    async def keep(self, now: float) -> None:
+        await self.read_key_names()
+        await self.flush_usage()
+        self._tenants.training_rate.forget_full()
+        self._tenants.sampling_rate.forget_full()
+        if now - self._storage_at >= _STORAGE_SECONDS:
+            self._storage_at = now
+            await self._store.usage.note_storage(utc_day(now), await self._store.usage.storage())
+
+    async def check_space(self, tenant_id: str) -> None:
+        """Raise QuotaError if the tenant's disk space is used up."""
+        limit = self._tenants.limits(tenant_id).checkpoint_bytes
+        used = 0 if limit is None else await self._store.usage.storage_of(tenant_id)
+        if limit is not None and used >= limit:
+            raise QuotaError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant")
+
+    async def read_key_names(self) -> None:
+        """For terms that are given by the name of a key."""
+        if self._tenants.needs_key_names:
+            active = [key for key in await self._store.keys.list() if key.revoked_at is None]
+            self._tenants.know_keys([(key.name, key.tenant_id) for key in active])
+
+    async def flush_usage(self) -> None:
+        counts = self._tenants.usage.take_unwritten()
+        try:
+            await self._store.usage.add(counts)
+        except (Exception, asyncio.CancelledError):  # whatever it is, the next time may be better
+            self._tenants.usage.put_back(counts)
+            raise

@@ -1,0 +1,244 @@
+"""What all handlers share: the gateway, the caller, the body, JSON answers, and how errors become status codes."""
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from twinkle.errors import (
+    CapacityError,
+    ForbiddenError,
+    GoneError,
+    InvalidInputError,
+    NotFoundError,
+    OverloadedError,
+    QuotaError,
+    ShuttingDownError,
+    TwinkleError,
+    UnauthorizedError,
+    UserError,
+)
+from twinkle.server.config.sections import names_this_machine
+from twinkle.server.config.serving import GATEWAY_PREFIX
+from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.http.body_limits import upload_of
+from twinkle.server.state import DatabaseUnavailableError, StorageFullError
+from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.http import REQUEST_ID_HEADER
+from twinkle.server.wire import fields
+from twinkle.server.wire.errors import BodyTooLargeError
+from twinkle.server.wire.sequence_conflict import SequenceConflictError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = GATEWAY_PREFIX
+# Bodies below this are decoded on the event loop, in a fraction of a millisecond; larger ones in a thread.
+SMALL_BODY = 16_384
+_BEARER = "bearer"
+# The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
+JSON_BYTES = 2**20
+# What says no more than that the server is there, and /metrics, which looks at its callers itself.
+_FOR_ANY_HOST = frozenset({f"{PREFIX}/healthz", f"{PREFIX}/twinkle/healthz", "/-/healthz", "/metrics"})
+RequestT = TypeVar("RequestT", bound=fields.Request)
+
+# The first that matches; anything else of ours is a 500.
+_STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
+    (UnauthorizedError, 401),
+    (ForbiddenError, 403),
+    (NotFoundError, 404),
+    (GoneError, 410),
+    (SequenceConflictError, 409),
+    (BodyTooLargeError, 413),
+    (QuotaError, 429),
+    (OverloadedError, 503),
+    (UserError, 400),
+    (CapacityError, 503),
+    (ShuttingDownError, 503),
+    (DatabaseUnavailableError, 503),
+)
+
+
+def gateway_of(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def tenant_of(request: Request, prefix: str = "tml-") -> str:
+    """Who asks."""
+    tenant_id = await gateway_of(request).tenant(key_of(request), _prefix_of(request, prefix))
+    upload_of(request).belongs_to(tenant_id)
+    return tenant_id
+
+
+async def key_id_of(request: Request) -> str | None:
+    """Return the id of the caller's key, also where a token stands for it; None where keys are not issued."""
+    return await gateway_of(request).identity.key_id(key_of(request), _prefix_of(request, "tml-"))
+
+
+def _prefix_of(request: Request, prefix: str) -> str:
+    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
+    return "" if "twinkle-authorization" in request.headers else prefix
+
+
+def key_of(request: Request) -> str | None:
+    """The SDK sends X-API-Key; the others are for people and for our own client."""
+    key = request.headers.get("x-api-key")
+    for name in ("twinkle-authorization", "authorization"):
+        key = bearer_of(request, name) if key is None else key
+    return key
+
+
+def bearer_of(request: Request, header: str = "authorization") -> str | None:
+    """Return the key in an Authorization header: after ``Bearer``, or alone, as people and some scripts send it.
+
+    Other schemes are refused: a browser may send ``Basic`` by itself, and their credentials are no keys.
+    """
+    value = request.headers.get(header)
+    if value is None:
+        return None
+    scheme, space, rest = value.strip().partition(" ")
+    if scheme.lower() == _BEARER:
+        return rest.strip()
+    if space:
+        raise UnauthorizedError(f"an API key (tml-…), alone or after Bearer; {scheme[:20]!r} is another scheme")
+    return scheme
+
+
+def refuse_rebinding(request: Request) -> None:
+    """Raise InvalidInputError where the Host header may be that of a web page that gave its name our address.
+
+    Its visitors' browsers would act as tenants here. Where any key will do and only this machine can connect, a
+    request must also call us by a name of this machine.
+    """
+    config, host = gateway_of(request).config, request.url.hostname or ""
+    if config.auth.mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
+        public = None if config.public_url is None else urlsplit(config.public_url).hostname
+        if host != public:
+            raise InvalidInputError("Host header", host, "localhost, 127.0.0.1 or the host of public_url")
+
+
+async def body_of(request: Request, most: int | None = None) -> bytes:
+    """The whole body, as long as it stays within the limit for all requests and within ``most`` bytes.
+
+    It counts among its tenant's uploads until the request is answered: ask for the tenant first.
+    """
+    gateway, upload = gateway_of(request), upload_of(request)
+    is_work = most is None or most > 4 * JSON_BYTES  # heartbeats, polls and deletes have small bodies, and go on
+    limit = gateway.config.limits.max_request_bytes
+    limit = limit if most is None else min(limit, most)
+    of_tenant = gateway.tenants.limits(upload.tenant_id).uploading_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdigit():
+        if int(length) > limit:
+            raise BodyTooLargeError(limit)
+        if is_work and int(length) > SMALL_BODY:
+            gateway.memory.guard.check(int(length))
+        upload.grow_to(int(length), of_tenant)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError(limit)
+        if is_work and not length:
+            gateway.memory.guard.check(len(part))
+        upload.grow_to(size, of_tenant)
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def parsed(request_type: type[RequestT], request: Request) -> RequestT:
+    return fields.parse(request_type, await body_of(request, JSON_BYTES))
+
+
+def json_response(
+    content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
+
+
+def public_address(request: Request) -> str:
+    """Where the caller reaches us: as configured, or else as it did just now."""
+    return gateway_of(request).config.public_url or str(request.base_url).rstrip("/")
+
+
+def iso_time(seconds: float) -> str:
+    """Aware: the SDK compares with aware times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def is_loopback(request: Request) -> bool:
+    return request.client is None or request.client.host in ("127.0.0.1", "::1")
+
+
+def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
+    """For answers that a client may hope to be better soon. Both SDKs heed it."""
+    if isinstance(error, QuotaError | OverloadedError):
+        return {"Retry-After": str(error.retry_after)}
+    return {"Retry-After": "1"} if status in (429, 503) else None
+
+
+def note_refusal(error: Exception) -> None:
+    """Count a request that met a limit in /metrics."""
+    if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
+        request_context.refused_by(error.key)
+
+
+class RefuseRebinding:
+    """ASGI middleware: :func:`refuse_rebinding` for every path but those in ``_FOR_ANY_HOST``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in _FOR_ANY_HOST:
+            try:
+                refuse_rebinding(Request(scope))
+            except InvalidInputError as error:
+                app = json_response({"detail": str(error)}, 400)
+        await app(scope, receive, send)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """No tracebacks, keys or paths of ours to clients."""
+
+    async def expected(request: Request, error: Exception) -> Response:
+        assert isinstance(error, TwinkleError)
+        note_refusal(error)
+        if isinstance(error, StorageFullError):  # its message names our directories
+            logger.error("%s %s: %s", request.method, request.url.path, error)
+            return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
+        for kind, status in _STATUS:
+            if isinstance(error, kind):
+                return json_response({"detail": str(error)}, status, when_to_retry(error, status))
+        return await unexpected(request, error)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        context = request_context.current()  # the middleware that adds the id to answers is inside of this
+        headers = None if context is None else {REQUEST_ID_HEADER: context.http_id}
+        return json_response({"detail": "internal error; the server's log has the details"}, 500, headers)
+
+    async def invalid(_request: Request, error: Exception) -> Response:
+        """Of a query; bodies are read by us."""
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        value = repr(first["input"])[:120]
+        return json_response({"detail": f"{first['loc'][-1]}: got {value}, {first['msg']}"}, 400)
+
+    async def gone(request: Request, _error: Exception) -> Response:
+        """Whoever left in the middle of a request reads no answer, and is no error of ours."""
+        logger.debug("%s %s: the client is gone", request.method, request.url.path)
+        return Response(status_code=400)
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(TwinkleError, expected)
+    app.add_exception_handler(Exception, unexpected)

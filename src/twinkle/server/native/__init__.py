@@ -1,1 +1,0 @@
-"""Our own protocol: the verbs of the library on adapters of a server, in the same batches as everybody's."""

@@ -1,0 +1,302 @@
+"""Our own protocol's front door: sessions, what is served and how it is doing, training runs and their checkpoints.
+
+Runs and checkpoints are those of all protocols: what was trained with Tinker's SDK is listed here, and the reverse.
+"""
+
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel
+
+from twinkle.errors import InvalidInputError, NotFoundError
+from twinkle.server import ids
+from twinkle.server.gateway.fleet import report_of
+from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.protocols.native.http import IDEMPOTENCY_HEADER, native_tenant_of
+from twinkle.server.protocols.native.requests import services_of
+from twinkle.server.protocols.native.session_template import TEMPLATES_KEY
+from twinkle.server.protocols.operator.health import failure_of, health_of, models_health
+from twinkle.server.protocols.operator.system import status_of_models
+from twinkle.server.protocols.tinker.runs import Limit, Offset
+from twinkle.server.protocols.tinker.sessions import sign_of_life
+from twinkle.server.services.checkpoints.access import kind_of_checkpoint
+from twinkle.server.types import CheckpointRecord, RunRecord, SessionRecord
+from twinkle.server.wire import fields
+from twinkle_client import types
+
+router = APIRouter()
+
+_TWINKLE = f"{PREFIX}/twinkle"
+_MAX_KEY = 256  # characters of an idempotency key
+_PUBLIC_OWNER = "public"  # whose a public checkpoint is, is nobody's business
+
+
+class CreateSessionRequest(fields.Request):
+    """As the client has it, with bounds."""
+
+    metadata: fields.AnyMetadata | None = None
+
+
+def wire_response(body: BaseModel, status: int = 200) -> Response:
+    """Numbers that are not finite become null."""
+    return Response(body.model_dump_json(), status, media_type="application/json")
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+@router.post(f"{_TWINKLE}/create_session")
+async def create_session(request: Request) -> Response:
+    tenant_id = await native_tenant_of(request)
+    metadata = (await parsed(CreateSessionRequest, request)).metadata or {}
+    if TEMPLATES_KEY in metadata:
+        raise InvalidInputError("metadata", TEMPLATES_KEY, "any other key: this one is ours")
+    now = time.time()
+    session = SessionRecord(
+        session_id=ids.new_native_session_id(),
+        tenant_id=tenant_id,
+        created_at=now,
+        last_seen=now,
+        sdk_version="twinkle",
+        user_metadata=metadata,
+    )
+    made = await gateway_of(request).create_session(session, _idempotency_key(request))
+    return wire_response(types.CreateSessionResponse(session_id=made.session_id))
+
+
+@router.post(f"{_TWINKLE}/session_heartbeat")
+async def heartbeat(request: Request) -> Response:
+    tenant_id = await native_tenant_of(request)
+    beat = fields.parse(types.SessionHeartbeatRequest, await body_of(request, JSON_BYTES))
+    await sign_of_life(gateway_of(request), beat.session_id, tenant_id)
+    return wire_response(types.SessionHeartbeatResponse())
+
+
+@router.post(f"{_TWINKLE}/finish_session")
+async def finish_session(request: Request) -> Response:
+    tenant_id = await native_tenant_of(request)
+    wanted = fields.parse(types.FinishSessionRequest, await body_of(request, JSON_BYTES))
+    await gateway_of(request).finish_session(wanted.session_id, tenant_id)
+    return wire_response(types.FinishSessionResponse())
+
+
+def _idempotency_key(request: Request) -> str | None:
+    """Apart from those of Tinker's protocol: the same key there is another session."""
+    key = request.headers.get(IDEMPOTENCY_HEADER)
+    if key is not None and len(key) > _MAX_KEY:
+        raise InvalidInputError("X-Idempotency-Key header", f"{len(key)} characters", f"at most {_MAX_KEY}")
+    return None if key is None else f"native:{key}"
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@router.get("/-/routes")
+async def route_prefixes(request: Request) -> Response:
+    """Who waits for a server to come up looks here."""
+    reports = await gateway_of(request).fleet.reports()
+    models = {f"{PREFIX}/model/{name}": "model" for name in reports}
+    samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
+    return json_response({PREFIX: "server", **models, **samplers, f"{PREFIX}/processor": "processor"})
+
+
+@router.get("/-/healthz")
+async def serve_health() -> Response:
+    """What Ray Serve's proxy answers by itself, for whoever watches a server of either runtime."""
+    return PlainTextResponse("success")
+
+
+@router.get(f"{_TWINKLE}/healthz")
+async def health(request: Request) -> Response:
+    failure = failure_of(gateway_of(request))
+    return wire_response(types.HealthResponse(status=failure or "ok"), 200 if failure is None else 503)
+
+
+@router.get(f"{_TWINKLE}/healthz/deep")
+async def deep_health(request: Request) -> Response:
+    """Of every model, without asking the compute thread: it may be busy for a while."""
+    models = await models_health(gateway_of(request))
+    healthy = all(model["healthy"] for model in models.values())
+    return wire_response(types.DeepHealthResponse(healthy=healthy, models=models), 200 if healthy else 503)
+
+
+@router.get(f"{PREFIX}/model/{{name:path}}/healthz")
+async def health_of_model(request: Request, name: str) -> Response:
+    gateway = gateway_of(request)
+    report = report_of(services_of(gateway, name), gateway.config.telemetry.stuck_step_seconds)
+    return _health_response(health_of(report))
+
+
+@router.get(f"{PREFIX}/sampler/{{name:path}}/healthz")
+async def sampler_health(request: Request, name: str) -> Response:
+    return _health_response(_sampler_health(services_of(gateway_of(request), name), name))
+
+
+def _sampler_health(entry: Services, name: str) -> dict[str, object]:
+    if entry.sampling is None:
+        raise NotFoundError("sampler", name)
+    alive = entry.sampling.alive
+    return {"healthy": alive, "detail": "samples" if alive else "sampling has stopped"}
+
+
+def _health_response(health: dict[str, object]) -> Response:
+    return json_response(health, 200 if health["healthy"] else 503)
+
+
+@router.get(f"{_TWINKLE}/get_server_capabilities")
+async def capabilities(request: Request) -> Response:
+    await native_tenant_of(request)
+    models = [types.SupportedModel(model_name=name) for name in await gateway_of(request).listed_models()]
+    return wire_response(types.GetServerCapabilitiesResponse(supported_models=models))
+
+
+@router.get(f"{_TWINKLE}/capacity_info")
+async def capacity_info(request: Request) -> Response:
+    """Of the tenant who asks."""
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    most = gateway.tenants.limits(tenant_id).adapters
+    used = sum(report.adapters.get(tenant_id, 0) for report in (await gateway.fleet.reports()).values())
+    return wire_response(
+        types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),
+    )
+
+
+@router.get(f"{_TWINKLE}/status")
+async def status(request: Request) -> Response:
+    """Sums over all tenants: nothing here says who does what."""
+    gateway = gateway_of(request)
+    models = await status_of_models(gateway)
+    resources = {
+        "sessions": await gateway.store.sessions.active(),
+        "models": _sum(models, "adapters"),
+        "sampling_sessions": await gateway.store.sampling_sessions.active(),
+        "futures": _sum(models, "queued_ops") + _sum(models, "waiting_samples"),
+    }
+    cleanup = {"running": True, "expiration_timeout": gateway.config.limits.session_timeout_seconds}
+    return json_response({"resources": resources, "cleanup": cleanup, "models": models})
+
+
+def _sum(models: Mapping[str, Mapping[str, object]], number: str) -> int:
+    return sum(value for model in models.values() if isinstance(value := model.get(number), int))
+
+
+# --- runs and checkpoints ---------------------------------------------------------------------------------------------
+
+
+@router.get(f"{_TWINKLE}/training_runs")
+async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, all_users: bool = False) -> Response:
+    """``all_users`` is what older clients send to see everything that they may see: here that is their own."""
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    page = await gateway.store.runs.list(tenant_id, limit, offset)
+    runs = [await _training_run(gateway, run) for run in page.items]
+    cursor = types.Cursor(limit=limit, offset=offset, total_count=page.total)
+    return wire_response(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
+
+
+@router.get(f"{_TWINKLE}/training_runs/{{run_id}}")
+async def training_run(request: Request, run_id: str) -> Response:
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    return wire_response(await _training_run(gateway, await gateway.run(run_id, tenant_id)))
+
+
+@router.get(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints")
+async def checkpoints_of_run(request: Request, run_id: str) -> Response:
+    """Oldest first: the last one is the newest."""
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    run = await gateway.run(run_id, tenant_id)
+    records = await gateway.store.checkpoints.of_run(run_id)
+    listed = [_checkpoint(record, run) for record in reversed(records)]
+    return wire_response(types.CheckpointsListResponse(checkpoints=listed))
+
+
+@router.delete(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
+async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
+    tenant_id = await native_tenant_of(request)
+    path = _path(run_id, checkpoint_id)
+    await gateway_of(request).checkpoint_actions.delete(path, tenant_id)
+    return wire_response(types.DeleteCheckpointResponse(success=True, message=f"deleted {path.native}"))
+
+
+@router.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}")
+async def checkpoint_path(request: Request, run_id: str, checkpoint_id: str) -> Response:
+    """The address under both names: directories of the server are nobody's business."""
+    tenant_id = await native_tenant_of(request)
+    path = _path(run_id, checkpoint_id)
+    await gateway_of(request).checkpoint(path, tenant_id)
+    return wire_response(types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
+
+
+@router.post(f"{_TWINKLE}/weights_info")
+async def weights_info(request: Request) -> Response:
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    wanted = fields.parse(types.WeightsInfoRequest, await body_of(request, JSON_BYTES))
+    path = CheckpointPath.parse(wanted.twinkle_path, "twinkle_path")
+    await gateway.checkpoint(path, tenant_id)
+    run = await gateway.store.runs.get(path.run_id)
+    assert run is not None, "a checkpoint has a run"
+    return wire_response(
+        types.WeightsInfoResponse(
+            training_run_id=run.run_id,
+            base_model=run.base_model,
+            model_owner=run.tenant_id if run.tenant_id == tenant_id else _PUBLIC_OWNER,
+            is_lora=True,
+            lora_rank=run.spec.rank,
+        )
+    )
+
+
+def _path(run_id: str, checkpoint_id: str) -> CheckpointPath:
+    return CheckpointPath.of([run_id, *checkpoint_id.split("/")], f"{run_id}/{checkpoint_id}", "checkpoint")
+
+
+async def _training_run(gateway: Gateway, run: RunRecord) -> types.TrainingRun:
+    last = await gateway.store.checkpoints.latest(run.run_id)
+    weights, sampler = last.get("weights"), last.get("sampler_weights")
+    return types.TrainingRun(
+        training_run_id=run.run_id,
+        base_model=run.base_model,
+        model_owner=run.tenant_id,
+        # Of a run of Tinker's protocol it is a label like others: nothing is written there.
+        save_dir=run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
+        is_lora=True,
+        corrupted=run.state == "failed",
+        lora_rank=run.spec.rank,
+        last_request_time=_time(run.last_request_at),
+        last_checkpoint=None if weights is None else _checkpoint(weights, run).model_dump(mode="json"),
+        last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler, run).model_dump(mode="json"),
+        user_metadata=dict(run.user_metadata),
+    )
+
+
+def _checkpoint(record: CheckpointRecord, run: RunRecord) -> types.Checkpoint:
+    path = CheckpointPath(record.run_id, record.kind, record.name)
+    by_kind = run.spec.target_modules is None  # else modules were named one by one
+    return types.Checkpoint(
+        checkpoint_id=path.checkpoint_id,
+        checkpoint_type=kind_of_checkpoint(record.kind),
+        time=_time(record.created_at),
+        size_bytes=record.size_bytes,
+        public=record.public,
+        twinkle_path=path.native,
+        base_model=run.base_model,
+        is_lora=True,
+        lora_rank=run.spec.rank,
+        train_unembed=run.spec.train_unembed if by_kind else None,
+        train_mlp=run.spec.train_mlp if by_kind else None,
+        train_attn=run.spec.train_attn if by_kind else None,
+        user_metadata=dict(record.user_metadata),
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

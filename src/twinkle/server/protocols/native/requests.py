@@ -1,0 +1,196 @@
+"""Native requests against adapters: from what a client sent to an op, and from its outcome to an answer."""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from twinkle.errors import InvalidInputError, NotFoundError, ShuttingDownError, UnknownNameError, UnsupportedError
+from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.types import LoraSpec
+from twinkle.server import ids
+from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.state.files.allowed_dirs import allowed_path
+from twinkle.server.types import Outcome, RunRecord
+from twinkle.server.verbs.codec import create_op, lora_config
+from twinkle.server.verbs.templates import SetTemplate
+from twinkle.server.verbs.verbs import verb_named
+from twinkle.server.wire.errors import MalformedRequestError
+from twinkle.server.wire.fields import Parameters, check
+from twinkle_client import types
+
+_WAIT_SECONDS = 25.0
+
+
+class _AdapterOptions(Parameters):
+    gradient_accumulation_steps: int = 1
+    seed: int | None = None
+
+
+def services_of(gateway: Gateway, model: str) -> Services:
+    try:
+        return gateway.model(model)
+    except UnknownNameError as error:
+        raise NotFoundError("model", f"{model}: {error}") from None
+
+
+async def add_adapter(
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, request: types.AddAdapterRequest
+) -> tuple[str, Outcome]:
+    """(run id, how its creation ended). The same request again has the same answer."""
+    services = services_of(gateway, model)
+    run_id = ids.native_run_id(session_id, request.adapter_name)
+    if not ids.is_native_run(run_id):
+        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "a session of twinkle/create_session")
+    options = check(_AdapterOptions, request.arguments)
+    if not 1 <= options.gradient_accumulation_steps <= 2**31:
+        raise InvalidInputError("gradient_accumulation_steps", options.gradient_accumulation_steps, "an integer ≥ 1")
+    config = lora_config(request.config)
+    spec = _spec(config, options.seed)
+    check_adapter = partial(services.model.trainer.check_adapter, spec)
+    await gateway.reading.in_thread(tenant_id, check_adapter)  # before its name is taken
+    metadata = {"adapter_name": request.adapter_name}
+    if request.save_dir is not None:
+        metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
+    await _refuse_used_name(gateway, run_id, request.adapter_name)
+    run = gateway.new_run(
+        run_id,
+        tenant_id,
+        session_id,
+        ids.native_run_number(request.adapter_name),
+        services.model.name,
+        spec,
+        metadata,
+    )
+    request_id = await gateway.create_run(
+        run, create_op(run, config, options.gradient_accumulation_steps, options.seed)
+    )
+    return run_id, await _outcome(gateway, run, request_id)
+
+
+async def run_verb(
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, verb: str, fields: Mapping[str, Any], sent: bytes
+) -> tuple[int, Outcome]:
+    """(the request's number in the adapter's sequence, how it ended)."""
+    verb_named(verb)
+    run = await adapter_run(gateway, tenant_id, session_id, model, fields.get("adapter_name"))
+    training = gateway.serving(run.model_name).training
+    limits = gateway.config.limits
+
+    async def meant() -> Mapping[str, Any]:
+        if "inputs" in fields:
+            inputs = await _inputs(gateway, tenant_id, session_id, fields["inputs"])
+            return {**fields, "inputs": await training.rows(run.run_id, inputs, limits.max_tokens_per_request)}
+        if verb == "set_template":
+            return await _chosen_template(gateway, tenant_id, gateway.serving(run.model_name), fields)
+        return fields
+
+    number = _number(fields)
+    request_id = await training.submit_verb(run.run_id, number, verb, sent, meant)
+    outcome = await _outcome(gateway, run, request_id)
+    return _place(request_id) if number is None else number, outcome
+
+
+async def forward_base(
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, fields: Mapping[str, Any]
+) -> Outcome:
+    """forward_only of the base model: a request that names no adapter."""
+    training = services_of(gateway, model).training
+    inputs = await _inputs(gateway, tenant_id, session_id, fields.get("inputs"))
+    most = gateway.config.limits.max_tokens_per_request
+    return await training.base_model.forward(tenant_id, {**fields, "inputs": inputs}, most)
+
+
+def is_of_base_model(verb: str, fields: Mapping[str, Any]) -> bool:
+    return verb == "forward_only" and fields.get("adapter_name") in (None, "")
+
+
+async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: str) -> None:
+    """It leaves the device, and its last state is kept as a checkpoint for a while. A second time changes nothing."""
+    services = services_of(gateway, model)
+    run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
+    if run.model_name != services.model.name:
+        raise NotFoundError("adapter", f"{adapter_name} of {model}")
+    await gateway.park(run, f"adapter {adapter_name} was removed")
+
+
+async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: object) -> RunRecord:
+    """The run of an adapter of this session that is live on this model."""
+    if not isinstance(adapter_name, str) or not adapter_name:
+        raise InvalidInputError("adapter_name", adapter_name, "the name that add_adapter_to_model was given")
+    services = services_of(gateway, model)
+    run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
+    if run.model_name != services.model.name or services.training.run(run.run_id) is None:
+        raise NotFoundError("adapter", f"{adapter_name} of {model}", run.note or "")
+    return run
+
+
+async def _refuse_used_name(gateway: Gateway, run_id: str, adapter_name: str) -> None:
+    """An adapter that was removed has its run and its checkpoints: they would be mistaken for another's."""
+    earlier = await gateway.store.runs.get(run_id)
+    if earlier is not None and earlier.state == "parked":
+        raise InvalidInputError(
+            "adapter_name", adapter_name, f"a name not used before in this session ({earlier.note})"
+        )
+
+
+def _number(fields: Mapping[str, Any]) -> int | None:
+    number = fields.get("seq_id")
+    if number is None or (type(number) is int and 1 <= number < 2**62):
+        return number
+    raise MalformedRequestError(f"seq_id: got {str(number)[:40]}, allowed: 1 and up, or none")
+
+
+def _spec(config: Mapping[str, Any], seed: int | None) -> LoraSpec:
+    """A seed is drawn here and written down: a replay must come to the same adapter."""
+    return replace(spec_from_peft(config), seed=secrets.randbits(62) if seed is None else seed)
+
+
+async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: object) -> object:
+    """A batch that a dataloader on the server holds, where one is meant."""
+    if not isinstance(inputs, dict) or inputs.get("_TWINKLE_TYPE_") != "Batch":
+        return inputs
+    if gateway.processors is None:
+        raise UnsupportedError("inputs: this server has no processor service, and so no batches; send rows")
+    reference = check(types.BatchReference, inputs)
+    return await gateway.processors.batch(tenant_id, session_id, reference.processor_id, reference.number)
+
+
+async def _chosen_template(
+    gateway: Gateway, tenant_id: str, services: Services, fields: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Checked, and built before the compute thread asks for it."""
+    given = {name: value for name, value in fields.items() if name != "seq_id"}
+    choice = check(SetTemplate, given).choice(services.model)
+    await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.templates.get, choice))
+    return {"adapter_name": fields["adapter_name"], **choice.model_dump()}
+
+
+async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:
+    """However long it takes, unless the server ends."""
+    training = gateway.serving(run.model_name).training
+    while not gateway.stopping:
+        outcome = await training.wait(request_id, run, _place(request_id), _WAIT_SECONDS)
+        if outcome is not None:
+            with training.delivering(request_id) as delivery:
+                delivery.complete = True  # whoever misses the answer sends the request again, under its number
+            return outcome
+    raise ShuttingDownError
+
+
+def _place(request_id: str) -> int:
+    parts = ids.split_request_id(request_id)
+    assert parts is not None, request_id
+    return parts[1]
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise MalformedRequestError("body: not JSON") from None
+    if not isinstance(fields, dict):
+        raise MalformedRequestError("body: a JSON object is allowed")
+    return fields

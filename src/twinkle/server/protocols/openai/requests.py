@@ -1,0 +1,158 @@
+"""The two requests: chat completions and text completions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from twinkle.sampler.types import SamplingParams
+from twinkle.server.protocols.openai.errors import RequestError
+from twinkle.server.protocols.openai.fields import Fields, neutral
+from twinkle.server.protocols.openai.messages import Message, Tool
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed
+
+MAX_SAMPLES = 128
+MAX_PROMPTS = 256
+MAX_TOP_LOGPROBS = 20
+_MAX_STOPS = 4
+_MAX_TOKEN_ID = 2**31 - 1
+_COMPLETION_TOKENS = 16  # what OpenAI gives to a text completion that names no number
+
+Prompt = str | list[int]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+ClientText = Annotated[str, Field(max_length=4096)]
+
+
+def _stops(value: object) -> object:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(map(_is_stop, stops)):
+        raise ValueError(f"allowed: null, or at most {_MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(stops)
+
+
+def _is_stop(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH
+
+
+def _is_tokens(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in value)
+    )
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """One prompt is a list of one."""
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if isinstance(prompts, list) and 0 < len(prompts) <= MAX_PROMPTS:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) == len(prompts) or all(_is_tokens(prompt) for prompt in prompts):
+            return prompts
+    raise ValueError(f"allowed: a text, a list of token ids, or up to {MAX_PROMPTS} of either kind")
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, AfterValidator(neutral(False))] = None
+
+
+class GenerationFields(Fields):
+    """What both requests have."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # not OpenAI's
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    seed: Seed | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Accepted, and of no consequence here:
+    user: ClientText | None = None
+    metadata: Metadata | None = None
+    # Not offered:
+    frequency_penalty: Annotated[Any, AfterValidator(neutral(0))] = None
+    presence_penalty: Annotated[Any, AfterValidator(neutral(0))] = None
+    logit_bias: Annotated[Any, AfterValidator(neutral({}))] = None
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def params(self, max_tokens: int | None) -> SamplingParams:
+        if self.top_k == 0:
+            raise RequestError("top_k: got 0, allowed: -1 (off) or at least 1", "top_k", "invalid_value")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=-1 if self.top_k is None else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop_strings=self.stop,
+        )
+
+
+class ChatRequest(GenerationFields):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    # Accepted, and of no consequence here:
+    prompt_cache_key: ClientText | None = None
+    safety_identifier: ClientText | None = None
+    # Not offered:
+    audio: Annotated[Any, AfterValidator(neutral())] = None
+    function_call: Annotated[Any, AfterValidator(neutral("none"))] = None
+    functions: Annotated[Any, AfterValidator(neutral([]))] = None
+    modalities: Annotated[Any, AfterValidator(neutral(["text"]))] = None
+    parallel_tool_calls: Annotated[Any, AfterValidator(neutral(True))] = None
+    prediction: Annotated[Any, AfterValidator(neutral())] = None
+    reasoning_effort: Annotated[Any, AfterValidator(neutral())] = None
+    response_format: Annotated[Any, AfterValidator(neutral({"type": "text"}))] = None
+    service_tier: Annotated[Any, AfterValidator(neutral("auto", "default"))] = None
+    store: Annotated[Any, AfterValidator(neutral(False))] = None
+    verbosity: Annotated[Any, AfterValidator(neutral())] = None
+    web_search_options: Annotated[Any, AfterValidator(neutral())] = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def top(self) -> int | None:
+        """How many tokens are wanted at each place beside the sampled one; None: no log-probabilities at all."""
+        if self.top_logprobs is not None and not self.logprobs:
+            message = f"top_logprobs: got {self.top_logprobs}, allowed: null unless logprobs is true"
+            raise RequestError(message, "top_logprobs", "invalid_value")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """None: up to the end of the context."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            message = "max_tokens: got a number beside max_completion_tokens, allowed: one of the two"
+            raise RequestError(message, "max_tokens", "invalid_value")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    # Not offered:
+    best_of: Annotated[Any, AfterValidator(neutral(1))] = None
+    echo: Annotated[Any, AfterValidator(neutral(False))] = None
+    suffix: Annotated[Any, AfterValidator(neutral(""))] = None
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens or _COMPLETION_TOKENS

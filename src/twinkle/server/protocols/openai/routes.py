@@ -1,0 +1,197 @@
+"""OpenAI's chat and text completions, under the path that its clients use and beside our other routes."""
+
+import functools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
+
+from twinkle.errors import TwinkleError, UnsupportedError
+from twinkle.sampler.types import SamplingParams
+from twinkle.server.backends.text_codec import TextCodec
+from twinkle.server.gateway.sampling_targets import Target
+from twinkle.server.http.json_stream import EVENTS, JsonStream, unless_gone
+from twinkle.server.http.requests import (
+    JSON_BYTES,
+    PREFIX,
+    SMALL_BODY,
+    body_of,
+    gateway_of,
+    json_response,
+    note_refusal,
+    tenant_of,
+    when_to_retry,
+)
+from twinkle.server.protocols.openai import models
+from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
+from twinkle.server.protocols.openai.errors import INTERNAL, Refusal, RequestError, refusal_of
+from twinkle.server.protocols.openai.fields import Fields, parse
+from twinkle.server.protocols.openai.generation import Generation
+from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+
+Handler = Callable[[Request], Awaitable[Response]]
+FieldsT = TypeVar("FieldsT", bound=Fields)
+_MAX_CHOICES = 1024
+
+
+def _answering(handler: Handler) -> Handler:
+    """Errors in this protocol's form."""
+
+    @functools.wraps(handler)
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            raise
+        except Exception as error:  # noqa: BLE001 - the route handler is an edge
+            refusal = _refusal(error, request)
+            return json_response(refusal.body, refusal.status, when_to_retry(error, refusal.status))
+
+    return answer
+
+
+@router.post("/v1/chat/completions")
+@router.post(f"{PREFIX}/chat/completions")
+@_answering
+async def chat_completions(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    wanted = await _read(ChatRequest, request, tenant_id)
+    params, top = wanted.params(wanted.limit), wanted.top
+    gateway = gateway_of(request)
+    target = await models.resolve(gateway, wanted.model, tenant_id)
+    codec = _codec(target)
+    gateway.sampler_of(target.session).admission.check(tenant_id)  # before the work of reading the text
+    messages = [message.for_template() for message in wanted.messages]
+    tools = [tool.for_template() for tool in wanted.offered_tools]
+    # In a thread, however short: compiling the template, the first time, takes milliseconds.
+    text = gateway.tenants.pools.text
+    tokens = await text.in_thread(tenant_id, functools.partial(codec.encode_chat, messages, tools))
+    form = ChatFormat(wanted.model, target.weights, codec, logprobs=top is not None)
+    return await _answer(request, wanted, target, codec, [tokens], params, top, form, tools=bool(tools))
+
+
+@router.post("/v1/completions")
+@router.post(f"{PREFIX}/completions")
+@_answering
+async def completions(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    wanted = await _read(CompletionRequest, request, tenant_id)
+    params, top = wanted.params(wanted.limit), wanted.logprobs
+    gateway = gateway_of(request)
+    target = await models.resolve(gateway, wanted.model, tenant_id)
+    codec = _codec(target)
+    gateway.sampler_of(target.session).admission.check(tenant_id)  # as above
+    text = gateway.tenants.pools.text
+    tokens = await text.in_thread(tenant_id, functools.partial(_encoded, codec, wanted.prompt))
+    form = CompletionFormat(wanted.model, target.weights, codec, logprobs=top is not None)
+    return await _answer(request, wanted, target, codec, tokens, params, top, form)
+
+
+@router.get("/v1/models")
+@router.get(f"{PREFIX}/models")
+@_answering
+async def list_models(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    return json_response({"object": "list", "data": await models.listed(gateway_of(request), tenant_id)})
+
+
+@router.get("/v1/models/{model:path}")
+@router.get(f"{PREFIX}/models/{{model:path}}")
+@_answering
+async def model(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    return json_response(await models.described(gateway_of(request), request.path_params["model"], tenant_id))
+
+
+async def _read(request_type: type[FieldsT], request: Request, tenant_id: str) -> FieldsT:
+    body = await body_of(request, 4 * JSON_BYTES)
+    if len(body) < SMALL_BODY:
+        return parse(request_type, body)
+    return await gateway_of(request).reading.in_thread(tenant_id, functools.partial(parse, request_type, body))
+
+
+def _codec(target: Target) -> TextCodec:
+    codec = target.services.model.text
+    if codec is None:
+        raise UnsupportedError(f"{target.services.model.name} has no tokenizer, and without one there is no text")
+    return codec
+
+
+def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+async def _answer(
+    request: Request,
+    wanted: GenerationFields,
+    target: Target,
+    codec: TextCodec,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    top: int | None,
+    form: Format,
+    *,
+    tools: bool = False,
+) -> Response:
+    """Generate, and send the answer whole or as it comes."""
+    _check_sizes(prompts, wanted.samples, target.services.model.max_context_length)
+    generation = Generation(
+        request_id=form.id,
+        text=gateway_of(request).tenants.pools.text,
+        sampling=gateway_of(request).sampler_of(target.session),
+        session=target.session,
+        codec=codec,
+        prompts=[np.array(tokens, np.int64) for tokens in prompts],
+        params=params,
+        samples=wanted.samples,
+        top_logprobs=top or 0,
+        tools=tools,
+    )
+    if not wanted.stream:
+        body = await unless_gone(request.receive, generation.answer(form))
+        return Response(body, media_type="application/json")
+    chunks = generation.chunks(form, include_usage=wanted.include_usage)
+    # What is refused is refused by status code: the stream begins with the first token.
+    first = await unless_gone(request.receive, _next(chunks))
+    return JsonStream(to_the_end(first, chunks, request), EVENTS)
+
+
+def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:
+    if len(prompts) * samples > _MAX_CHOICES:
+        message = f"n: got {samples} for each of {len(prompts)} prompts, allowed: {_MAX_CHOICES} choices in all"
+        raise RequestError(message, "n", "invalid_value")
+    longest = max(len(prompt) for prompt in prompts)
+    if longest >= context:
+        message = f"the prompt has {longest} tokens, allowed: fewer than {context}, the context of this model"
+        raise RequestError(message, None, "context_length_exceeded")
+
+
+async def _next(chunks: AsyncGenerator[Json, None]) -> Json:
+    return await anext(chunks)
+
+
+async def to_the_end(first: Json, chunks: AsyncGenerator[Json, None], request: Request) -> AsyncGenerator[Json, None]:
+    """An error on the way is an event, and the last one."""
+    async with aclosing(chunks):
+        yield first
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Exception as error:  # noqa: BLE001 - the route handler is an edge
+            yield _refusal(error, request).body
+
+
+def _refusal(error: Exception, request: Request) -> Refusal:
+    note_refusal(error)
+    refusal = refusal_of(error) if isinstance(error, TwinkleError) else None
+    if refusal is None:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return INTERNAL
+    return refusal

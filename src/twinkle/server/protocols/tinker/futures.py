@@ -1,0 +1,148 @@
+"""Futures: a request waits here until its result exists, or for a while."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from twinkle.errors import InvalidInputError, NotFoundError
+from twinkle.server import ids
+from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.unloading import UNLOAD_NUMBER
+from twinkle.server.http.requests import (
+    JSON_BYTES,
+    PREFIX,
+    SMALL_BODY,
+    body_of,
+    gateway_of,
+    json_response,
+    parsed,
+    tenant_of,
+)
+from twinkle.server.http.sending import Delivering, SentResult, StreamedResult, undelivered
+from twinkle.server.services.sampling.completions import Completion
+from twinkle.server.types import Encoding, Outcome
+from twinkle.server.wire import fields, responses
+from twinkle.server.wire.errors import JsonTooLargeError
+from twinkle.server.wire.json_results import estimated_json_bytes, json_pieces
+from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+
+router = APIRouter(prefix=PREFIX)
+
+# A client that can will first be told how large a result is, and fetches it when it has room.
+_LARGE_RESULT = 2**20
+_SMALL_RESULT = 2**15  # bytes of JSON that are written in a millisecond or so, on the event loop
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    wanted = await parsed(RetrieveFutureRequest, request)
+    gateway = gateway_of(request)
+    with gateway.polls.waiting(tenant_id):
+        fetched = await _fetched(gateway, wanted.request_id, tenant_id)
+    if fetched is None:
+        return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
+    outcome = fetched.outcome
+    as_json = outcome.encoding is Encoding.JSON or not _reads_protobuf(request)
+    size = estimated_json_bytes(outcome) if as_json else len(outcome.body)
+    if wanted.allow_metadata_only and size > _LARGE_RESULT:
+        return json_response({"status": "complete_metadata", "response_payload_size": size})
+    if outcome.encoding is Encoding.JSON or not as_json:
+        return SentResult(outcome.body, outcome.encoding.value, fetched.delivering)
+    limit = gateway.config.limits.max_json_result_bytes
+    if size > limit:
+        raise JsonTooLargeError(size, limit)
+    pieces = json_pieces(outcome, sample=":sample:" in wanted.request_id)
+    if size < _SMALL_RESULT:
+        return SentResult(b"".join(pieces), Encoding.JSON.value, fetched.delivering)
+    return StreamedResult(_written(gateway, tenant_id, pieces), Encoding.JSON.value, fetched.delivering)
+
+
+async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield pieces that take milliseconds each, written in a thread: between two of them others have their turn."""
+    while (piece := await gateway.reading.in_thread(tenant_id, partial(next, pieces, None))) is not None:
+        yield piece
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request) -> Response:
+    """All that is done of one client's samples, in one long poll."""
+    tenant_id = await tenant_of(request)
+    gateway = gateway_of(request)
+    body = await body_of(request, 4 * JSON_BYTES)  # it names every result that was fetched since the last poll
+    if len(body) < SMALL_BODY:
+        wanted = fields.parse(RetrieveFuturesRequest, body)
+    else:
+        wanted = await gateway.reading.in_thread(tenant_id, partial(fields.parse, RetrieveFuturesRequest, body))
+    target = wanted.target
+    session = await gateway.sampling_session(target.sampling_session_id, tenant_id)
+    longest = gateway.config.clients.long_poll_seconds
+    timeout = longest if wanted.timeout is None else min(wanted.timeout, longest)
+    with gateway.polls.waiting(tenant_id):
+        done = await gateway.completions(
+            session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
+        )
+    cursor = done[-1].place if done else wanted.prev_cursor
+    return json_response({"completions": [_completion(one) for one in done], "cursor": cursor})
+
+
+@router.post("/cancel_future")
+async def cancel_future(request: Request) -> Response:
+    """Nobody waits for this sample any more. One that is done or forgotten is no mistake."""
+    tenant_id = await tenant_of(request)
+    request_id = (await parsed(CancelFutureRequest, request)).request_id
+    parts = ids.split_request_id(request_id)
+    if parts is None:
+        raise NotFoundError("request", request_id)
+    gateway = gateway_of(request)
+    if ":sample:" not in parts[0]:
+        await gateway.run(parts[0], tenant_id)
+        raise InvalidInputError("request_id", request_id, "a sample's: work on a model cannot be taken back")
+    session = await gateway.sampling_session(parts[0], tenant_id)
+    gateway.sampler_of(session).cancel(request_id)
+    return json_response({})
+
+
+def _reads_protobuf(request: Request) -> bool:
+    """SDKs before protobuf ask for JSON alone; a client that asks for nothing gets what there is."""
+    return request.headers.get("accept", "*/*").strip() != "application/json"
+
+
+def _completion(done: Completion) -> dict[str, object]:
+    if done.size is None:
+        return {"state": "failed", "request_id": done.request_id}
+    return {"state": "finished", "request_id": done.request_id, "response_payload_uncompressed_size": done.size}
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    outcome: Outcome
+    delivering: Delivering
+
+
+async def _fetched(gateway: Gateway, request_id: str, tenant_id: str) -> _Fetched | None:
+    """None while there is no outcome. Unknown ids and other tenants' ids answer alike."""
+    parts = ids.split_request_id(request_id)
+    if parts is None:
+        raise NotFoundError("request", request_id)
+    owner, seq = parts
+    seconds = gateway.config.clients.long_poll_seconds
+    delivering = undelivered()  # what has no bytes to speak of
+    if ":sample:" in owner:
+        session = await gateway.sampling_session(owner, tenant_id)
+        sampler = gateway.sampler_of(session)
+        outcome = await sampler.wait(request_id, seconds)
+        delivering = sampler.delivering(request_id)
+    elif ids.is_custom_loss(owner):
+        outcome = await gateway.custom_losses.outcome(request_id, tenant_id)
+    else:
+        run = await gateway.run(owner, tenant_id)
+        if seq == UNLOAD_NUMBER:
+            outcome = await gateway.unloading.outcome(run, seconds)
+        else:
+            training = gateway.serving(run.model_name).training
+            outcome = await training.wait(request_id, run, seq, seconds)
+            delivering = training.delivering(request_id)
+    return None if outcome is None else _Fetched(outcome, delivering)

@@ -1,1 +1,0 @@
-"""HTTP, by area. A handler reads the request, asks the gateway, and writes the answer; it decides nothing."""

@@ -1,0 +1,73 @@
+"""From a loaded model to the services that serve it, on either runtime."""
+
+from collections.abc import Callable
+
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.config import ServerConfig
+from twinkle.server.gateway.gateway import Services
+from twinkle.server.gateway.reporting import Telemetry
+from twinkle.server.services.futures import Futures
+from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.services.training.model_service import ModelService
+from twinkle.server.state import Store
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import RunRecord
+from twinkle.server.verbs.templates import Templates
+
+
+def services_on(
+    model: ServedModel,
+    config: ServerConfig,
+    store: Store,
+    compute: Compute,
+    files: DataDir,
+    tenants: Tenants,
+    telemetry: Telemetry,
+    *,
+    merge: bool,
+    sampling_compute: Compute | None = None,
+    memory: ProcessMemory | None = None,
+    is_ours: Callable[[RunRecord], bool] = lambda _run: True,
+    replica: str = "",
+) -> Services:
+    """``is_ours`` tells which runs of this base model are to be brought back here, to this ``replica``.
+
+    ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
+    ``memory``: shared with all that runs in this process; None: nothing else does.
+    """
+    limits = config.limits
+    memory = memory or ProcessMemory(limits)
+    templates = Templates(model)
+    training = ModelService(
+        model,
+        templates,
+        store,
+        compute,
+        files,
+        merge=merge,
+        allowed_dirs=config.allowed_dirs,
+        tenants=tenants,
+        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
+        memory=memory,
+        is_ours=is_ours,
+        recorder=telemetry.training(model.name),
+        replica=replica,
+        gap_seconds=limits.sequence_gap_seconds,
+    )
+    if model.sampler is None:
+        return Services(model, training, None, templates)
+    sampling = SamplerService(
+        model.sampler,
+        sampling_compute or compute,
+        files,
+        tenants=tenants,
+        context=model.max_context_length,
+        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
+        memory=memory,
+        completion_streams=config.clients.batched_sample_polls,
+        recorder=telemetry.sampling(model.name),
+    )
+    return Services(model, training, sampling, templates)

@@ -1,0 +1,264 @@
+"""The embedded runtime: all services in one process under uvicorn, compute in its own thread."""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import cast
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server.app import make_app
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.loading import load_served_model
+from twinkle.server.config import ServerConfig
+from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.operator_requests import answer_operators
+from twinkle.server.gateway.reporting import Telemetry
+from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
+from twinkle.server.processors.configured import configured_processors
+from twinkle.server.runtime.assembly import services_on
+from twinkle.server.runtime.process_record import recorded
+from twinkle.server.runtime.startup_banner import announcement
+from twinkle.server.state import StorageFullError, Store
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.telemetry import instruments
+from twinkle.server.tenancy.configured_tenants import configured_tenants
+from twinkle.server.tenancy.memory_guard import ProcessMemory
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 15.0
+# The longest the compute thread or the gateway may hold the interpreter while the other wants it.
+_SWITCH_SECONDS = 0.0005
+_OPEN_FILES = 65_536
+
+
+def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM or SIGINT, then drain: what runs is finished and every adapter is on disk."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    _allow_many_connections()
+    listener = _listen(config)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, notes, listener))
+    finally:
+        listener.close()
+
+
+async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
+    telemetry = Telemetry(config.telemetry)
+    store = await Store.open(config.data_dir, config.database_url)
+    try:
+        models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
+        connections = Connections(
+            connections_within_open_files(config.limits.max_connections_per_address, config.limits.max_header_bytes),
+            lambda limit: telemetry.metrics.counter(instruments.REFUSALS, limit).inc(),
+        )
+        app = make_app(
+            lambda app: _running(app, config, store, models, telemetry, lambda why: server.fail(why)), telemetry
+        )
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            http=cast("type[asyncio.Protocol]", partial(BoundedProtocol, connections)),
+            ws="none",
+            timeout_keep_alive=75,
+            backlog=connections.limits.backlog,
+            timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
+            lifespan="on",
+        )
+        url = _url(config, listener)
+        server = _Server(settings, app, announcement(config, notes, [model.memory for model in models], url))
+        with recorded(config.data_dir) as record:
+            record(url)
+            await server.serve(sockets=[listener])
+        if server.failure is not None:
+            raise TwinkleServerError(server.failure)
+    finally:
+        await telemetry.close()  # it reads the state
+        await store.close()
+
+
+class _Server(uvicorn.Server):
+    """Says what it serves once it does, and lets long polls go as soon as it is told to end."""
+
+    def __init__(self, settings: uvicorn.Config, app: FastAPI, announcement: str) -> None:
+        super().__init__(settings)
+        self.app = app
+        self.announcement = announcement
+        self.failure: str | None = None  # why it ends though nobody asked it to
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self.announcement, flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would end by the same signal after a clean shutdown; a drained server has exit code 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end, number)
+        yield
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.should_exit:
+            self.force_exit = True  # asked twice: do not wait for open connections
+            return
+        logger.info("%s: finishing what runs", number.name)
+        self._end_soon()
+
+    def fail(self, why: str) -> None:
+        """End, and tell whoever started it that it was no success."""
+        self.failure = why
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        self.should_exit = True
+        if self.started:  # before that nobody waits
+            gateway: Gateway = self.app.state.gateway
+            gateway.release_waiters()
+
+
+@asynccontextmanager
+async def _running(
+    app: FastAPI,
+    config: ServerConfig,
+    store: Store,
+    models: Sequence[ServedModel],
+    telemetry: Telemetry,
+    fail: Callable[[str], None],
+) -> AsyncIterator[None]:
+    """``fail`` ends the server."""
+    try:
+        await store.sessions.forgive_downtime(time.time())
+        await store.ops.forgive_downtime(time.time())
+    except StorageFullError as error:  # a server that runs can prune, which may be what frees the disk
+        logger.error("sessions and results may expire as if the server had been up: %s", error)
+    await asyncio.to_thread(store.keep_reserve)
+    files = DataDir(config.data_dir)
+    await asyncio.to_thread(files.remove_unfinished)
+    tenants = configured_tenants(config)
+    memory = ProcessMemory(config.limits)
+    computes = {model.name: Compute() for model in models}
+    services = {
+        served.name: services_on(
+            model,
+            config,
+            store,
+            computes[model.name],
+            files,
+            tenants,
+            telemetry,
+            merge=served.model.merge,
+            memory=memory,
+        )
+        for served, model in zip(config.served_models, models, strict=True)
+    }
+    tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
+    processors = configured_processors(config, tokenizers)
+    gateway = Gateway(config, store, services, files, processors, tenants, memory=memory)
+    await gateway.books.read_key_names()
+    telemetry.usage = tenants.usage
+    app.state.gateway = gateway
+    telemetry.export_from(gateway)
+    for entry in services.values():
+        await entry.training.start()
+        if entry.sampling is not None:
+            await entry.sampling.start()
+    if processors is not None:
+        await processors.start()
+    housekeeping = asyncio.create_task(_keep_house(gateway))
+    watching = asyncio.create_task(_watch(services.values(), fail))
+    running_time = asyncio.create_task(gateway.running_time.watch())
+    guarding = asyncio.create_task(memory.guard.watch())
+    yield
+    guarding.cancel()
+    running_time.cancel()
+    watching.cancel()
+    housekeeping.cancel()
+    await gateway.flush_heartbeats()
+    if processors is not None:
+        await processors.stop()
+    for entry in services.values():
+        if entry.sampling is not None:
+            await entry.sampling.stop()
+        await entry.training.stop()
+    await gateway.books.flush_usage()
+    for compute in computes.values():
+        compute.close()
+
+
+async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
+    """The server ends with the first loop that does: half of one would accept what it never runs."""
+    loops = [loop for entry in services for loop in (entry.training, entry.sampling) if loop is not None]
+    broken = [asyncio.create_task(loop.pump.broken()) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(broken, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in broken:
+            task.cancel()
+    what = " and ".join(task.result() for task in done)
+    fail(f"{what} stopped by an error that the log shows; start the server again: nothing acknowledged is lost")
+
+
+async def _keep_house(gateway: Gateway) -> None:
+    """Expire, forget and delete, now and then. A failure is logged and tried again."""
+    work = gateway.end_what_was_ending()
+    while True:
+        try:
+            await work
+        except Exception:
+            logger.exception("housekeeping failed")
+        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+        work = _house(gateway, time.time())
+
+
+async def _house(gateway: Gateway, now: float) -> None:
+    await gateway.keep_house(now)
+    await answer_operators(gateway, now)
+
+
+def _allow_many_connections() -> None:
+    """Each waiting future holds a connection, and shells commonly allow a process a thousand open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Bind before anything slow happens: a taken port is known at once."""
+    host, port = config.http_options.host, config.http_options.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise TwinkleServerError(
+            f"cannot listen on {host}:{port}: {reason}; stop what listens there or choose another --port"
+        ) from error
+    return listener
+
+
+def _url(config: ServerConfig, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return config.public_url or f"http://{reachable}:{port}"

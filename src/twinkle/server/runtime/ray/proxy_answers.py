@@ -1,0 +1,76 @@
+"""What Serve's HTTP proxies answer while the server's applications are not there: not yet, or not any more.
+
+A proxy listens before anything is deployed and answers 404 until it is. The SDKs take that for the end of whatever they
+asked about; 503 they take as it is meant. Serve's proxies find :func:`middlewares` by an environment variable, which
+:mod:`~twinkle.server.runtime.ray.running` sets for clusters that it starts.
+"""
+
+import json
+from urllib.parse import urlsplit
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twinkle.server.config.sections import names_this_machine
+
+PROXY_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+PROXY_CALLBACK = f"{__name__}.middlewares"
+
+_HEALTH = "/-/healthz"
+_TYPE = b"content-type"
+_OTHER_NAME = json.dumps({"detail": "Host header: allowed here: localhost or 127.0.0.1"}).encode()
+_BODY = json.dumps({"detail": "the server is starting or stopping: try again"}).encode()
+
+
+def middlewares() -> list[Middleware]:
+    return [Middleware(NotServed)]
+
+
+class NotServed:
+    """ASGI middleware. Our own 404s are JSON and come from an application at ``/``, which answers every path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):  # those are Serve's own
+            refused = scope["type"] == "http" and scope["path"] != _HEALTH and _is_rebound(scope)
+            await (_send(send, 400, _OTHER_NAME) if refused else self._app(scope, receive, send))
+            return
+        is_replaced = False
+
+        async def answer(message: Message) -> None:
+            nonlocal is_replaced
+            if message["type"] == "http.response.start" and _is_serves(message):
+                is_replaced = True
+                await _send(send, 503, _BODY)
+            elif not is_replaced:
+                await send(message)
+
+        await self._app(scope, receive, answer)
+
+
+def _is_serves(start: Message) -> bool:
+    types = [value for name, value in start["headers"] if bytes(name).lower() == _TYPE]
+    return start["status"] == 404 and not any(bytes(value).startswith(b"application/json") for value in types)
+
+
+def _is_rebound(scope: Scope) -> bool:
+    """Return whether a connection over the loopback address calls us by another name: perhaps that of a web page.
+
+    The proxy does not know ``auth.mode`` or ``public_url``; who has either can do without Serve's own paths.
+    """
+    here = (scope.get("server") or ("",))[0]
+    host = next((value.decode("latin-1") for name, value in scope["headers"] if bytes(name).lower() == b"host"), "")
+    try:
+        named = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        named = ""
+    return names_this_machine(here) and not names_this_machine(named)
+
+
+async def _send(send: Send, status: int, body: bytes) -> None:
+    headers = [(_TYPE, b"application/json"), (b"content-length", str(len(body)).encode())]
+    retry = [(b"retry-after", b"1")] if status == 503 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers + retry})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,213 @@
+"""A sampler whose engine is in another process, and the next one there when that dies.
+
+The engine is asked from two threads: versions are published where training runs, all else is done where samples are.
+Requests under way are kept here with a seed each, and versions with their weights: an engine that dies is replaced, the
+next one gets both and draws the same tokens again. Of what was streamed already nothing is said twice.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+
+from twinkle.errors import TwinkleError, TwinkleServerError
+from twinkle.sampler.noise import fresh_seed
+from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, TopLogprobs
+from twinkle.server.backends.backend import TrainingBackend
+from twinkle.server.runtime.ray.sampler_engine import AdapterWeights, raised
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_PROCESS_LOST = 70  # EX_SOFTWARE
+_START_TRIES = 3
+_MOST_DEATHS = 3  # a request that saw more of them may be what engines die of
+_DIED = (RayActorError, OutOfMemoryError)  # the latter: Ray's, which killed it to save the machine
+
+
+@dataclass(frozen=True)
+class _Version:
+    """How an engine gets it: weights in Ray's store, or a directory that all machines see."""
+
+    weights: Any = None  # an ObjectRef
+    directory: str = ""
+
+    def send(self, engine: Any, version_id: str) -> Any:
+        if self.weights is not None:
+            return engine.receive_version.remote(version_id, self.weights)
+        return engine.load_version.remote(version_id, self.directory)
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A request that the engine has. Tokens of a streamed one are counted by sample."""
+
+    request: SampleRequest
+    deaths: int = 0
+    told: dict[int, int] = field(default_factory=dict)
+    to_skip: dict[int, int] = field(default_factory=dict)  # of them, those which this engine will draw again
+    ended: set[int] = field(default_factory=set)
+
+    def begin_again(self) -> None:
+        self.deaths += 1
+        self.to_skip = dict(self.told)
+
+    def unheard(self, event: Progress) -> Progress | None:
+        """What of it is new."""
+        if event.index in self.ended:
+            return None
+        skipped = min(len(event.tokens), self.to_skip.get(event.index, 0))
+        if skipped:
+            self.to_skip[event.index] -= skipped
+            event = _without_first(event, skipped)
+            if not len(event.tokens) and event.stop_reason is None:
+                return None
+        self.told[event.index] = self.told.get(event.index, 0) + len(event.tokens)
+        if event.stop_reason is not None:
+            self.ended.add(event.index)
+        return event
+
+
+class RemoteSampler:
+    """A :class:`~twinkle.sampler.types.Sampler` that may be used from several threads."""
+
+    def __init__(self, engine: Any, start: Callable[[], Any], trainer: TrainingBackend) -> None:
+        """start: brings up the next engine, for as long as it takes; trainer: has the weights that are published."""
+        self._engine = engine
+        self._start = start
+        self._trainer = trainer
+        self._lock = threading.Lock()  # held while anything below changes, and while an engine is replaced
+        self._versions: dict[str, _Version] = {}
+        self._requests: dict[str, _UnderWay] = {}
+        self._failed: list[Finished] = []
+
+    def publish(self, version_id: str, adapter_id: str) -> None:
+        """In the trainer's thread."""
+        weights = AdapterWeights(self._trainer.peft_config(adapter_id), self._trainer.weights(adapter_id))
+        self._add(version_id, _Version(weights=ray.put(weights)))
+
+    def load_version(self, version_id: str, directory: str) -> None:
+        self._add(version_id, _Version(directory=directory))
+
+    def retire(self, version_id: str) -> None:
+        def forget(_: None) -> None:
+            self._versions.pop(version_id, None)
+
+        self._ask(lambda engine: engine.retire.remote(version_id), forget)
+
+    def version_ids(self) -> list[str]:
+        return list(self._versions)
+
+    def submit(self, request: SampleRequest) -> None:
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=fresh_seed()))
+
+        def keep(_: None) -> None:
+            self._requests[request.request_id] = _UnderWay(request)
+
+        self._ask(lambda engine: engine.submit.remote(request), keep)
+
+    def cancel(self, request_id: str) -> None:
+        def forget(_: None) -> None:
+            self._requests.pop(request_id, None)
+
+        self._ask(lambda engine: engine.cancel.remote(request_id), forget)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests or self._failed)
+
+    def step(self) -> list[Finished | Progress]:
+        if not self._requests:
+            with self._lock:
+                return self._take_failed()
+        return self._ask(lambda engine: engine.step.remote(), self._heard)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _add(self, version_id: str, version: _Version) -> None:
+        def keep(_: None) -> None:
+            self._versions[version_id] = version
+
+        self._ask(lambda engine: version.send(engine, version_id), keep)
+
+    def _ask(self, call: Callable[[Any], Any], note: Callable[[Any], T]) -> T:
+        """The engine's answer goes to ``note``, unless that engine is gone meanwhile: then the next one is asked."""
+        while True:
+            engine = self._engine
+            try:
+                answer = ray.get(call(engine))
+            except _DIED as error:
+                self._replace(engine, error)
+                continue
+            with self._lock:
+                if self._engine is engine:
+                    return note(raised(answer))
+
+    def _heard(self, events: Sequence[Finished | Progress]) -> list[Finished | Progress]:
+        heard = self._take_failed()
+        for event in events:
+            known = self._requests.get(event.request_id)
+            if known is None:
+                continue
+            if isinstance(event, Finished):
+                del self._requests[event.request_id]
+                heard.append(event)
+            elif (new := known.unheard(event)) is not None:
+                heard.append(new)
+        return heard
+
+    def _take_failed(self) -> list[Finished | Progress]:
+        taken, self._failed = self._failed, []
+        return list(taken)
+
+    def _replace(self, dead: Any, error: Exception) -> None:
+        """Another thread may have been faster."""
+        with self._lock:
+            if self._engine is not dead:
+                return
+            logger.error("the sampler's process died, another takes its place: %s", error)
+            ray.kill(dead)  # it may be out of reach only
+            for request in self._requests.values():
+                request.begin_again()
+            for _ in range(_START_TRIES):
+                try:
+                    self._engine = self._started_again()
+                    return
+                except (RayError, TwinkleError):
+                    logger.exception("the sampler's process could not be started")
+        logger.critical("there is no sampler any more, and this process ends with it")
+        logging.shutdown()
+        os._exit(_PROCESS_LOST)
+
+    def _started_again(self) -> Any:
+        """A new engine with all that the last one had."""
+        engine = self._start()
+        for version_id, version in list(self._versions.items()):
+            try:
+                raised(ray.get(version.send(engine, version_id)))
+            except TwinkleError:  # its directory was deleted: those who sample from it are told below
+                logger.exception("version %s is lost", version_id)
+                del self._versions[version_id]
+        for request_id, each in list(self._requests.items()):
+            try:
+                if each.deaths > _MOST_DEATHS:
+                    raise TwinkleServerError(f"the sampler died {each.deaths} times while it computed this request")
+                raised(ray.get(engine.submit.remote(each.request)))
+            except TwinkleError as error:
+                del self._requests[request_id]
+                self._failed.append(Finished(request_id, SampleFailure(error)))
+        return engine
+
+
+def _without_first(event: Progress, count: int) -> Progress:
+    likeliest = event.topk_logprobs
+    if likeliest is not None:
+        likeliest = TopLogprobs(likeliest.token_ids[count:], likeliest.logprobs[count:])
+    return replace(event, tokens=event.tokens[count:], logprobs=event.logprobs[count:], topk_logprobs=likeliest)

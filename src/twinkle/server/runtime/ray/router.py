@@ -1,0 +1,265 @@
+"""The HTTP entrance of every process that Serve's proxies talk to: each request goes to whom it concerns.
+
+What concerns nobody in particular, or this process, is answered by its own application.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from twinkle.errors import QuotaError, TwinkleError
+from twinkle.server.http import asgi_relay as relay
+from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
+from twinkle.server.http.body_limits import Upload
+from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding
+from twinkle.server.runtime.ray.addressing import (
+    Destination,
+    destination_of,
+    ends_with_its_client,
+    is_short,
+    most_bytes_of,
+)
+from twinkle.server.runtime.ray.directory import Directory
+from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
+from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.telemetry import instruments
+from twinkle.server.wire.errors import BodyTooLargeError
+
+logger = logging.getLogger(__name__)
+
+# A client waits for a model that is being replaced as long as for one that computes, and then asks again.
+_WAIT_SECONDS = 30.0
+
+
+async def answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
+    """By a replica, for another process. What has begun is finished, though the one that asked has gone."""
+    work = relay.answer(app, request)
+    return await (work if ends_with_its_client(request) else relay.to_the_end(work))
+
+
+class Router:
+    """An ASGI application."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        directory: Directory,
+        replicas: Mapping[str, Replica],
+        *,
+        max_body_bytes: int,
+        own: str | None = None,
+    ) -> None:
+        """``own``: the name of the replica that ``app`` is."""
+        self._app = app
+        self._directory = directory
+        self._replicas = replicas
+        self._max_body_bytes = max_body_bytes
+        self._own = own
+        self._uploading: Counter[str] = Counter()  # bytes of long bodies that are not answered yet, by tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._http(_from_the_root(scope), receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. A long body counts among its tenant's uploads until then."""
+        upload = Upload(self._uploading)
+        try:
+            await self._counted(scope, receive, send, upload)
+        finally:
+            upload.end()
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send, upload: Upload) -> None:
+        limit = sys.maxsize
+        try:
+            most = most_bytes_of(scope["path"], self._max_body_bytes)
+            if _announced(scope) > SMALL_BODY:
+                tenant_id = await self._tenant(scope)
+                if tenant_id is None:
+                    await self._app(scope, receive, send)  # it says so, without reading the body
+                    return
+                upload.belongs_to(tenant_id)
+                limit = self._app.state.gateway.tenants.limits(tenant_id).uploading_bytes
+            body = await _body(scope, receive, most, lambda size: upload.grow_to(size, limit))
+            if body is None:
+                return  # the client left
+            request = HttpRequest.of(scope, body)
+            replica, streams = await self._replica_for(request)
+        except BodyTooLargeError as error:
+            self._count(error.key)
+            await _send(send, _refusal(413, str(error)))
+            return
+        except QuotaError as error:
+            self._count(error.key)
+            await _send(send, _refusal(429, str(error)))
+            return
+        except DatabaseUnavailableError as error:
+            await _send(send, _refusal(503, str(error)))
+            return
+        if replica is None:
+            own = self._app(scope, _again(body, receive), send)
+            await (own if ends_with_its_client(request) else relay.to_the_end(own))
+        else:
+            work = self._stream(request, replica, send) if streams else self._whole(request, replica, send)
+            await _unless_gone(work, receive)
+
+    def _count(self, limit: str) -> None:
+        """Count a refusal in /metrics, as the application does for those of its own."""
+        self._app.state.telemetry.metrics.counter(instruments.REFUSALS, limit).inc()
+
+    async def _tenant(self, scope: Scope) -> str | None:
+        """Return for whom this process is to read and understand a long body; None: for nobody that it knows."""
+        request = Request({**scope, "app": self._app})
+        try:
+            refuse_rebinding(request)
+            return await gateway_of(request).tenant(key_of(request), prefix="")
+        except TwinkleError:
+            return None
+
+    async def _replica_for(self, request: HttpRequest) -> tuple[Replica | None, bool]:
+        """Who answers, None is this process, and whether the answer is to be handed on as it comes."""
+        if len(request.body) < SMALL_BODY:
+            to = self._read(request)
+        else:
+            to = await asyncio.to_thread(self._read, request)
+        name = None if to.address is None else await self._directory.find(to.address)
+        return None if name is None or name == self._own else self._replicas[name], to.streams
+
+    def _read(self, request: HttpRequest) -> Destination:
+        return destination_of(request, self._max_body_bytes)
+
+    async def _whole(self, request: HttpRequest, replica: Replica, send: Send) -> None:
+        try:
+            if is_short(request):
+                async with asyncio.timeout(_WAIT_SECONDS):
+                    reply = await replica.answer(request)
+            else:
+                reply = await replica.answer(request)
+        except (ReplicaGoneError, TimeoutError) as error:
+            logger.info("%s %s: %s", request.method, request.path, error)
+            reply = _refusal(503, "the model is being brought back after a failure: nothing is lost, try again")
+        await _send(send, reply)
+
+    async def _stream(self, request: HttpRequest, replica: Replica, send: Send) -> None:
+        started = False
+        try:
+            async with aclosing(replica.stream(request)) as parts:
+                async for part in parts:
+                    await send(_message(part))
+                    started = True
+        except ReplicaGoneError:
+            if started:
+                raise  # the connection breaks, which is what happened
+            await _send(send, _refusal(503, "the model is being brought back after a failure: try again"))
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do it, and stop as soon as the client has left."""
+    forwarding = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if forwarding.done():
+            forwarding.result()
+    finally:
+        for task in (forwarding, leaving):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await forwarding
+
+
+def _from_the_root(scope: Scope) -> Scope:
+    """Serve mounts an application at its route_prefix; ours knows its routes from the server's root."""
+    prefix, path = scope.get("root_path", ""), scope["path"]
+    return {**scope, "root_path": "", "path": path if path.startswith(prefix) else prefix + path}
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Whoever made us starts and stops what we need."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _announced(scope: Scope) -> int:
+    """How long a body is going to be; of one that does not say, as long as can be. Without a body 0."""
+    headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
+    if b"transfer-encoding" in headers:
+        return sys.maxsize
+    length = headers.get(b"content-length", b"0")
+    return int(length) if length.isdigit() else sys.maxsize
+
+
+async def _body(scope: Scope, receive: Receive, most: int, grow_to: Callable[[int], None]) -> bytes | None:
+    """Return the body; None if the client left before it had sent all of it. ``grow_to`` is told its size, and raises.
+
+    A size that is announced counts from the start, as in :func:`twinkle.server.http.requests.body_of`.
+    """
+    announced = _announced(scope)
+    if announced < sys.maxsize:
+        if announced > most:
+            raise BodyTooLargeError(most)
+        grow_to(announced)
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise BodyTooLargeError(most)
+        grow_to(size)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body once more, then whatever comes."""
+    is_read = False
+
+    async def replayed() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _message(part: HttpHead | bytes) -> Message:
+    if isinstance(part, HttpHead):
+        return {"type": "http.response.start", "status": part.status, "headers": list(part.headers)}
+    return {"type": "http.response.body", "body": part, "more_body": True}
+
+
+async def _send(send: Send, reply: HttpReply) -> None:
+    await send(_message(reply.head))
+    await send({"type": "http.response.body", "body": reply.body, "more_body": False})
+
+
+def _refusal(status: int, detail: str) -> HttpReply:
+    headers = {"content-type": "application/json", **({"Retry-After": "1"} if status in (429, 503) else {})}
+    raw = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+    return HttpReply(HttpHead(status, raw), json.dumps({"detail": detail}).encode())

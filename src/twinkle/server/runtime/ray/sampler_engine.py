@@ -1,0 +1,159 @@
+"""The process of a sampler that has one: a Ray actor with an engine on a copy of the base model.
+
+It computes and remembers nothing that matters: sessions, requests and the versions' weights are with the model's
+replica, which starts it, and another one in its place when it dies.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from twinkle.environment import set_variables, twinkle_variables
+from twinkle.errors import TwinkleError
+from twinkle.model.types import FloatArray
+from twinkle.sampler.types import Finished, Progress, SampleRequest
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.applications import ApplicationSpec, SamplerArgs
+from twinkle.server.config.placement import DeviceGroup
+from twinkle.server.config.sampler_process import has_own_process, resources_of
+from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.runtime.ray.trainer_group import mesh_of
+
+if TYPE_CHECKING:
+    from twinkle.sampler import TorchSampler
+    from twinkle.sampler.vllm import VllmSampler
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A version on its way to the engine: the contents of its adapter_config.json, and arrays by PEFT's names."""
+
+    config: Mapping[str, object]
+    arrays: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error of ours, as a value: Ray would wrap it, and its message would be a traceback."""
+
+    error: TwinkleError
+
+
+@dataclass(frozen=True)
+class EngineDevices:
+    """What the actor asks of Ray, and on which kind of device its engine computes."""
+
+    device: str
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float]
+    variables: Mapping[str, str]
+
+
+class SamplerEngine:
+    """The actor. One call at a time, in the order in which they came."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        set_variables(variables)  # before torch looks at them
+        self._engine: TorchSampler | VllmSampler
+
+    def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failed:
+        """How it divides its memory, for people."""
+        from twinkle.server.backends.loading import load_sampling_engine
+
+        def load() -> str:
+            self._engine = load_sampling_engine(served, devices.device, int(devices.num_gpus))
+            return self._engine.memory
+
+        return _tried(load)
+
+    def receive_version(self, version_id: str, weights: AdapterWeights) -> Failed | None:
+        from twinkle.sampler.received_weights import as_tensors
+
+        return _tried(lambda: self._engine.receive_version(version_id, weights.config, as_tensors(weights.arrays)))
+
+    def load_version(self, version_id: str, directory: str) -> Failed | None:
+        return _tried(lambda: self._engine.load_version(version_id, directory))
+
+    def retire(self, version_id: str) -> Failed | None:
+        return _tried(lambda: self._engine.retire(version_id))
+
+    def submit(self, request: SampleRequest) -> Failed | None:
+        return _tried(lambda: self._engine.submit(request))
+
+    def cancel(self, request_id: str) -> Failed | None:
+        return _tried(lambda: self._engine.cancel(request_id))
+
+    def step(self) -> list[Finished | Progress] | Failed:
+        return _tried(self._engine.step)
+
+
+def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices | None:
+    """None: the sampler shares the model's process, or there is none."""
+    for one in config.applications:
+        if not isinstance(one.args, SamplerArgs) or one.args.model_id != served.model.model_id:
+            continue
+        return _devices(one, one.args.device_group, served) if has_own_process(one, served.model) else None
+    return None
+
+
+def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedModelConfig) -> EngineDevices:
+    """Where nothing is said, those of the model's processes."""
+    asked = resources_of(one)
+    if group is not None:
+        device = group.device_type
+    else:
+        device = "cuda" if asked.num_gpus else mesh_of(served.model).device_type or "cpu"
+    gpus = (1 if group is None else group.gpus_per_worker) if device == "cuda" else 0
+    return EngineDevices(
+        device=device,
+        num_cpus=1.0 if asked.num_cpus is None else asked.num_cpus,
+        num_gpus=gpus if asked.num_gpus is None else asked.num_gpus,
+        resources=asked.resources or {},
+        variables={} if asked.runtime_env is None else asked.runtime_env.env_vars,
+    )
+
+
+@dataclass(frozen=True)
+class StartingEngine:
+    """An actor on its way up."""
+
+    actor: Any
+    loading: Any  # an ObjectRef
+    devices: EngineDevices
+
+    def ready(self) -> tuple[Any, str]:
+        """The actor, once it has loaded its engine, and its memory, for people. Blocks, and says so."""
+        while not ray.wait([self.loading], timeout=_PATIENCE_SECONDS)[0]:
+            logger.warning("the sampler's process is not ready: it loads, or the cluster has no %s", self.devices)
+        memory: str = raised(ray.get(self.loading))
+        return self.actor, memory
+
+
+def start_engine(served: ServedModelConfig, devices: EngineDevices) -> StartingEngine:
+    actor = (
+        ray.remote(SamplerEngine)
+        .options(num_cpus=devices.num_cpus, num_gpus=devices.num_gpus, resources=dict(devices.resources))
+        .remote({**twinkle_variables(), **devices.variables})
+    )
+    return StartingEngine(actor, actor.load.remote(served, devices), devices)
+
+
+def raised(answer: object) -> Any:
+    if isinstance(answer, Failed):
+        raise answer.error
+    return answer
+
+
+def _tried(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except TwinkleError as error:
+        return Failed(error)

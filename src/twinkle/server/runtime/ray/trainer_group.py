@@ -1,0 +1,298 @@
+"""A trainer of several processes: one Ray actor a rank, all given the same calls in the same order.
+
+The model service calls it from its compute thread, as it would a trainer of its own. The rows of a batch are divided by
+tokens; everything else goes to all ranks, and the first one's answer stands for all. A rank that dies or fails alone
+leaves the others in the middle of something: then this process ends too, Serve replaces it, and journal and snapshots
+bring back what was acknowledged.
+"""
+
+import functools
+import logging
+import os
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from twinkle import hub
+from twinkle.environment import set_variables, twinkle_variables
+from twinkle.errors import TwinkleError
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.types import (
+    EMPTY,
+    AdamParams,
+    AdapterSnapshot,
+    FloatArray,
+    LoraSpec,
+    TrainerNumbers,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+)
+from twinkle.network import find_free_port
+from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
+from twinkle.server.config.applications import ModelArgs
+from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
+
+logger = logging.getLogger(__name__)
+
+_PROCESS_LOST = 70  # EX_SOFTWARE
+_GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An error, as a value: Ray would wrap it, and its message would be a traceback."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What the service must know of a trainer that is elsewhere."""
+
+    architecture: str
+    max_length: int
+    tokens: int
+    memory: str
+
+
+class _Rank:
+    """An actor: the trainer of one rank."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        set_variables(variables)  # before torch looks at them
+        self._trainer: Any = None
+
+    def meeting_place(self) -> tuple[str, int]:
+        address = ray.util.get_node_ip_address()
+        return address, find_free_port(address)
+
+    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> _Described:
+        set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
+        from twinkle.model import Trainer
+
+        self._trainer = Trainer.from_pretrained(
+            args.model_id,
+            device=mesh.device_type,
+            dtype=args.dtype,
+            memory_budget_bytes=None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30),
+            max_tokens_per_batch=args.max_tokens_per_batch,
+            compiled=args.compiled,
+            device_mesh=mesh,
+        )
+        architecture, memory = self._trainer.architecture, self._trainer.memory
+        return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """What the trainer returns, or :class:`_Failed`."""
+        try:
+            return getattr(self._trainer, method)(*args, **kwargs)
+        except TwinkleError as error:
+            return _Failed(error)
+        except Exception as error:  # noqa: BLE001 - an edge: the caller decides what it means for the group
+            return _Failed(RuntimeError("".join(traceback.format_exception(error))))
+
+    def passes(self, method: str, items: Sequence[TrainItem]) -> object:
+        """Results, and the objectives, which may have learned something; or :class:`_Failed`."""
+        results = self.call(method, (items,), {})
+        return results if isinstance(results, _Failed) else (results, [item.objective for item in items])
+
+
+class TrainerGroup:
+    """A :class:`~twinkle.server.backends.backend.TrainingBackend`."""
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self._ranks = tuple(ranks)
+        self._rows = 0
+        self._adapters: dict[str, None] = {}  # asked for in any thread, also while the ranks are busy
+
+    def check_adapter(self, spec: LoraSpec) -> None:
+        """By the first rank alone: nothing changes, and it may be asked while the others are in a call."""
+        _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
+
+    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+        made: LoraSpec = self._all("create_adapter", adapter_id, spec)
+        self._adapters[adapter_id] = None
+        return made
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._all("remove_adapter", adapter_id)
+        self._adapters.pop(adapter_id, None)
+
+    def adapter_ids(self) -> list[str]:
+        return list(self._adapters)
+
+    def resident_adapter_ids(self) -> list[str]:
+        """Which of them are in host memory each rank decides for itself: all count as on the devices."""
+        return list(self._adapters)
+
+    def host_bytes(self) -> int:
+        """None in this process: each rank has its own, and divides it by itself."""
+        return 0
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        return 0
+
+    def numbers(self) -> TrainerNumbers:
+        """Of what this process knows without asking anybody."""
+        return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        return self._passes("forward", items)
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        return self._passes("forward_backward", items)
+
+    def in_steps(
+        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """All in one step: the ranks stay together."""
+        yield from ()
+        return self.forward_backward(items) if train else self.forward(items)
+
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+        metrics: dict[str, float] = self._all("optim_step", adapter_id, params, decoupled=decoupled)
+        return metrics
+
+    def zero_grad(self, adapter_id: str) -> None:
+        self._all("zero_grad", adapter_id)
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
+        taken: AdapterSnapshot = self._all("snapshot", adapter_id)
+        return taken
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
+        self._all("restore", adapter_id, snapshot)
+        self._adapters[adapter_id] = None
+
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
+        """The copy comes here, and is written from here."""
+        write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
+        return functools.partial(write, companions=companions)
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
+        self._all("load", adapter_id, directory, optimizer)
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None:
+        self._all("scale_gradient", adapter_id, factor)
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
+        norm: float = self._all("gradient_norm", adapter_id, norm_type)
+        return norm
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
+        arrays: dict[str, FloatArray] = self._all("weights", adapter_id)
+        return arrays
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]:
+        config: dict[str, object] = self._all("peft_config", adapter_id)
+        return config
+
+    def _all(self, method: str, *args: object, **kwargs: object) -> Any:
+        return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
+
+    def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        from twinkle.model.division import Division  # with torch, which this package loads for models only
+        from twinkle.model.library_objective import LibraryObjective
+
+        division = Division.by_tokens(items, len(self._ranks))
+        shares = [division.share(number) for number in range(len(self._ranks))]
+        answers = _answers([rank.passes.remote(method, share) for rank, share in zip(self._ranks, shares, strict=True)])
+        for index, item in enumerate(items):
+            if isinstance(item.objective, LibraryObjective):  # it counted where its rows were: on one rank, all of them
+                owner = (division.owners[index] or (0,))[0]
+                item.objective.num_tokens = answers[owner][1][index].num_tokens
+        joined = division.join([results for results, _ in answers])
+        done = [result for result in joined if isinstance(result, TrainResult)]
+        self._rows += sum(len(logprobs) for result in done for logprobs in result.logprobs)
+        return joined
+
+
+def load_group(served: ServedModelConfig) -> ServedModel:
+    """Start the processes of a model's device group and load the model into them. Blocks."""
+    args = served.model
+    mesh = mesh_of(args)
+    gpus = 1 if mesh.device_type == "cuda" else 0
+    ranks = [
+        ray.remote(_Rank)
+        .options(num_cpus=1, num_gpus=gpus)
+        .remote({**twinkle_variables(), **_rank_variables(number, mesh.world_size)})
+        for number in range(mesh.world_size)
+    ]
+    master = ray.get(ranks[0].meeting_place.remote())
+    described: _Described = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
+    return ServedModel(
+        name=served.name,
+        aliases=served.aliases,
+        trainer=TrainerGroup(ranks),
+        sampler=None,
+        architecture=described.architecture,
+        max_context_length=described.max_length,
+        tokens_per_batch=described.tokens * mesh.world_size,
+        tokenizer_dir=str(hub.resolve(args.model_id).path),
+        tokenizer_id=public_tokenizer_id(args.model_id),
+        memory=f"{mesh.world_size} processes, each: {described.memory}",
+        text=None,
+        cheap_tokens=GPU_CHEAP_TOKENS * mesh.world_size if mesh.device_type == "cuda" else 0,
+    )
+
+
+def mesh_of(args: ModelArgs) -> DeviceMesh:
+    """As the configuration lays it out; without a mesh the processes of the group share the rows of a batch."""
+    group, given = args.device_group, args.device_mesh
+    device = (given.device_type if given is not None else None) or (group.device_type if group is not None else "cpu")
+    if given is None:
+        return DeviceMesh.from_sizes(dp_size=args.processes, device_type=device)
+    if given.mesh is not None:
+        return DeviceMesh(np.array(given.mesh), given.mesh_dim_names, device_type=device)
+    return DeviceMesh.from_sizes(
+        world_size=given.world_size or 1, dp_size=given.dp_size, fsdp_size=given.fsdp_size, device_type=device
+    )
+
+
+def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    """As torchrun would set them, except that each process sees its own device only: its local rank is always 0."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def _answers(calls: Sequence[Any]) -> list[Any]:
+    """What all ranks say. An error that all of them had is raised.
+
+    One that only some had leaves the others in the middle of something, or somewhere else: then the group is lost.
+    """
+    answers: dict[Any, Any] = {}
+    failed = False
+    while len(answers) < len(calls):
+        waiting = [call for call in calls if call not in answers]
+        done, _ = ray.wait(waiting, num_returns=1, timeout=_GRACE_SECONDS if failed else None)
+        if not done:
+            _end("a process of the model's group failed and the others hang")
+        try:
+            answers[done[0]] = ray.get(done[0])
+        except RayError as error:
+            _end(f"a process of the model's group died: {error}")
+        failed = failed or isinstance(answers[done[0]], _Failed)
+    failures = [answer for answer in answers.values() if isinstance(answer, _Failed)]
+    if failures and len(failures) < len(calls):
+        _end(f"one process of the model's group failed and another did not: {failures[0].error}")
+    if failures:
+        raise failures[0].error
+    return [answers[call] for call in calls]
+
+
+def _end(why: str) -> NoReturn:
+    logger.critical("%s: this process ends, and Serve starts the group anew", why)
+    logging.shutdown()
+    os._exit(_PROCESS_LOST)

@@ -1,0 +1,1 @@
+"""Saving, loading, exporting and finding checkpoints."""

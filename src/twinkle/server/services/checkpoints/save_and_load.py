@@ -1,0 +1,408 @@
+"""Ops that end in files: saving, publishing for sampling, exporting, loading.
+
+A checkpoint exists once its record is in the database, and its record comes after its files. An op that runs again
+after a crash finds its own record, or writes the same files anew.
+"""
+
+import errno
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from twinkle.errors import (
+    CheckpointError,
+    InvalidInputError,
+    StorageQuotaError,
+    TwinkleError,
+    UnsupportedError,
+)
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
+from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
+from twinkle.server.services.checkpoints.export import prepare_export
+from twinkle.server.services.training.execution import failure_of, unexpected
+from twinkle.server.state import StorageFullError, Store
+from twinkle.server.state.files.allowed_dirs import allowed_path
+from twinkle.server.state.files.data_dir import DataDir, copy_whole, make_parents, seal_written, size_of
+from twinkle.server.state.files.file_checksums import check_files
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.types import (
+    CheckpointRecord,
+    CreateFromCheckpoint,
+    ExportWeights,
+    LoadWeights,
+    Metadata,
+    NativeLoad,
+    NativeSave,
+    Op,
+    OpKind,
+    Outcome,
+    PublishSampler,
+    Refused,
+    RunRecord,
+    SamplingSessionRecord,
+    SaveWeights,
+)
+from twinkle.server.verbs.codec import answered, succeeded
+from twinkle.server.verbs.host import NativeHost
+from twinkle.server.wire import responses
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
+_KEPT_OF_SERIES = 2
+_PARKING = 0  # the place in the sequence of the save that we make ourselves
+
+
+class Checkpoints:
+    """Runs the ops of one model that read or write files."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        native: NativeHost,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        tenants: Tenants,
+        allowed_dirs: Sequence[Path],
+    ) -> None:
+        self._model = model
+        self._native = native
+        self._allowed_dirs = allowed_dirs
+        self._store = store
+        self._compute = compute
+        self._files = files
+        self._tenants = tenants
+        self._writing = TenantTurns()  # a tenant that saves much waits for itself; each holds a copy of an adapter
+        self._threads = tenants.pools.saving
+        self._publishing: set[str] = set()  # sampling sessions that come into being
+
+    async def run(self, op: Op, run: RunRecord) -> Outcome:
+        try:
+            match op.payload:
+                case SaveWeights():
+                    return await self._save(op, run, op.payload)
+                case PublishSampler(name=None):
+                    return await self._publish_unnamed(op, run, op.payload)
+                case PublishSampler():
+                    return await self._publish_named(op, run, op.payload)
+                case ExportWeights():
+                    return await self._export(op, run, op.payload)
+                case CreateFromCheckpoint():
+                    return await self._create_from(op, run, op.payload)
+                case LoadWeights():
+                    return await self._load(op, run, op.payload)
+                case NativeSave():
+                    return await self._save_native(op, run, op.payload)
+                case NativeLoad():
+                    return await self._load_native(op, run, op.payload)
+                case Refused(message):
+                    return responses.failed(message, "user")
+                case _:
+                    raise AssertionError(f"{op.kind} has nothing to do with files")
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
+            return (
+                failure_of(error, op.request_id)
+                if isinstance(error, TwinkleError)
+                else unexpected(error, op.request_id)
+            )
+        except TwinkleError as error:
+            return failure_of(error, op.request_id)
+        except Exception as error:  # noqa: BLE001 - the trainer loop is an edge
+            return unexpected(error, op.request_id)
+
+    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
+        """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
+        name = await self._name_for_parking(run)
+        path = CheckpointPath(run.run_id, "weights", name)
+        save: SaveWeights | NativeSave = SaveWeights(name, int(keep_seconds), overwrite=True)
+        if is_native_run(run.run_id):
+            save = NativeSave(name, optimizer=True, sampler=False, ttl_seconds=int(keep_seconds))
+        op = Op(run.run_id, _PARKING, OpKind.SAVE, save, b"")
+        outcome = await self.run(op, run)
+        await self._compute.run(lambda: self._remove(run.run_id))
+        if outcome.failed:
+            return None
+        days = keep_seconds / 86400
+        resume = f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
+        if is_native_run(run.run_id):
+            resume = f"add an adapter in a new session, and resume_from_checkpoint({path.native!r}) goes on from it"
+        return f"{why}; its adapter is kept for {days:g} days: {resume}"
+
+    async def _name_for_parking(self, run: RunRecord) -> str:
+        """One that the tenant did not give to a checkpoint of its own."""
+        for name in itertools.chain(["parked"], (f"parked-{number}" for number in itertools.count(2))):
+            existing = await self._store.checkpoints.get(run.run_id, "weights", name)
+            if existing is None or existing.request_id == f"{run.run_id}:{_PARKING}":
+                return name
+        raise AssertionError("there are always more names")
+
+    def _remove(self, run_id: str) -> None:
+        self._native.remove(run_id)
+        if run_id in self._model.trainer.adapter_ids():
+            self._model.trainer.remove_adapter(run_id)
+
+    async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
+        path = CheckpointPath(run.run_id, "weights", save.name)
+        copy = partial(self._model.trainer.prepare_save, op.adapter_id, True)
+        await self._write(op, run, path, copy, save.overwrite, save.ttl_seconds, save.user_metadata)
+        return responses.saved(str(path))
+
+    async def _publish_named(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
+        assert publish.name is not None
+        path = CheckpointPath(run.run_id, "sampler_weights", publish.name)
+        copy = partial(self._model.trainer.prepare_save, op.adapter_id, False)
+        await self._write(op, run, path, copy, False, publish.ttl_seconds, publish.user_metadata)
+        return responses.published(path=str(path))
+
+    async def _export(self, op: Op, run: RunRecord, export: ExportWeights) -> Outcome:
+        path = CheckpointPath(run.run_id, "external_weights", export.name)
+        copy = partial(prepare_export, self._model.trainer, op.adapter_id, export.recipients)
+        size = await self._write(op, run, path, copy, False, export.ttl_seconds, {})
+        return responses.exported(str(path), size)
+
+    async def _write(
+        self,
+        op: Op,
+        run: RunRecord,
+        path: CheckpointPath,
+        copy: Callable[[], Callable[[Path], None]],
+        overwrite: bool,
+        ttl_seconds: int | None,
+        user_metadata: Metadata,
+    ) -> int:
+        """``copy`` runs in the compute thread and returns what writes the files; returns how large they are."""
+        existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        if existing is not None and existing.request_id == op.request_id and not overwrite:
+            return existing.size_bytes
+        if existing is not None and not overwrite:
+            hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
+            raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
+        # What we keep ourselves, when an adapter leaves the device, is kept in any case.
+        most = None if op.seq == _PARKING else self._tenants.limits(run.tenant_id).checkpoint_bytes
+        await self._check_space(run.tenant_id, most)
+        directory = self._files.checkpoint(path, op.seq)
+        async with self._writing.turn(run.tenant_id):
+            write = await self._compute.run(copy)
+            await self._threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
+        now = time.time()
+        record = CheckpointRecord(
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            tenant_id=run.tenant_id,
+            request_id=op.request_id,
+            directory=self._files.relative(directory),
+            created_at=now,
+            size_bytes=size_of(directory),
+            expires_at=None if ttl_seconds is None else now + ttl_seconds,
+            user_metadata=user_metadata,
+        )
+        try:
+            replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
+        except (StorageFullError, StorageQuotaError):
+            if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
+                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
+            raise
+        if replaced is None or replaced.directory == record.directory:
+            return record.size_bytes
+        if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
+            await self._threads.in_thread(run.tenant_id, partial(self._files.remove, replaced.directory))
+        return record.size_bytes
+
+    async def _check_space(self, tenant_id: str, most: int | None) -> None:
+        """Before anything is written. How much it will be is known only then, and checked once more."""
+        used = 0 if most is None else await self._store.usage.storage_of(tenant_id)
+        if most is not None and used >= most:
+            raise StorageQuotaError(used, 1, most)
+
+    async def _publish_unnamed(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
+        """A sampling session of its own. On disk before the client hears of it, on the device at once."""
+        assert publish.session_seq is not None
+        if self._model.sampler is None:
+            raise UnsupportedError(f"{self._model.name} is served for training only; give the save a name")
+        session = sampling_session_id(run.session_id, publish.session_seq)
+        record = SamplingSessionRecord(
+            sampling_session_id=session,
+            session_id=run.session_id,
+            number=publish.session_seq,
+            tenant_id=run.tenant_id,
+            base_model=run.base_model,
+            model_name=run.model_name,
+            model_path=None,
+            version_id=session,
+            directory=self._files.relative(self._files.sampler(session, run.number, op.seq)),
+            created_at=time.time(),
+            replica=run.replica,
+        )
+        taken = InvalidInputError(
+            "sampling_session_seq_id", publish.session_seq, "a number not used before in this session"
+        )
+        if session in self._publishing:
+            raise taken
+        self._publishing.add(session)
+        try:
+            made = await self._store.sampling_sessions.get(session) or await self._make_version(record, op.adapter_id)
+        finally:
+            self._publishing.remove(session)
+        if made.directory != record.directory:  # of another op: its weights are not those that were asked for
+            raise taken
+        return responses.published(sampling_session_id=session)
+
+    async def _make_version(self, record: SamplingSessionRecord, adapter_id: str) -> SamplingSessionRecord:
+        """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
+        version_id, directory = record.sampling_session_id, record.directory
+        assert directory is not None, "a version has files"
+        most = self._tenants.limits(record.tenant_id).checkpoint_bytes
+        await self._check_space(record.tenant_id, most)
+        write = await self._compute.run(lambda: self._publish(version_id, adapter_id))
+        made = None
+        try:
+            async with self._writing.turn(record.tenant_id):
+                files = partial(_write_files, write, self._files.root / directory)
+                await self._threads.in_thread(record.tenant_id, files)
+            record = replace(record, size_bytes=size_of(self._files.root / directory))
+            made = await self._store.sampling_sessions.create(record, most_bytes=most)
+            return made
+        finally:
+            if made is None or made.directory != directory:
+                await self._compute.run(lambda: self._retire(version_id))
+                await self._threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
+
+    def _publish(self, version_id: str, adapter_id: str) -> Callable[[Path], None]:
+        """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
+        sampler = self._model.sampler
+        assert sampler is not None, "checked before"
+        write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
+        sampler.publish(version_id, adapter_id)
+        return write
+
+    def _retire(self, version_id: str) -> None:
+        assert self._model.sampler is not None, "checked before"
+        self._model.sampler.retire(version_id)
+
+    async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
+        path, directory = await self._source(run, load.path, load.optimizer)
+        await self._compute.run(lambda: self._load_now(op.adapter_id, directory, load.optimizer, str(path)))
+        return responses.loaded(str(path), op.adapter_id)
+
+    async def _create_from(self, op: Op, run: RunRecord, create: CreateFromCheckpoint) -> Outcome:
+        """An adapter that could not be loaded is not there either."""
+        path, directory = await self._source(run, create.path, create.optimizer)
+
+        def begin() -> None:
+            self._model.trainer.create_adapter(op.adapter_id, create.spec)
+            loaded = False
+            try:
+                self._load_now(op.adapter_id, directory, create.optimizer, str(path))
+                loaded = True
+            finally:
+                if not loaded:
+                    self._model.trainer.remove_adapter(op.adapter_id)
+
+        await self._compute.run(begin)
+        return responses.loaded(str(path), op.adapter_id)
+
+    async def _source(self, run: RunRecord, address: str, optimizer: bool) -> tuple[CheckpointPath, Path]:
+        """What is to be loaded, and where it lies."""
+        path = CheckpointPath.parse(address)
+        record = await loadable_checkpoint(self._store, path, run.tenant_id)
+        if optimizer and record.kind != "weights":
+            raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
+        directory = self._files.root / record.directory
+        await self._threads.in_thread(run.tenant_id, partial(_checked, directory, str(path)))
+        return path, directory
+
+    def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
+        without_server_paths(
+            lambda: self._model.trainer.load(adapter_id, directory, optimizer=optimizer), directory, path
+        )
+        self._model.trainer.zero_grad(adapter_id)
+
+    # --- the native protocol ------------------------------------------------------------------------------------------
+
+    async def _save_native(self, op: Op, run: RunRecord, save: NativeSave) -> Outcome:
+        native = self._native.adapters
+        if save.interval > 1 and not native.is_due(op.adapter_id, save.interval):
+            return succeeded({"twinkle_path": "", "checkpoint_dir": None})
+        if save.sampler:  # a path of its own each time: what a sampler was made from never changes
+            path = CheckpointPath(run.run_id, "sampler_weights", f"{save.name or 'latest'}-{op.seq}")
+        else:
+            name = save.name or f"checkpoint-step-{native.steps_of(op.adapter_id)}"
+            path = CheckpointPath(run.run_id, "weights", name)
+        copy = partial(
+            native.prepare_save,
+            op.adapter_id,
+            save_optimizer=save.optimizer,
+            consumed_train_samples=save.consumed_train_samples,
+        )
+        series = {_SERIES: save.name or "latest"} if save.sampler else {}
+        await self._write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
+        if save.sampler:
+            await self._drop_older(run, series[_SERIES])
+        if "save_dir" in run.user_metadata:
+            await self._copy_out(path, Path(run.user_metadata["save_dir"]))
+        return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
+
+    async def _drop_older(self, run: RunRecord, series: str) -> None:
+        """A loop publishes after every step; the version before the last may still be in use."""
+        of_run = await self._store.checkpoints.of_run(run.run_id)
+        kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
+        for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
+            await self._store.checkpoints.delete(old.run_id, old.kind, old.name, "checkpoint_replace")
+            if not await self._store.sampling_sessions.refer_to(old.directory):
+                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, old.directory))
+
+    async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
+        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        assert record is not None, "it was just written"
+        target = save_dir / directory_name(path.run_id) / path.kind / path.name
+        copy = partial(copy_whole, self._files.root / record.directory, target, private=False)
+        await self._threads.in_thread(record.tenant_id, copy)
+
+    async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
+        if load.path.startswith(("twinkle://", "tinker://")):
+            path = CheckpointPath.parse(load.path, "name")
+            record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
+            directory, shown = self._files.root / record.directory, path.native
+            await self._threads.in_thread(run.tenant_id, partial(_checked, directory, shown))
+        else:
+            directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
+
+        def resume() -> dict[str, int]:
+            progress: dict[str, int] = without_server_paths(
+                lambda: self._native.adapters.resume_from_checkpoint(
+                    str(directory), resume_only_model=not load.optimizer, adapter_name=op.adapter_id
+                ),
+                directory,
+                shown,
+            )
+            return progress
+
+        progress = await self._compute.run(resume)
+        return answered(progress if load.verb == "resume_from_checkpoint" else None)
+
+
+def _write_files(write: Callable[[Path], None], directory: Path) -> None:
+    """What cannot be written is no mistake of the tenant's, and our directories are not its business."""
+    make_parents(directory)
+    try:
+        write(directory)
+    except CheckpointError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
+    seal_written(directory)
+
+
+def _checked(directory: Path, address: str) -> None:
+    """Raise CheckpointError if the checkpoint is damaged, under the tenant's address of it."""
+    try:
+        check_files(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(error).replace(str(directory), address)}; load another checkpoint") from error

@@ -1,0 +1,1 @@
+"""Sampling from a base model or from published versions of its adapters."""

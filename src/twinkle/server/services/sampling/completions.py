@@ -1,0 +1,116 @@
+"""What is done, told to a client in one long poll for all of its samples instead of one for each.
+
+A client of a sampling session has a stream: the original one has number 0, copies in other processes have others, and
+the number is in the sequence numbers that a client uses. Places in a stream only grow, also from one server to the next
+on the same data: a client that outlived a server goes on where it was.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from twinkle.server.ids import split_request_id
+from twinkle.server.services.futures import Waiters
+
+SEQ_IDS_PER_CLIENT = 10**9
+_MOST_AT_ONCE = 512  # a millisecond or two to write down
+
+
+@dataclass(frozen=True)
+class Completion:
+    """``size`` of the result in bytes; None for a failure, and for a request that got lost."""
+
+    place: int
+    request_id: str
+    size: int | None
+    at: float
+
+
+@dataclass
+class _Stream:
+    used_at: float
+    entries: deque[Completion] = field(default_factory=deque)  # that its client was not told of for certain
+    waiters: Waiters = field(default_factory=Waiters)
+    passing: bool = False  # it goes with those who wait at it, unless something is told there
+
+
+class Completions:
+    """The streams of one service. Belongs to one event loop."""
+
+    def __init__(self, kept_seconds: float = 3600.0) -> None:
+        self._streams: dict[tuple[str, int], _Stream] = {}
+        self._places = count(time.time_ns() // 1000)  # no server completes a million requests a second
+        self._kept_seconds = kept_seconds
+        self._closed = False
+        self.polls = 0  # that wait now
+
+    def add(self, request_id: str, size: int | None, now: float) -> None:
+        parts = split_request_id(request_id)
+        assert parts is not None, "we made the id"
+        stream = self._stream(parts[0], parts[1] // SEQ_IDS_PER_CLIENT, now)
+        stream.passing = False
+        stream.entries.append(Completion(next(self._places), request_id, size, now))
+        stream.waiters.wake()
+
+    def has_stream(self, sampling_session_id: str, client: int) -> bool:
+        return (sampling_session_id, client) in self._streams
+
+    def open_stream(self, sampling_session_id: str, client: int, now: float, *, passing: bool = False) -> None:
+        """``passing``: of a client of which nothing is known: any number can be asked for."""
+        self._stream(sampling_session_id, client, now).passing = passing
+
+    def close_passing(self, sampling_session_id: str, client: int) -> None:
+        """Forget a stream at which nobody waits any more and nothing was ever told."""
+        stream = self._streams.get((sampling_session_id, client))
+        if stream is not None and stream.passing and not stream.waiters:
+            del self._streams[sampling_session_id, client]
+
+    async def after(
+        self, sampling_session_id: str, client: int, place: int, timeout: float, now: float
+    ) -> Sequence[Completion]:
+        """What came after ``place``, at once or within ``timeout`` seconds. What came before is known to the client."""
+        stream = self._stream(sampling_session_id, client, now)
+        _trim(stream, place)
+        if not stream.entries and not self._closed:
+            self.polls += 1
+            try:
+                await stream.waiters.sleep(timeout)
+            finally:
+                self.polls -= 1
+            _trim(stream, place)
+        return list(islice(stream.entries, _MOST_AT_ONCE))
+
+    def numbers(self, sampling_session_id: str, client: int) -> Sequence[int]:
+        """The sequence numbers of what the client was not told of for certain."""
+        stream = self._streams.get((sampling_session_id, client))
+        entries = () if stream is None else stream.entries
+        return [int(entry.request_id.rpartition(":")[2]) for entry in entries]
+
+    def close(self) -> None:
+        """Let everybody go who waits, now and from now on."""
+        self._closed = True
+        for stream in self._streams.values():
+            stream.waiters.wake()
+
+    def sweep(self, now: float, delivered: Callable[[str], bool]) -> None:
+        """Forget what nobody came for, and what its client has without being told: not all of them ask here."""
+        oldest = now - self._kept_seconds
+        for stream in self._streams.values():
+            entries = stream.entries
+            while entries and (entries[0].at < oldest or delivered(entries[0].request_id)):
+                entries.popleft()
+        self._streams = {
+            key: stream for key, stream in self._streams.items() if stream.used_at >= oldest or stream.entries
+        }
+
+    def _stream(self, sampling_session_id: str, client: int, now: float) -> _Stream:
+        stream = self._streams.setdefault((sampling_session_id, client), _Stream(now))
+        stream.used_at = now
+        return stream
+
+
+def _trim(stream: _Stream, place: int) -> None:
+    while stream.entries and stream.entries[0].place <= place:
+        stream.entries.popleft()

@@ -1,0 +1,472 @@
+"""The sampler service: samples of one base model and of its tenants' published versions.
+
+Requests wait here until the engine has room and the compute thread a turn for them; tenants take turns. Samples are not
+journalled: they change nothing, and a client that asks for one lost in a restart is told so and sends it again. Samples
+of clients that vanished are cancelled and end in the same way.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from twinkle.errors import (
+    GoneError,
+    InvalidInputError,
+    ShuttingDownError,
+    TwinkleError,
+)
+from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
+from twinkle.sampler.validation import MAX_CELLS
+from twinkle.server.backends.compute_thread import Compute, Lane
+from twinkle.server.ids import split_request_id
+from twinkle.server.scheduling.fair_queue import FairQueue
+from twinkle.server.services.futures import Delivery, Futures
+from twinkle.server.services.sampling.admission import SampleAdmission
+from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
+from twinkle.server.services.sampling.jobs import Event, Happening, Orders, SampleJob, price_of
+from twinkle.server.services.sampling.versions import SamplerVersions
+from twinkle.server.services.service_loop import Pump
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.readings import SamplingReadings
+from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
+from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import Outcome, SamplingSessionRecord
+from twinkle.server.wire import responses
+from twinkle.server.wire.sampling import Encode, encode_sample_result
+
+logger = logging.getLogger(__name__)
+
+# The tables of one request: one that asks for more is refused by the engine's own check of it.
+_MOST_RESULT_BYTES = 16 * MAX_CELLS
+
+
+class SamplerService:
+    def __init__(
+        self,
+        sampler: Sampler,
+        compute: Compute,
+        files: DataDir,
+        *,
+        tenants: Tenants | None = None,
+        context: int = 2**15,
+        futures: Futures | None = None,
+        memory: ProcessMemory | None = None,
+        max_versions: int = 64,
+        idle_version_seconds: float = 1800.0,
+        engine_samples: int = 256,
+        completion_streams: bool = True,
+        recorder: SamplingRecorder | None = None,
+    ) -> None:
+        """context: what an unlimited sample may grow to.
+
+        max_versions, idle_version_seconds: versions beyond are dropped; they come back from disk when asked for.
+        engine_samples: as many are handed to the engine at a time; with more, who came first would keep others out. For
+        the same reason a tenant gets three quarters of them at most.
+        completion_streams: whether clients may ask for all that is done in one poll.
+        """
+        self._sampler = sampler
+        self._compute = compute
+        self._recorder = recorder or SamplingRecorder("sampler")
+        memory = memory or ProcessMemory()
+        self._guard = memory.guard
+        self._guard.relieve_with(self._tidy_soon)
+        self._futures = futures or Futures(memory=memory.results)
+        self.completions = Completions() if completion_streams else None
+        tenants = tenants or Tenants()
+        self.admission = SampleAdmission(tenants, self._futures, engine_samples)
+        self._context = context
+        self._jobs: dict[str, SampleJob] = {}  # all that are not done
+        self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
+        self._asking: Counter[str] = Counter()  # long polls that wait now, by sampling session
+        self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
+        self._queue: FairQueue[SampleJob] = FairQueue(tenants.standing)  # those that the engine was not given yet
+        self._cancelled: list[str] = []
+        self._given_up: list[str] = []
+        self._wake = asyncio.Event()
+        self._turn_due = False
+        self._busy = False
+        self.pump = Pump("sampling")
+        self._released = False
+        self._stopping = False
+        self.tokens_sampled = 0
+        self.busy_seconds = 0.0
+        self._rate = RecentRate(time.time())
+        # Of the compute thread:
+        self._running: dict[str, SampleJob] = {}
+        self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
+
+    async def start(self) -> None:
+        self.pump.start(self._run())
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        await self.pump.ended()
+        for job in list(self._jobs.values()):
+            self._end(job, ShuttingDownError())
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        session: SamplingSessionRecord,
+        request: SampleRequest,
+        *,
+        digest: bytes = b"",
+        encode: Encode = encode_sample_result,
+    ) -> None:
+        """Take in a request whose future is awaited with :meth:`wait`; the same again is the same request."""
+        known = self._futures.digest(request.request_id)
+        if known is None:
+            self._accept(request, session, encode)
+            self._asked[session.sampling_session_id] = time.monotonic()
+            self._futures.promise(request.request_id, session.tenant_id, digest)
+        elif known != digest:
+            number = request.request_id.rpartition(":")[2]
+            raise InvalidInputError("seq_id", int(number), "a number that no other request of this sampler has used")
+
+    async def generate(
+        self, session: SamplingSessionRecord, request: SampleRequest
+    ) -> AsyncGenerator[Progress | SampleResult, None]:
+        """The events of one request: its progress if ``request.stream`` is set, and the result last.
+
+        Whatever goes wrong is raised as a TwinkleError when the first event is asked for, or later ones. Whoever leaves
+        before the end cancels the request.
+        """
+        if self._released:
+            raise ShuttingDownError
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        job = self._accept(request, session, events)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, TwinkleError):
+                    raise event
+                yield event
+                if isinstance(event, SampleResult):
+                    return
+        finally:
+            self._withdraw(job)
+
+    async def wait(self, request_id: str, timeout: float) -> Outcome | None:
+        request_context.about(request_id)
+        if request_id not in self._futures:
+            raise GoneError(
+                f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
+                "send it again"
+            )
+        with self.being_asked(request_id.rpartition(":")[0]):
+            return await self._futures.wait(request_id, timeout)
+
+    @contextmanager
+    def delivering(self, request_id: str) -> Iterator[Delivery]:
+        """Entered while a result is written to a client, which says at the end whether that was completed."""
+        with self._futures.delivering(request_id, time.time()) as delivery:
+            yield delivery
+        self._wake.set()  # its tenant may have room for results again
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the work on a sample that nobody waits for any more. One that is done stays as it is."""
+        job = self._jobs.get(request_id)
+        if job is not None and not isinstance(job.into, asyncio.Queue):
+            self._withdraw(job)
+            self._settle(request_id, responses.failed("cancelled by its client", "user"))
+
+    @contextmanager
+    def being_asked(self, sampling_session_id: str) -> Iterator[None]:
+        """A client of the sampling session is there: it asks for a sample, and waits."""
+        self._asking[sampling_session_id] += 1
+        try:
+            yield
+        finally:
+            self._asked[sampling_session_id] = time.monotonic()
+            self._asking[sampling_session_id] -= 1
+            if not self._asking[sampling_session_id]:
+                del self._asking[sampling_session_id]
+
+    def unasked_sessions(self, seconds: float) -> set[str]:
+        """Return the sessions of which samples are under way that nobody asked for in so many seconds."""
+        return {job.session.session_id for job in self._unasked(seconds)}
+
+    def cancel_unasked(self, session_id: str, seconds: float) -> int:
+        """Stop the work on samples of a session that nobody asked for in so many seconds; returns how many.
+
+        They are forgotten, not failed: whoever comes back for one after all is told to send it again, which SDKs do.
+        """
+        cancelled = [job for job in self._unasked(seconds) if job.session.session_id == session_id]
+        for job in cancelled:
+            self._withdraw(job)
+            self._futures.forget(job.request_id)
+            if self.completions is not None:
+                self.completions.add(job.request_id, None, time.time())
+        return len(cancelled)
+
+    def _unasked(self, seconds: float) -> list[SampleJob]:
+        """Requests that are answered in their own connection end with it: they are not among these."""
+        before = time.monotonic() - seconds
+        waiting = (job for job in self._jobs.values() if not isinstance(job.into, asyncio.Queue))
+        named = ((job, job.session.sampling_session_id) for job in waiting)
+        return [job for job, name in named if name not in self._asking and self._asked.get(name, 0.0) < before]
+
+    def give_up_version(self, version_id: str) -> None:
+        """The sessions that sampled from it have ended: drop it as soon as no request uses it."""
+        self._given_up.append(version_id)
+        self._wake.set()
+
+    # --- completions --------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, sampling_session_id: str, request_ids: Sequence[str]) -> None:
+        """The client has these results."""
+        for request_id in request_ids:
+            parts = split_request_id(request_id)
+            if parts is not None and parts[0] == sampling_session_id:
+                self._futures.acknowledge(request_id)
+        self._wake.set()  # as above
+
+    def report_lost(self, sampling_session_id: str, numbers: range) -> None:
+        """Tell the client that those which nobody knows here are done: asking for one it hears to send it again."""
+        assert self.completions is not None, "who has no stream is told nothing"
+        now = time.time()
+        for number in numbers:
+            request_id = f"{sampling_session_id}:{number}"
+            if request_id not in self._futures:
+                self.completions.add(request_id, None, now)
+
+    def lowest_number(self, sampling_session_id: str, seq_id: int) -> int:
+        """The lowest number that the client which now uses ``seq_id`` may be waiting for.
+
+        One that is done counts until the client was told: it would not hear of it from the next server.
+        """
+        client = sampling_session_id, seq_id // SEQ_IDS_PER_CLIENT
+        untold = () if self.completions is None else self.completions.numbers(*client)
+        return min([seq_id, *self._numbers.get(client, ()), *untold])
+
+    # --- housekeeping -------------------------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> None:
+        self._futures.sweep(now)
+        self._futures.take_delivered()
+        if self.completions is not None:
+            self.completions.sweep(now, self._futures.delivered)
+        self._rate.note(self.tokens_sampled, now)
+        under_way = {job.session.sampling_session_id for job in self._jobs.values()}
+        self._asked = {name: at for name, at in self._asked.items() if name in under_way}
+        self._turn_due = True  # versions are published and grow old also when nobody samples
+        self._wake.set()
+
+    def _tidy_soon(self) -> int:
+        """Have the next turn drop versions that no request uses; nothing has left memory before that."""
+        self._turn_due = True
+        self._wake.set()
+        return 0
+
+    def release_waiters(self) -> None:
+        """Let everybody go who waits, now and from now on: long polls, and whoever reads events."""
+        self._futures.close()
+        if self.completions is not None:
+            self.completions.close()
+        self._released = True
+        for job in list(self._jobs.values()):
+            if isinstance(job.into, asyncio.Queue):
+                self._withdraw(job)
+                job.into.put_nowait(ShuttingDownError())
+
+    @property
+    def alive(self) -> bool:
+        """Whether what is accepted will be run."""
+        return self.pump.alive
+
+    def readings(self) -> SamplingReadings:
+        polls = 0 if self.completions is None else self.completions.polls
+        return SamplingReadings(
+            waiting=len(self._jobs),
+            busy_seconds=self.busy_seconds,
+            long_polls=self._futures.polls + polls,
+            unfetched_bytes=self._futures.all_unfetched_bytes,
+        )
+
+    def status(self) -> dict[str, object]:
+        return {
+            "waiting_samples": len(self._jobs),
+            "sampled_tokens": self.tokens_sampled,
+            "sampling_tokens_per_second": self._rate.rate(self.tokens_sampled, time.time()),
+            "sampling_seconds": round(self.busy_seconds, 3),
+        }
+
+    # --- the pump -----------------------------------------------------------------------------------------------------
+
+    def _accept(
+        self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | asyncio.Queue[Event]
+    ) -> SampleJob:
+        if request.request_id in self._jobs:
+            raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
+        self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
+        job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
+        self._jobs[job.request_id] = job
+        if job.client is not None:
+            self._numbers.setdefault(job.client[:2], set()).add(job.client[2])
+        self._recorder.accepted(job.request)
+        self._queue.push(job.tenant_id, job.request_id, job, job.cost)
+        self._wake.set()
+        return job
+
+    def _withdraw(self, job: SampleJob) -> None:
+        """Forget a request that is not done, here and in the engine. What the engine began with stays charged."""
+        if self._jobs.get(job.request_id) is not job:
+            return
+        if self._queue.remove(job.tenant_id, job.request_id):
+            self.admission.give_back(job, used=0)
+        else:
+            self.admission.stop(job)
+            self._cancelled.append(job.request_id)
+        self._leave(job)
+        self._recorder.ended(job.request_id, Outcomes.CANCELLED)
+        self._wake.set()
+
+    def _leave(self, job: SampleJob) -> None:
+        del self._jobs[job.request_id]
+        self.admission.leave(job)
+        if job.client is not None:
+            numbers = self._numbers[job.client[:2]]
+            numbers.remove(job.client[2])
+            if not numbers:
+                del self._numbers[job.client[:2]]
+
+    def _settle(self, request_id: str, outcome: Outcome) -> None:
+        now = time.time()
+        self._futures.settle(request_id, outcome, now)
+        if self.completions is not None:
+            self.completions.add(request_id, None if outcome.failed else len(outcome.body), now)
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            if not (self._busy or self._can_start() or self._cancelled or self._given_up or self._turn_due):
+                await self._wake.wait()
+            self._wake.clear()
+            turn = partial(self._turn, self._orders())
+            happenings, self._busy = await self._compute.run(turn, Lane.SAMPLING)
+            for each in happenings:
+                self._hand_over(each)
+
+    def _can_start(self) -> bool:
+        return self._queue.has(self.admission.may_start)
+
+    def _orders(self) -> Orders:
+        fresh = []
+        while (job := self._queue.pop(self.admission.may_start)) is not None:
+            self.admission.start(job)
+            fresh.append(job)
+        orders = Orders(self._cancelled, self._given_up, fresh)
+        self._cancelled, self._given_up, self._turn_due = [], [], False
+        return orders
+
+    def _hand_over(self, happening: Happening) -> None:
+        job, event = happening.job, happening.event
+        if self._jobs.get(job.request_id) is not job:
+            return  # withdrawn meanwhile
+        if not isinstance(event, Progress):
+            self.admission.stop(job)
+            self.admission.count(happening)
+            self._end(job, event)
+        elif isinstance(job.into, asyncio.Queue):
+            job.into.put_nowait(event)
+
+    def _end(self, job: SampleJob, event: SampleResult | TwinkleError | Outcome) -> None:
+        self._leave(job)
+        self._recorder.ended(job.request_id, Outcomes.of_sample(event))
+        if isinstance(event, Outcome):
+            self._settle(job.request_id, event)
+        elif isinstance(job.into, asyncio.Queue):
+            job.into.put_nowait(event)
+
+    # --- in the compute thread ----------------------------------------------------------------------------------------
+
+    def _turn(self, orders: Orders) -> tuple[list[Happening], bool]:
+        """Admit what is new, work for a while; returns what came of it and whether there is more to do."""
+        started = time.perf_counter()
+        happenings: list[Happening] = []
+        for request_id in orders.cancelled:
+            if request_id in self._running:
+                self._stop(request_id)
+        for version_id in orders.given_up:
+            self._versions.give_up(version_id)
+        for job in orders.fresh:
+            error = self._admit(job)
+            if error is not None:
+                happenings.append(Happening(job, job.failed(error)))
+        try:
+            for event in self._sampler.step():
+                if event.request_id in self._running:
+                    happenings.append(self._result(event))
+            self._versions.tidy(time.monotonic(), memory_is_short=self._guard.is_short)
+            busy = self._sampler.busy
+        except Exception as error:  # the sampler loop is an edge; nobody may wait for ever
+            if not self._running:  # nobody else hears of it
+                logger.exception("the sampler failed")
+            for job in list(self._running.values()):
+                self._stop(job.request_id)
+                happenings.append(Happening(job, job.failed(error)))
+            busy = False  # it is asked again when there is something new to do
+        self.busy_seconds += time.perf_counter() - started
+        return happenings, busy
+
+    def _admit(self, job: SampleJob) -> Exception | None:
+        """Give a request to the engine; returns why it was not taken, if so."""
+        try:
+            self._versions.pin(job.session, time.monotonic())
+            try:
+                self._sampler.submit(replace(job.request, scope=job.session.tenant_id))
+            except Exception:
+                self._versions.unpin(job.session, time.monotonic())
+                raise
+        except Exception as error:  # noqa: BLE001 - as above: it fails its own request alone
+            return error
+        self._running[job.request_id] = job
+        self._recorder.started(job.request_id)
+        return None
+
+    def _stop(self, request_id: str) -> None:
+        """What the sampler cannot cancel it may go on with; nobody listens any more."""
+        job = self._running.pop(request_id)
+        self._versions.unpin(job.session, time.monotonic())
+        try:
+            self._sampler.cancel(request_id)
+        except Exception:  # as above
+            logger.exception("request %s could not be cancelled", request_id)
+
+    def _result(self, event: Finished | Progress) -> Happening:
+        job = self._running[event.request_id]
+        if isinstance(event, Progress):
+            self._recorder.progressed(event.request_id)
+            return Happening(job, event)
+        del self._running[event.request_id]
+        self._versions.unpin(job.session, time.monotonic())
+        if isinstance(event.outcome, SampleFailure):
+            return Happening(job, job.failed(event.outcome.error))
+        sampled = sum(len(sequence.tokens) for sequence in event.outcome.sequences)
+        self.tokens_sampled += sampled
+        self._recorder.sampled(job.request, event.outcome)
+        if isinstance(job.into, asyncio.Queue):
+            return Happening(job, event.outcome, sampled)
+        try:
+            return Happening(job, job.into(event.outcome), sampled)
+        except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
+            return Happening(job, job.failed(error))
+
+
+def _result_bytes(request: SampleRequest) -> int:
+    """Return how many bytes the tables that the request asks for will have, as far as it alone decides that.
+
+    How long its samples get nobody knows; they count as results once they are there.
+    """
+    targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
+    tables = len(request.prompt) * (request.topk_prompt_logprobs + request.prompt_alt_tokens)
+    return 8 * (tables + targets + len(request.prompt))

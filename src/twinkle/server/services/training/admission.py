@@ -1,0 +1,141 @@
+"""Which ops a model service takes in: no more than a tenant's limits allow, however many come at once."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from twinkle.errors import OverloadedError, QuotaError
+from twinkle.server.scheduling.scheduler import Scheduler
+from twinkle.server.services.futures import PROMISE_BYTES, Futures
+from twinkle.server.services.training.live_adapter import LiveAdapter
+from twinkle.server.tenancy.tenants import TenantLimits, Tenants
+from twinkle.server.types import Budget, Op, Price
+
+__all__ = ["Entry", "OpAdmission"]
+
+_COUNT_SECONDS = 0.25  # between two counts of all ops that wait
+
+
+@dataclass
+class Entry:
+    """An op between its check and its place in the line."""
+
+    taken: bool = False  # whether it is new: otherwise it costs nothing
+
+
+class OpAdmission:
+    """Belongs to one event loop. Between a check and its count nobody else gets in."""
+
+    def __init__(
+        self,
+        tenants: Tenants,
+        scheduler: Scheduler,
+        futures: Futures,
+        adapters: Mapping[str, LiveAdapter],
+        most_bytes: int = 2**62,
+    ) -> None:
+        """``most_bytes``: memory of the ops of all tenants together."""
+        self._tenants = tenants
+        self._scheduler = scheduler
+        self._futures = futures
+        self._adapters = adapters
+        self._entering: Counter[str] = Counter()  # ops that are being written down, by tenant
+        self._entering_bytes: Counter[str] = Counter()
+        self._entering_results: Counter[str] = Counter()
+        self._most_bytes = most_bytes
+        self._counted_bytes = 0  # of all ops when they were last counted, and of those that came since
+        self._counted_at = -math.inf
+
+    def check(self, tenant_id: str) -> None:
+        """Raise QuotaError if no op of this tenant would be taken now, however small."""
+        limits = self._tenants.limits(tenant_id)
+        self.check_results(tenant_id)
+        waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
+        if waiting >= limits.queued_ops:
+            raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
+        self._tenants.training_rate.check(tenant_id, limits.training_tokens_per_minute)
+
+    def check_results(self, tenant_id: str) -> None:
+        """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
+        self._futures.memory.check(tenant_id)
+        limit = self._tenants.limits(tenant_id).unfetched_bytes
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if unfetched >= limit:
+            raise QuotaError("bytes of results not fetched", unfetched, limit, "max_unfetched_result_bytes")
+
+    @contextmanager
+    def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
+        """Holds a place for the op, and its tokens, until it has one in the scheduler or turns out to need none."""
+        tenant_id = adapter.run.tenant_id
+        limits = self._tenants.limits(tenant_id)
+        if op.seq not in adapter.ops:
+            self._check_queue(adapter, op, limits)
+        price = op.price
+        self._tenants.training_rate.charge(tenant_id, _charged(price), limits.training_tokens_per_minute)
+        self._entering[tenant_id] += 1
+        self._entering_bytes[tenant_id] += price.held_bytes
+        self._entering_results[tenant_id] += price.result_bytes
+        self._counted_bytes += price.held_bytes
+        entry = Entry()
+        try:
+            yield entry
+        finally:
+            self._entering[tenant_id] -= 1
+            self._entering_bytes[tenant_id] -= price.held_bytes
+            self._entering_results[tenant_id] -= price.result_bytes
+            if not self._entering[tenant_id]:
+                del self._entering[tenant_id], self._entering_bytes[tenant_id], self._entering_results[tenant_id]
+            if not entry.taken:
+                self._tenants.training_rate.give_back(tenant_id, _charged(price), limits.training_tokens_per_minute)
+
+    def _check_queue(self, adapter: LiveAdapter, op: Op, limits: TenantLimits) -> None:
+        tenant_id = adapter.run.tenant_id
+        self.check_results(tenant_id)
+        if op.seq == self._scheduler.next_seq(op.adapter_id):
+            return  # all others of its adapter wait for it: without it they would wait in vain
+        waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
+        if waiting >= limits.queued_ops:
+            raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
+        queued, results = self._queued(tenant_id)
+        if queued and queued + op.price.held_bytes > limits.queued_bytes:
+            raise QuotaError("bytes of queued ops", queued, limits.queued_bytes, "max_queued_bytes_per_tenant")
+        everybody = self.budget.used
+        if everybody and everybody + op.price.held_bytes > self._most_bytes:
+            raise OverloadedError("bytes of queued ops", everybody, self._most_bytes, "max_queued_bytes")
+        # What waits and runs will have results, too.
+        coming = results + (waiting + 1) * PROMISE_BYTES + op.price.result_bytes
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if waiting and unfetched + coming > limits.unfetched_bytes:
+            raise QuotaError(
+                "bytes of results not fetched, or on their way",
+                unfetched,
+                limits.unfetched_bytes,
+                "max_unfetched_result_bytes",
+            )
+
+    @property
+    def budget(self) -> Budget:
+        """The memory of all ops that wait, run or are being written down, of all tenants.
+
+        They are counted now and then; in between, what comes is added and nothing is taken away.
+        """
+        now = time.monotonic()
+        if now - self._counted_at > _COUNT_SECONDS:
+            waiting = sum(op.price.held_bytes for each in self._adapters.values() for op in each.ops.values())
+            self._counted_bytes, self._counted_at = self._entering_bytes.total() + waiting, now
+        return Budget("queued_ops", self._counted_bytes, self._most_bytes)
+
+    def _queued(self, tenant_id: str) -> tuple[int, int]:
+        """Bytes of the tenant's ops that wait, run or are being written down, and of the results they will have."""
+        own = (adapter for adapter in self._adapters.values() if adapter.run.tenant_id == tenant_id)
+        prices = [op.price for each in own for op in each.ops.values()]
+        held = self._entering_bytes[tenant_id] + sum(price.held_bytes for price in prices)
+        return held, self._entering_results[tenant_id] + sum(price.result_bytes for price in prices)
+
+
+def _charged(price: Price) -> int:
+    """What counts against a minute's tokens."""
+    return max(price.tokens, price.work)

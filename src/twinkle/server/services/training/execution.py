@@ -1,0 +1,251 @@
+"""Ops on the device: what the compute thread does with a batch, and how errors become outcomes."""
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from twinkle.errors import NonFiniteError, TwinkleError, UserError
+from twinkle.model.types import TrainFailure, TrainItem, TrainResult
+from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.services.training.measurements import RunMeasurements, counted
+from twinkle.server.services.training.native_measuring import measure_pass, measure_verb
+from twinkle.server.telemetry.recording import TrainingRecorder
+from twinkle.server.types import (
+    CreateAdapter,
+    CreateNative,
+    Ending,
+    NativePass,
+    NativeVerb,
+    Op,
+    OpKind,
+    OptimStep,
+    Outcome,
+    Refused,
+    TrainPass,
+)
+from twinkle.server.verbs.codec import answered
+from twinkle.server.verbs.host import NativeHost
+from twinkle.server.wire import responses
+from twinkle.server.wire.training import encode_training_result
+from twinkle.server.wire.training_json import is_json
+
+logger = logging.getLogger(__name__)
+
+_GRAD_NORM = "unclipped_grad_l2:mean"  # as a trainer calls it
+
+
+class Execution:
+    """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
+
+    def __init__(
+        self, model: ServedModel, native: NativeHost, measurements: RunMeasurements, recorder: TrainingRecorder
+    ) -> None:
+        self._trainer: TrainingBackend = model.trainer
+        self._native = native
+        self._measurements = measurements
+        self._recorder = recorder
+
+    def passes(self, ops: Sequence[Op]) -> list[Outcome]:
+        """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
+        return _to_the_end(self._in_steps(ops, None))
+
+    def passes_in_steps(
+        self, ops: Sequence[Op], limit: Callable[[], int | None]
+    ) -> Generator[None, None, list[Outcome]]:
+        """The same a micro-batch at a time; see :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`."""
+        return self._in_steps(ops, limit)
+
+    def _in_steps(
+        self, ops: Sequence[Op], limit: Callable[[], int | None] | None
+    ) -> Generator[None, None, list[Outcome]]:
+        outcomes: dict[int, Outcome] = {}
+        for batch in _rounds(ops):
+            prepared: dict[int, _Pass] = {}
+            for index in batch:
+                try:
+                    prepared[index] = self._prepared(ops[index])
+                except TwinkleError as error:
+                    outcomes[index] = failure_of(error, ops[index].request_id)
+                except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
+                    outcomes[index] = unexpected(error, ops[index].request_id)
+            outcomes |= yield from self._computed(ops, prepared, limit)
+        return [outcomes[index] for index in range(len(ops))]
+
+    def _prepared(self, op: Op) -> "_Pass":
+        trains = op.kind is OpKind.FORWARD_BACKWARD
+        match op.payload:
+            case TrainPass(data, loss, loss_config) as sent:
+
+                def encode_sent(result: TrainResult) -> Outcome:
+                    # Clients that send JSON read each target's part of the loss, too.
+                    outcome = encode_training_result(result, data if is_json(op.body) else ())
+                    if trains and "loss:sum" in result.metrics:
+                        summed = result.metrics["loss:sum"]
+                        self._measurements.passed(op.adapter_id, summed, counted(sent), sent.tokens)
+                    return outcome
+
+                if sent.custom is not None:
+                    return _Pass(_custom_item(op.adapter_id, sent), encode_sent)
+                if sent.preference is not None:
+                    return _Pass(_preference_item(op.adapter_id, sent), encode_sent)
+                item = TrainItem(op.adapter_id, data, loss, loss_config, base_model=sent.base_model)
+                return _Pass(item, encode_sent)
+            case NativePass() as asked:
+                native = self._native.adapters
+                prepared = native.prepare(op.adapter_id, asked)
+
+                def encode(result: TrainResult) -> Outcome:
+                    outputs = prepared.absorb(result)
+                    outcome = answered(None if asked.verb == "backward" else native.pass_result(op.adapter_id, outputs))
+                    if trains:
+                        measure_pass(self._measurements, prepared.item, outputs)
+                    return outcome
+
+                return _Pass(prepared.item, encode)
+            case Refused(message):
+                raise UserError(message)
+            case _:
+                raise AssertionError(f"{op.kind} is not a pass")
+
+    def _computed(
+        self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]", limit: Callable[[], int | None] | None
+    ) -> Generator[None, None, dict[int, Outcome]]:
+        if not prepared:
+            return {}
+        items, trains = [each.item for each in prepared.values()], ops[0].kind is OpKind.FORWARD_BACKWARD
+        try:
+            if limit is None:
+                results = self._trainer.forward_backward(items) if trains else self._trainer.forward(items)
+            else:
+                results = yield from self._trainer.in_steps(items, train=trains, limit=limit)
+        except Exception as error:  # noqa: BLE001 - as above: a bug fails its batch, not the server
+            return {index: unexpected(error, ops[index].request_id) for index in prepared}
+        return {
+            index: self._encoded(ops[index], each, result)
+            for (index, each), result in zip(prepared.items(), results, strict=True)
+        }
+
+    def _encoded(self, op: Op, prepared: "_Pass", result: TrainResult | TrainFailure) -> Outcome:
+        if isinstance(result, TrainFailure):
+            return failure_of(result.error, op.request_id)
+        try:
+            if isinstance(op.payload, TrainPass) and not op.payload.base_model:
+                self._recorder.passed(prepared.item, result)
+            return prepared.encode(result)
+        except TwinkleError as error:
+            return failure_of(error, op.request_id)
+        except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
+            return unexpected(error, op.request_id)
+
+    def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
+        """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer, native verbs."""
+        return [self._guarded(op) for op in ops]
+
+    def drop_window(self, adapter_id: str) -> None:
+        """Forget the gradient of a window that failed."""
+        if adapter_id in self._trainer.adapter_ids():
+            self._trainer.zero_grad(adapter_id)
+        self._native.drop_window(adapter_id)
+        self._measurements.dropped(adapter_id)
+
+    def _guarded(self, op: Op) -> Outcome:
+        try:
+            return self._barrier(op)
+        except TwinkleError as error:
+            return failure_of(error, op.request_id)
+        except Exception as error:  # noqa: BLE001 - as above
+            return unexpected(error, op.request_id)
+
+    def _barrier(self, op: Op) -> Outcome:
+        match op.payload:
+            case CreateAdapter(spec):
+                if op.adapter_id not in self._trainer.adapter_ids():
+                    self._trainer.create_adapter(op.adapter_id, spec)
+                return responses.created(op.adapter_id)
+            case CreateNative(spec, config, accumulation):
+                if op.adapter_id not in self._trainer.adapter_ids():
+                    self._trainer.create_adapter(op.adapter_id, spec)
+                self._native.adapters.add_adapter_to_model(
+                    op.adapter_id, config, gradient_accumulation_steps=accumulation
+                )
+                return responses.created(op.adapter_id)
+            case NativeVerb() as asked:
+                native = self._native.adapters
+                result = native.run(op.adapter_id, asked)
+                measure_verb(self._measurements, op, asked.verb, native.optimizer_group[op.adapter_id])
+                return answered(result)
+            case OptimStep(params):
+                try:
+                    metrics = self._trainer.optim_step(op.adapter_id, params)
+                except NonFiniteError as error:
+                    # With such a gradient no step is possible: the next window starts clean. After any other error,
+                    # such as parameters that are refused, the gradient is still there.
+                    self.drop_window(op.adapter_id)
+                    message = f"{error}; the gradient since the last optim_step is dropped"
+                    return replace(responses.failed(message, "user"), ending=Ending.DROPPED)
+                norm = metrics.get(_GRAD_NORM)
+                self._measurements.stepped(op.adapter_id, op.seq, params.learning_rate, norm)
+                return responses.stepped(metrics)
+            case Refused(message):
+                return responses.failed(message, "user")
+            case _:
+                raise AssertionError(f"{op.kind} is not a short barrier")
+
+
+@dataclass(frozen=True)
+class _Pass:
+    item: TrainItem
+    encode: Callable[[TrainResult], Outcome]
+
+
+def _to_the_end(steps: Generator[None, None, list[Outcome]]) -> list[Outcome]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            outcomes: list[Outcome] = end.value
+            return outcomes
+
+
+def _custom_item(adapter_id: str, asked: TrainPass) -> TrainItem:
+    from twinkle.model.graph_objective import GraphObjective  # torch: not before somebody has a loss of its own
+
+    custom = asked.custom
+    assert custom is not None
+    assert custom.graph is not None, "it was looked up when the op was accepted"
+    return TrainItem(adapter_id, asked.data, objective=GraphObjective.of(custom.graph, asked.data, custom.inputs))
+
+
+def _preference_item(adapter_id: str, asked: TrainPass) -> TrainItem:
+    from twinkle.model.preference_objective import PreferenceObjective  # torch, as above
+
+    assert asked.preference is not None
+    objective = PreferenceObjective(asked.data, asked.preference)
+    return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.base_model)
+
+
+def _rounds(ops: Sequence[Op]) -> list[list[int]]:
+    """One after another, those passes of one adapter that must see what the last one left: usually there is one."""
+    rounds: list[list[int]] = []
+    count: dict[str, int] = {}
+    for index, op in enumerate(ops):
+        place = count.get(op.adapter_id, 0)
+        if isinstance(op.payload, NativePass):
+            count[op.adapter_id] = place + 1
+        if place == len(rounds):
+            rounds.append([])
+        rounds[place].append(index)
+    return rounds
+
+
+def failure_of(error: TwinkleError, request_id: str) -> Outcome:
+    """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
+    if isinstance(error, UserError):
+        return responses.failed(str(error), "user")
+    logger.error("request %s failed: %s", request_id, error, extra={"request_id": request_id})
+    return responses.failed(f"{error} (request {request_id})", "server")
+
+
+def unexpected(error: Exception, request_id: str) -> Outcome:
+    logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
+    return responses.failed(f"internal error; the server's log has the details under request {request_id}", "server")

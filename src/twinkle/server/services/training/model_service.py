@@ -1,0 +1,495 @@
+"""The model service: accepts ops for the adapters of one base model, runs them in shared batches, keeps its promises.
+
+The life of an op: ``submit`` journals it and hands it to the ``runner.OpRunner``, whose outcome
+``wait`` waits for. If the process dies in between, ``start`` begins at each adapter's last snapshot and runs the
+journalled ops again, in order; clients find the same futures under the same ids.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from twinkle.errors import NotFoundError, UserError
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.ids import is_native_run, split_request_id
+from twinkle.server.services.futures import Delivery, Futures
+from twinkle.server.services.running_ops import RunningOps
+from twinkle.server.services.service_loop import Pump
+from twinkle.server.services.training.adapter_status import AdapterStatus, QueueStatus
+from twinkle.server.services.training.admission import Entry, OpAdmission
+from twinkle.server.services.training.custom_losses import LossGraphs
+from twinkle.server.services.training.eviction import Parking
+from twinkle.server.services.training.journal_quota import JournalQuota
+from twinkle.server.services.training.live_adapter import LiveAdapter, Place, whereabouts
+from twinkle.server.services.training.live_versions import LiveVersion, LiveVersions
+from twinkle.server.services.training.recovery import plan_replay
+from twinkle.server.services.training.refused_ops import journalled
+from twinkle.server.services.training.replay_feed import ReplayFeed
+from twinkle.server.services.training.runner import OpRunner
+from twinkle.server.services.training.snapshot_choice import usable_snapshot
+from twinkle.server.state import DamagedRecordError, JournalError, Store
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.readings import TrainingReadings
+from twinkle.server.telemetry.recording import TrainingRecorder
+from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
+from twinkle.server.verbs.base_model import BaseModelPasses
+from twinkle.server.verbs.codec import refused_op, verb_op
+from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
+from twinkle.server.verbs.templates import Templates
+from twinkle.server.wire import responses
+from twinkle.server.wire.sequence_conflict import SequenceConflictError
+
+logger = logging.getLogger(__name__)
+
+# Ids of futures that never had a place in a sequence: the number is far beyond any sequence.
+_REFUSED_FROM = 10**18
+# Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
+_FURTHEST_AHEAD = 10_000
+_SMALL_BODY = 16_384  # bytes: what is shorter is understood in a fraction of a millisecond
+
+
+class ModelService:
+    def __init__(
+        self,
+        model: ServedModel,
+        templates: Templates,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        *,
+        merge: bool = True,
+        allowed_dirs: Sequence[Path] = (),
+        tenants: Tenants | None = None,
+        futures: Futures | None = None,
+        memory: ProcessMemory | None = None,
+        is_ours: Callable[[RunRecord], bool] = lambda _run: True,
+        recorder: TrainingRecorder | None = None,
+        replica: str = "",
+        gap_seconds: float = 360.0,
+    ) -> None:
+        """``is_ours`` tells which runs of this base model are to be brought back here.
+
+        ``memory``: the budgets that all services of this process share.
+        ``replica``: the name of this one where a model has several. ``gap_seconds``: how long ops wait for a sequence
+        number that is missing.
+        """
+        self.model = model
+        self._is_ours = is_ours
+        self._store = store
+        memory = memory or ProcessMemory()
+        self._guard = memory.guard
+        self._futures = futures or Futures(memory=memory.results)
+        self._futures.read_back = self._read_back
+        self._tenants = tenants or Tenants()
+        self._recorder = recorder or TrainingRecorder(model.name)
+        self._compute = compute
+        self._files = files
+        self._runner = OpRunner(
+            model,
+            templates,
+            store,
+            compute,
+            files,
+            self._futures,
+            self._tenants,
+            merge=merge,
+            allowed_dirs=allowed_dirs,
+            recorder=self._recorder,
+            adapter_bytes=memory.adapter_bytes,
+            running=RunningOps(files.root / "running" / quote(replica or model.name, safe="")),
+            gap_seconds=gap_seconds,
+        )
+        self._adapters = self._runner.adapters
+        self._parking = Parking(self._runner, store, files)
+        self._scheduler = self._runner.scheduler
+        self._loss_graphs = LossGraphs(store, self._tenants.pools.reading)
+        self._feed = ReplayFeed(store, self._loss_graphs, self._runner, self._runner.running)
+        self._runner.on_settled = self._feed.ended
+        self.journal = JournalQuota(store, self._tenants)
+        self._runner.on_recorded = self.journal.add
+        self._admission = OpAdmission(
+            self._tenants, self._scheduler, self._futures, self._adapters, memory.queued_bytes
+        )
+        self._live_versions = LiveVersions(model, self._runner, compute)
+        self.base_model = BaseModelPasses(model, self._runner.native, compute, self._tenants)
+        self._refused_ids = itertools.count(_REFUSED_FROM)
+        self._rate = RecentRate(time.time())
+        self._feeding: asyncio.Task[None] | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring back what was there before, then work."""
+        for run in await self._store.runs.in_state("live"):
+            if run.model_name == self.model.name and self._is_ours(run):
+                try:
+                    await self._recover(run)
+                except DamagedRecordError as error:  # costs its own adapter alone
+                    await self._leave_out(run, str(error))
+                except JournalError as error:  # it names our directories, which are not for clients
+                    logger.error("damaged: run %s: %s", run.run_id, error)
+                    await self._leave_out(run, "its journal on the server's disk is damaged")
+        left = (replay.without_body() for adapter in self._adapters.values() for replay in adapter.replays.values())
+        self._runner.running.keep_only([op.request_id for op in left])
+        await self._free_journal()
+        self._runner.start()
+        self._feeding = asyncio.create_task(self._feed.run())
+
+    async def stop(self) -> None:
+        """Finish what is on the device, put every changed adapter on disk, and end."""
+        self._runner.stopping = True
+        self._feed.stop()
+        await self._runner.stop()
+        if self._feeding is not None:
+            await asyncio.gather(self._feeding, return_exceptions=True)
+
+    async def _free_journal(self) -> None:
+        """Delete files of the journal that nobody needs, which earlier versions kept, before they are counted."""
+        pruned = await self._store.ops.delete_segments()
+        if pruned.freed_bytes:
+            files = pruned.body_segments + pruned.outcome_segments
+            logger.info("the journal had %d files that nobody needs: freed %.1f MB", files, pruned.freed_bytes / 1e6)
+        await self.journal.measure()
+
+    async def _leave_out(self, run: RunRecord, what: str) -> None:
+        """Fail an adapter that damage keeps from coming back."""
+        note = await self._store.damage.fail_run(run.run_id, run.tenant_id, what)
+        logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, note)
+        if self._adapters.pop(run.run_id, None) is not None:
+            self._scheduler.remove_adapter(run.run_id)
+        await self._store.runs.set_state(run.run_id, "failed", note)
+
+    async def _recover(self, run: RunRecord) -> None:
+        snapshot = await usable_snapshot(self._store, self._files, run)
+        applied = -1 if snapshot is None else snapshot.seq
+        plan = await plan_replay(self._store, run, applied)
+        failed_seq = None if snapshot is None else snapshot.failed_seq
+        if not plan.replays and plan.last > applied and not any(passed.given_up for passed in plan.passed):
+            await self._store.snapshots.advance(run.run_id, plan.last, failed_seq)  # nothing but answered passes
+        # Without a snapshot its creation is among the ops to replay.
+        place = Place.NOWHERE if snapshot is None else Place.DISK
+        adapter = LiveAdapter(run, place, highest_seq=max(plan.last, 0))
+        self._adapters[run.run_id] = adapter
+        self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
+        self._scheduler.add_adapter(
+            run.run_id,
+            run.tenant_id,
+            next_seq=applied + 1,
+            failed_seq=failed_seq,
+            passed=plan.passed,
+            owed=[replay.seq for replay in plan.replays],
+        )
+        for replay in plan.replays:
+            adapter.replays[replay.seq] = replay
+            if not replay.ended:
+                self._futures.promise(replay.without_body().request_id, run.tenant_id)
+        self._feed.add(adapter)
+        if plan.replays:
+            logger.info("replaying %d ops of %s from %d", len(plan.replays), run.run_id, applied + 1)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def create(self, run: RunRecord, op: Op) -> str:
+        """A new adapter. The same run may arrive again, when a client did not hear our answer."""
+        if run.run_id not in self._adapters:
+            self._runner.adapter_memory.check()
+            self._guard.check(op.price.held_bytes + self._runner.adapter_memory.growth(run.spec))
+        with self._recorder.journalling(op):
+            limits = self._tenants.limits(run.tenant_id)
+            accepted = await self._store.ops.accept_run(
+                run, op, op.digest, time.time(), limits.adapters, limits.session_rows
+            )
+        # Without a record it was created long ago, and nobody knows any more with which request.
+        if accepted.record is not None and accepted.record.digest != op.digest:
+            used = f"model_seq_id {run.number} was used"
+            if is_native_run(run.run_id):
+                used = f"an adapter of this name was added to this session, {run.run_id},"
+            return self.refuse(run, f"{used} before with another request")
+        if accepted.record is None and accepted.run.state == "parked":
+            return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
+        if accepted.created:
+            adapter = LiveAdapter(run, Place.NOWHERE)
+            self._adapters[run.run_id] = adapter
+            self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
+            self._scheduler.add_adapter(run.run_id, run.tenant_id)
+            self._runner.enqueue(adapter, op)
+        return op.request_id
+
+    async def submit(self, op: Op) -> str:
+        """Accept an op; returns the id of its future once the op is safe on disk."""
+        adapter = self._adapters.get(op.adapter_id)
+        if adapter is None:
+            raise NotFoundError("model", op.adapter_id)
+        if op.kind.adds_memory and op.seq not in adapter.ops:
+            self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
+        op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
+        if self._adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
+            raise NotFoundError("model", op.adapter_id)
+        with self._admission.entering(adapter, op) as entry:
+            return await self._submit(adapter, op, entry)
+
+    async def _submit(self, adapter: LiveAdapter, op: Op, entry: Entry) -> str:
+        if op.seq > adapter.highest_seq + _FURTHEST_AHEAD:
+            allowed = f"at most {_FURTHEST_AHEAD} beyond the last one, {adapter.highest_seq}"
+            return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
+        if await self._comes_too_late(op):
+            return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
+        op = journalled(op)
+        tenant_id = adapter.run.tenant_id
+        self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
+        with self._recorder.journalling(op):
+            accepted = await self._store.ops.accept(op, op.digest, time.time())
+        if accepted.record.digest != op.digest:
+            return self.refuse(adapter.run, _conflict(op))
+        if accepted.created:
+            entry.taken = True
+            self.journal.add(tenant_id, len(op.body))
+            adapter.last_request_at = time.time()
+            self._futures.promise(op.request_id, adapter.run.tenant_id)
+            message = (
+                self._runner.enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
+            )
+            if message is not None:
+                refusal = replace(responses.failed(message, "user"), ending=Ending.REFUSED)
+                self._runner.settle(adapter, op, refusal)
+        return op.request_id
+
+    async def submit_verb(
+        self, run_id: str, seq: int | None, verb: str, sent: bytes, fields: Callable[[], Awaitable[Mapping[str, Any]]]
+    ) -> str:
+        """A native request; ``fields`` finds out what it means, with rows of tokens for its inputs.
+
+        Without a number it gets the next one. A number that is used again gets its answer without asking ``fields``: a
+        batch that was meant may be gone by then.
+        """
+        adapter = self._adapters.get(run_id)
+        if adapter is None:
+            raise NotFoundError("model", run_id)
+        if seq is None:
+            self._admission.check(adapter.run.tenant_id)
+            meant = await fields()
+            async with adapter.numbering:
+                seq = max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
+                return await self.submit(await self._understood(adapter.run, seq, verb, meant, sent))
+        record = await self._store.ops.get(run_id, seq)
+        if record is not None:
+            if record.digest != digest(sent):
+                raise SequenceConflictError(run_id, seq)
+            return f"{run_id}:{seq}"
+        self._admission.check(adapter.run.tenant_id)
+        try:
+            op = await self._understood(adapter.run, seq, verb, await fields(), sent)
+        except UserError as error:  # its place in the sequence is taken all the same
+            op = refused_op(run_id, seq, verb, str(error), sent)
+        return await self.submit(op)
+
+    async def rows(self, run_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
+        """What to train on: conversations go through the adapter's template first."""
+        rows = as_rows(inputs)
+        run, text = self.run(run_id), self._tenants.pools.text
+        if run is None:
+            raise NotFoundError("model", run_id)
+        if not are_encoded(rows):
+            adapter = self._adapters.get(run_id)
+            while adapter is not None and adapter.repeats and not self._runner.stopping:
+                await adapter.next_end()  # its template may be among what is done again after a restart
+            if adapter is None:
+                raise NotFoundError("model", run_id)
+            with adapter.in_use():
+                if not await self._runner.load(adapter):
+                    raise NotFoundError("model", run_id)
+                encode = partial(self._runner.native.adapters.encode, run_id, rows, max_tokens)
+                rows = await text.in_thread(run.tenant_id, encode)
+        return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
+
+    async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
+        """Its body for the journal and its digest take a second for a million tokens: not on the event loop."""
+
+        def digested() -> Op:
+            op = verb_op(run.run_id, seq, verb, fields, sent)
+            assert op.digest, "it is kept"
+            return op
+
+        if "inputs" not in fields and len(sent) < _SMALL_BODY:
+            return digested()
+        return await self._tenants.pools.reading.in_thread(run.tenant_id, digested)
+
+    async def _comes_too_late(self, op: Op) -> bool:
+        """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
+        if op.seq >= self._scheduler.next_seq(op.adapter_id):
+            return False
+        return await self._store.ops.get(op.adapter_id, op.seq) is None
+
+    async def wait(self, request_id: str, run: RunRecord, seq: int, timeout: float) -> Outcome | None:
+        """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more).
+
+        It counts as fetched once :meth:`delivering` has ended well.
+        """
+        request_context.about(request_id)
+        if request_id not in self._futures:
+            outcome = await self._on_record(request_id, run.run_id, seq)
+            if outcome is None:
+                damage = await self._store.damage.of_run(run.run_id)
+                if damage is None:
+                    raise NotFoundError("request", request_id)
+                return responses.failed(damage.message, "server")
+            self._futures.adopt(request_id, run.tenant_id, outcome, time.time())
+            return outcome
+        return await self._futures.wait(request_id, timeout)
+
+    def delivering(self, request_id: str) -> AbstractContextManager[Delivery]:
+        """Entered while an outcome is written to a client, which says at the end whether that was completed."""
+        return self._futures.delivering(request_id, time.time())
+
+    async def _read_back(self, request_id: str) -> Outcome | None:
+        parts = split_request_id(request_id)
+        assert parts is not None, "we made the id"
+        return await self._on_record(request_id, *parts)
+
+    async def _on_record(self, request_id: str, run_id: str, seq: int) -> Outcome | None:
+        """Return the outcome that the journal has, None if it has none; a damaged one is a failure that says so."""
+        try:
+            return await self._store.ops.outcome(run_id, seq)
+        except JournalError as error:
+            logger.error("damaged: the result of request %s: %s", request_id, error)
+            message = f"request {request_id}: its result was damaged on the server's disk; send the request again"
+            return responses.failed(message, "server")
+
+    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
+        """Take an adapter off the device and keep its last state; see :mod:`.eviction`."""
+        return await self._parking.park(run, why, keep_seconds)
+
+    async def finish_accepted(self, run_id: str) -> None:
+        """Returns when all that was accepted for an adapter until now has ended, unless the server ends before."""
+        adapter = self._adapters.get(run_id)
+        accepted = set() if adapter is None else adapter.unfinished
+        while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self._runner.stopping:
+            await adapter.next_end()
+
+    async def live_version(self, run_id: str) -> LiveVersion | None:
+        """The adapter as it is now, for sampling; None if it is not (any more) here."""
+        adapter = self._adapters.get(run_id)
+        return None if adapter is None else await self._live_versions.of(adapter)
+
+    def run(self, run_id: str) -> RunRecord | None:
+        adapter = self._adapters.get(run_id)
+        return None if adapter is None else adapter.run
+
+    def adapters_by_tenant(self) -> dict[str, int]:
+        return dict(Counter(adapter.run.tenant_id for adapter in self._adapters.values()))
+
+    def busy_sessions(self) -> frozenset[str]:
+        """Those of which something waits to run."""
+        return frozenset(adapter.run.session_id for adapter in self._adapters.values() if adapter.unfinished)
+
+    def adapter_statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
+        """Of the tenant's live adapters, by run id."""
+        resident = frozenset(self.model.trainer.resident_adapter_ids())
+        return {
+            run_id: AdapterStatus(whereabouts(adapter, run_id in resident), len(adapter.unfinished))
+            for run_id, adapter in self._adapters.items()
+            if adapter.run.tenant_id == tenant_id
+        }
+
+    def queue_status(self, tenant_id: str) -> QueueStatus:
+        waiting = self._scheduler.numbers().waiting
+        return QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
+
+    async def write_metrics(self) -> None:
+        """Put on record what was measured so far."""
+        await self._runner.measurements.write()
+
+    def last_requests(self) -> dict[str, float]:
+        """When each adapter was last asked for something, as far as that is news."""
+        return {run_id: a.last_request_at for run_id, a in self._adapters.items() if a.last_request_at}
+
+    def sweep(self, now: float) -> list[tuple[str, int]]:
+        """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
+        self._futures.sweep(now)
+        for tenant_id in {adapter.run.tenant_id for adapter in self._adapters.values()}:
+            self._scheduler.set_standing(tenant_id, self._tenants.standing(tenant_id))
+        self._rate.note(self._trained_tokens(), now)
+        parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
+        return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
+
+    def release_waiters(self) -> None:
+        self._futures.close()
+
+    def refuse(self, run: RunRecord, message: str) -> str:
+        """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
+        self._admission.check_results(run.tenant_id)
+        request_id = f"{run.run_id}:{next(self._refused_ids)}"
+        self._futures.promise(request_id, run.tenant_id)
+        self._futures.settle(request_id, responses.failed(message, "user"), time.time())
+        return request_id
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """What adapters, queued ops and replayed ops take of the host's memory."""
+        return self._runner.adapter_memory.budget, self._admission.budget, self._feed.budget()
+
+    @property
+    def alive(self) -> bool:
+        """Whether what is accepted will be run."""
+        return self.pump.alive
+
+    @property
+    def pump(self) -> Pump:
+        return self._runner.pump
+
+    @property
+    def recovering(self) -> bool:
+        """Whether what had ended before a restart is still being done again."""
+        return any(adapter.repeats for adapter in self._adapters.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the compute thread has been at its present piece of work, training or sampling."""
+        return self._compute.step_seconds
+
+    def readings(self) -> TrainingReadings:
+        numbers = self._scheduler.numbers()
+        return TrainingReadings(
+            waiting=numbers.waiting,
+            merge_ratio=numbers.merge_ratio,
+            adapters_on_disk=sum(adapter.place is Place.DISK for adapter in self._adapters.values()),
+            busy_seconds=self._runner.busy_seconds,
+            step_seconds=self.step_seconds,
+            long_polls=self._futures.polls,
+            unfetched_bytes=self._futures.all_unfetched_bytes,
+            trainer=self._recorder.trainer_numbers,
+        )
+
+    def status(self) -> dict[str, object]:
+        numbers = self._scheduler.numbers()
+        return {
+            "adapters": len(self._adapters),
+            "queued_ops": sum(numbers.waiting.values()),
+            "ops": numbers.ops,
+            "batches": numbers.pass_batches,
+            "merge_ratio": round(numbers.merge_ratio, 2),
+            "trained_tokens": self._trained_tokens(),
+            "training_tokens_per_second": self._rate.rate(self._trained_tokens(), time.time()),
+            "training_seconds": round(self._runner.busy_seconds, 6),
+        }
+
+    def _trained_tokens(self) -> int:
+        return self._scheduler.numbers().all_tokens
+
+
+def _conflict(op: Op) -> str:
+    return f"seq_id {op.seq} of model {op.adapter_id} was used before with another request; each request needs its own"

@@ -1,0 +1,329 @@
+"""A copy of a server's state, made while it runs, and a data directory made from such a copy.
+
+A backup is consistent: the records are those of one moment, and every file that they name is in it, whole. SQLite
+copies a database as it is at one moment, beside whoever writes. The files that it names never change once they are
+there, but may be deleted meanwhile, which the server does only after their record is gone. So they are tied to a
+directory of ours by hard links, which takes no time worth mentioning; if the live records then still name all of them,
+none was being deleted meanwhile, and otherwise we begin again with a new copy of the database. Only then are the bytes
+copied. The last segment of the journal may grow while it is: nobody looks at what is beyond the records.
+
+The manifest holds a checksum of every file, and one of its own: a backup of which one bit is wrong is not restored.
+"""
+
+import json
+import os
+import shutil
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server.state.files.data_dir import make_parents
+from twinkle.server.state.files.file_checksums import checksum_of
+from twinkle.server.state.integrity.copies import write_private
+from twinkle.server.state.integrity.examination import check_before_opening
+
+__all__ = ["BackupSummary", "back_up", "check_backup", "restore"]
+
+_MANIFEST = "backup.json"
+_FORMAT = 2  # 1 had no checksums
+_DATABASE = "state.db"
+_SECRET = "secret"
+_ATTEMPTS = 50
+_PAUSE_SECONDS = 0.1
+_STAGING = ".backup-"
+_RESTORING = ".restoring-"
+
+# Files that must be there. What else a sampler was made from may be gone: nobody samples from it any more.
+_DIRECTORIES = """
+SELECT directory FROM snapshots UNION SELECT directory FROM checkpoints UNION
+SELECT directory FROM sampling_sessions JOIN sessions USING (session_id)
+WHERE directory IS NOT NULL AND state = 'active'
+"""
+_OLD_VERSIONS = "SELECT DISTINCT directory FROM sampling_sessions WHERE directory IS NOT NULL"
+_BODIES = """
+SELECT DISTINCT body_segment FROM ops
+WHERE EXISTS (SELECT 1 FROM runs WHERE run_id = ops.adapter_id AND state = 'live')
+AND NOT EXISTS (SELECT 1 FROM snapshots WHERE adapter_id = ops.adapter_id AND seq >= ops.seq)
+"""
+_OUTCOMES = "SELECT DISTINCT outcome_segment FROM ops WHERE outcome_segment IS NOT NULL"
+
+
+@dataclass(frozen=True)
+class BackupSummary:
+    created_at: float
+    files: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What the records name, relative to the data directory."""
+
+    directories: frozenset[str]
+    old_versions: frozenset[str]
+    segments: frozenset[str]
+
+
+@dataclass
+class _Staging:
+    """Hard links to what is to be copied."""
+
+    data_dir: Path
+    directory: Path
+    linked: set[str] = field(default_factory=set)
+
+    def link(self, name: str) -> bool:
+        """Whether it was there. A directory that is being deleted may come out incomplete: see the module."""
+        source = self.data_dir / name
+        try:
+            files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+            for file in files:
+                target = self.directory / file.relative_to(self.data_dir)
+                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _link(file, target)
+        except FileNotFoundError:
+            return False
+        if files:
+            self.linked.add(name)
+        return bool(files)
+
+    def drop(self, name: str) -> None:
+        self.linked.discard(name)
+        shutil.rmtree(self.directory / name, ignore_errors=True)
+
+
+def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
+    """Copy the state into the directory ``target``, which must be empty or not exist yet."""
+    if not database.is_file():
+        raise TwinkleServerError(f"no server has kept its state in {data_dir}")
+    check_before_opening(database, data_dir, has_lock=False)
+    _check_empty(target, "a backup goes into an empty directory")
+    with _staging(data_dir) as staging:
+        named = _stage(staging, database)
+        new_parents = make_parents(target, private=False)
+        target.mkdir(exist_ok=True, mode=0o700)
+        for name in sorted(staging.linked & (named.directories | named.old_versions | named.segments)):
+            _copy(staging.directory / name, target / name)
+        _copy(staging.directory / _DATABASE, target / _DATABASE)
+    _copy(data_dir / _SECRET, target / _SECRET)
+    for path in target.rglob("*"):  # the operator may have made the directory, open to all
+        _make_private(path)
+    sums = _sums(target)
+    summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
+    _sync(target)
+    # Last: a backup without it was not finished.
+    write_private(target / _MANIFEST, _manifest(summary, sums))
+    for directory in (target, target.parent, *(new.parent for new in new_parents)):
+        _sync_path(directory)
+    return summary
+
+
+def check_backup(source: Path) -> list[str]:
+    """Return the files of a backup that are missing, damaged or not of it. TwinkleServerError: it cannot be read."""
+    _, sums = _read_manifest(source)
+    if sums is None:
+        return []
+    found = _sums(source)
+    return sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
+
+
+def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
+    """Make ``data_dir``, which must be empty or not exist yet, from a backup."""
+    summary, _ = _read_manifest(source)
+    damaged = check_backup(source)
+    if damaged:
+        raise TwinkleServerError(f"{source} is damaged, nothing was restored: {', '.join(damaged)} not as written")
+    _check_empty(data_dir, "a backup is restored into an empty data directory")
+    if database.exists():
+        raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
+    new_parents = make_parents(data_dir, private=False)
+    for leftover in data_dir.parent.glob(f".{data_dir.name}{_RESTORING}*"):  # of a restore that was killed
+        pid = leftover.name.rpartition("-")[2]
+        if pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    partial = data_dir.with_name(f".{data_dir.name}{_RESTORING}{os.getpid()}")
+    try:
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(_MANIFEST))
+        for path in (partial, *partial.rglob("*")):
+            _make_private(path)
+        _sync(partial)
+        inside = database.is_relative_to(data_dir)
+        if inside and database != data_dir / _DATABASE:
+            (partial / _DATABASE).rename(partial / database.relative_to(data_dir))
+        if data_dir.exists():
+            data_dir.rmdir()
+        if not inside:
+            new_parents += make_parents(database, private=False)
+            shutil.move(partial / _DATABASE, database)  # on another disk it is a new copy
+            _sync_path(database)
+            _sync_path(database.parent)
+        partial.rename(data_dir)
+        for directory in (data_dir.parent, *(new.parent for new in new_parents)):
+            _sync_path(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return summary
+
+
+def _manifest(summary: BackupSummary, sums: Mapping[str, tuple[int, int]]) -> bytes:
+    content = {"format": _FORMAT, **vars(summary), "sums": sums}
+    whole = {**content, "checksum": zlib.crc32(json.dumps(content).encode())}
+    return (json.dumps(whole, indent=2) + "\n").encode()
+
+
+def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int, int]] | None]:
+    """Return what the backup holds, and size and checksum of its files; None: an earlier version made it."""
+    try:
+        content = json.loads((source / _MANIFEST).read_bytes())
+        form = content["format"]
+    except FileNotFoundError:
+        raise TwinkleServerError(f"{source} is not a backup, or one that was not finished: no {_MANIFEST}") from None
+    except (ValueError, KeyError, TypeError):
+        raise TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored") from None
+    if form not in (1, _FORMAT):
+        raise TwinkleServerError(f"{source} was made by another version of Twinkle, in a format that this one lacks")
+    try:
+        summary = BackupSummary(content["created_at"], content["files"], content["size_bytes"])
+        sums = None
+        if form == _FORMAT:
+            sums = {str(name): (int(size), int(checksum)) for name, (size, checksum) in content["sums"].items()}
+            if content["checksum"] != json.loads(_manifest(summary, sums))["checksum"]:
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored") from None
+    files = [path for path in source.rglob("*") if path.is_file() and path.name != _MANIFEST]
+    found = len(files), sum(path.stat().st_size for path in files)
+    if sums is None and found != (summary.files, summary.size_bytes):
+        raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as it was written")
+    return summary, sums
+
+
+def _sums(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return size and checksum of all files of a backup, by name."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): (path.stat().st_size, checksum_of(path))
+        for path in files
+        if path != directory / _MANIFEST
+    }
+
+
+def _sync(directory: Path) -> None:
+    """Put all files and directories below one on disk, and it as well."""
+    for path in (*directory.rglob("*"), directory):
+        _sync_path(path)
+
+
+def _sync_path(path: Path) -> None:
+    """Put one file, or the names that a directory holds, on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --- what to copy -----------------------------------------------------------------------------------------------------
+
+
+def _stage(staging: _Staging, database: Path) -> _Named:
+    """Link all that the records of one moment name, and those records; returns the names."""
+    copy = staging.directory / _DATABASE
+    for _ in range(_ATTEMPTS):
+        copy.unlink(missing_ok=True)
+        _copy_database(database, copy)
+        named = _named(copy)
+        segments = [staging.link(name) for name in named.segments - staging.linked]
+        fresh = named.directories - staging.linked
+        found = [staging.link(name) for name in fresh]
+        for name in named.old_versions - staging.linked:
+            staging.link(name)
+        still_named = _named(database).directories
+        for name in fresh - still_named:  # it may have been deleted while we looked at it
+            staging.drop(name)
+        if all(segments) and all(found) and fresh <= still_named:
+            return named
+        time.sleep(_PAUSE_SECONDS)
+    raise TwinkleServerError("the state changed too fast to be copied: some files were deleted each time; try again")
+
+
+def _named(database: Path) -> _Named:
+    with closing(_open(database)) as connection:
+
+        def column(sql: str) -> list[str | int]:
+            return [row[0] for row in connection.execute(sql)]
+
+        directories = frozenset(map(str, column(_DIRECTORIES)))
+        segments = [f"journal/bodies/{int(number):08d}.journal" for number in column(_BODIES)]
+        segments += [f"journal/outcomes/{int(number):08d}.journal" for number in column(_OUTCOMES)]
+        return _Named(directories, frozenset(map(str, column(_OLD_VERSIONS))) - directories, frozenset(segments))
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    target.touch(mode=0o600)
+    with closing(_open(source)) as live, closing(sqlite3.connect(target)) as copy:
+        live.backup(copy)
+
+
+def _open(database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _staging(data_dir: Path) -> Iterator[_Staging]:
+    """On the disk of the data, for links; those of a backup that was killed go first."""
+    for leftover in data_dir.glob(f"{_STAGING}*"):
+        if not _runs(int(leftover.name.removeprefix(_STAGING))):
+            shutil.rmtree(leftover, ignore_errors=True)
+    directory = data_dir / f"{_STAGING}{os.getpid()}"
+    directory.mkdir(mode=0o700)
+    try:
+        yield _Staging(data_dir, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links; copying takes longer, and the check afterwards is the same
+        shutil.copyfile(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    else:
+        shutil.copyfile(source, target)
+        target.chmod(0o600)
+
+
+def _make_private(path: Path) -> None:
+    """Let nobody but the server's user read a file or a directory."""
+    path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def _check_empty(directory: Path, rule: str) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise TwinkleServerError(f"{directory} is not empty: {rule}")

@@ -1,0 +1,153 @@
+"""A walk over everything that a server has on disk: what is damaged, whose it is, and what can be done about it.
+
+Nothing is changed. On PostgreSQL the database looks after its own structure; rows and files are checked all the same.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import CheckpointError
+from twinkle.server.state import JournalError
+from twinkle.server.state.database.journal import Journal
+from twinkle.server.state.files.file_checksums import damaged_files, read_checksums
+from twinkle.server.state.integrity.copies import copied_database, secret_problem
+from twinkle.server.state.integrity.sqlite_check import check_structure, connect, count_damaged, read_table, row_tables
+from twinkle.server.state.integrity.wal_check import check_wal
+from twinkle.server.types import BlobRef
+
+__all__ = ["Finding", "check_data"]
+
+_RUN_IS_FAILED = "the next start fails this run and goes on; its checkpoints can be loaded into a new one"
+_FROM_COPY = "the next start puts it back from the copy, or says what it cost"
+_REPAIR = "twinkle-server check-data --repair puts back the copy in copies/, twinkle-server restore a backup"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is damaged. ``remedy``: what can be restored, and how. ``is_fatal``: no server starts with it."""
+
+    what: str
+    tenant_id: str | None
+    run_id: str | None
+    remedy: str
+    is_fatal: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
+    """Yield all that is damaged. ``database``: SQLite's file; None: the records are on PostgreSQL, not looked at."""
+    problem = secret_problem(data_dir) if (data_dir / "secret").exists() or (data_dir / "copies").exists() else None
+    if problem is not None:
+        yield Finding(problem, None, None, "see there", is_fatal="there is no copy" in problem)
+    if database is None:
+        return
+    if not database.exists() or database.stat().st_size == 0:
+        yield Finding(f"{database} is missing or empty", None, None, _REPAIR, is_fatal=True)
+        return
+    wal = check_wal(database)
+    if wal is not None and wal.is_needed:
+        yield Finding(f"{wal.file} {wal}", None, None, _REPAIR, is_fatal=True)
+        return
+    try:
+        with closing(connect(database, read_only=True)) as connection:
+            structure = check_structure(connection)
+            if structure.broken is not None:
+                yield Finding(f"{database}: {structure.broken}", None, None, _REPAIR, is_fatal=True)
+                return
+            if structure.indexes:
+                yield Finding(f"{database}: an index", None, None, "the next start makes it again; nothing is lost")
+            yield from _rows(connection)
+            yield from _files(connection, data_dir)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        yield Finding(f"{database}: {error}", None, None, _REPAIR, is_fatal=True)
+    yield from _copy(data_dir)
+
+
+def _rows(connection: sqlite3.Connection) -> Iterator[Finding]:
+    for table in row_tables(connection):
+        for row in read_table(connection, table).damaged:
+            shown = {key: value for key, value in row.items() if isinstance(value, str | int) and key != "checksum"}
+            run_id = row.get("run_id") or row.get("adapter_id")
+            remedy = _RUN_IS_FAILED if table == "ops" else _FROM_COPY
+            name = dict(list(shown.items())[:3])
+            yield Finding(f"a row of the table {table}, {name}", _text(row.get("tenant_id")), _text(run_id), remedy)
+
+
+def _files(connection: sqlite3.Connection, data_dir: Path) -> Iterator[Finding]:
+    owners = {row["run_id"]: row for row in read_table(connection, "runs").good}
+    covered = {row["adapter_id"]: row["seq"] for row in read_table(connection, "snapshots").good}
+    for kind, place in (("bodies", "body"), ("outcomes", "outcome")):
+        journal = Journal(data_dir / "journal" / kind, writable=False)
+        for op in read_table(connection, "ops").good:
+            run = owners.get(op["adapter_id"], {})
+            is_needed = kind == "outcomes" or (
+                run.get("state") == "live" and op["seq"] > covered.get(op["adapter_id"], -1)
+            )
+            if op[f"{place}_segment"] is None or not is_needed:
+                continue
+            try:
+                journal.read(BlobRef(op[f"{place}_segment"], op[f"{place}_offset"], op[f"{place}_length"]))
+            except (JournalError, OSError) as error:
+                remedy = _RUN_IS_FAILED if kind == "bodies" else "the request is to be sent again"
+                what = f"{place} of request {op['adapter_id']}:{op['seq']} ({error})"
+                yield Finding(what, run.get("tenant_id"), op["adapter_id"], remedy)
+    yield from _directories(connection, data_dir, owners)
+
+
+def _directories(
+    connection: sqlite3.Connection, data_dir: Path, owners: dict[str, dict[str, Any]]
+) -> Iterator[Finding]:
+    for row in read_table(connection, "snapshots").good:
+        run = owners.get(row["adapter_id"], {})
+        yield from _directory(
+            data_dir, row["directory"], "snapshot", run.get("tenant_id"), row["adapter_id"], _RUN_IS_FAILED
+        )
+    named = set()
+    for row in read_table(connection, "checkpoints").good:
+        named.add(row["directory"])
+        name = f"checkpoint tinker://{row['run_id']}/{row['kind']}/{row['name']}"
+        remedy = "load another checkpoint, or take it from a backup"
+        yield from _directory(data_dir, row["directory"], name, row["tenant_id"], row["run_id"], remedy)
+    sessions = {row["session_id"]: row["state"] for row in read_table(connection, "sessions").good}
+    for row in read_table(connection, "sampling_sessions").good:
+        is_active = sessions.get(row["session_id"]) == "active"
+        if row["directory"] is not None and row["directory"] not in named and is_active:
+            name = f"sampler version {row['sampling_session_id']}"
+            yield from _directory(data_dir, row["directory"], name, row["tenant_id"], None, "publish it again")
+
+
+def _directory(
+    data_dir: Path, directory: str, name: str, tenant_id: str | None, run_id: str | None, remedy: str
+) -> Iterable[Finding]:
+    place = data_dir / directory
+    if not place.is_dir():
+        return [Finding(f"{name}: {place} is missing", tenant_id, run_id, remedy)]
+    try:
+        if read_checksums(place) is None:
+            return []  # of an earlier version
+        damaged = damaged_files(place)
+    except CheckpointError as error:
+        return [Finding(f"{name}: {error}", tenant_id, run_id, remedy)]
+    return [Finding(f"{name}: {place / file}", tenant_id, run_id, remedy) for file in damaged]
+
+
+def _copy(data_dir: Path) -> Iterator[Finding]:
+    copy = copied_database(data_dir)
+    if not copy.exists():
+        return
+    whole = False
+    with suppress(sqlite3.Error, UnicodeDecodeError), closing(connect(copy, read_only=True)) as connection:
+        structure = check_structure(connection)
+        whole = structure.broken is None and not structure.indexes and count_damaged(connection) == 0
+    if not whole:
+        yield Finding(f"{copy} is damaged", None, None, "the next start makes it again")
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,194 @@
+"""Append-only segment files for bytes that are too large for a database row: request bodies and encoded outcomes.
+
+A blob is a 16-byte header (magic, CRC-32 seeded with the length, length) and its data. Its place is a
+:class:`~twinkle.server.types.BlobRef`, whose ``offset`` is that of the header. One thread appends, any thread reads.
+A blob is in the page cache when ``append`` returns: it survives the death of the process, not that of the machine.
+
+A segment is closed for good when it is full or when the process ends, so an append that a SIGKILL cut short is always
+at the end of a segment, where no record points to it: it is left alone. Nobody ever walks from blob to blob, so a
+damaged blob, header or data, costs nobody but the op whose blob it is.
+
+The processes of one server may share a journal (``state.database.journal_writers``): then a segment's number
+begins with its writer's.
+"""
+
+import contextlib
+import errno
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from twinkle.server.state.database.journal_writers import ALONE, JournalWriters
+from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
+from twinkle.server.types import BlobRef
+
+__all__ = ["SEGMENT_BYTES", "Journal"]
+
+SEGMENT_BYTES = 64 * 1024 * 1024
+
+_MAGIC = b"TWJ1"
+_HEADER = struct.Struct("<4sIQ")  # magic, crc32, length of the data
+_SUFFIX = ".journal"
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_SEGMENTS_OF_WRITER = 2**32
+_MAX_PARTS = 1000  # of one writev: IOV_MAX is 1024 on Linux
+
+
+class Journal:
+    """The segments of one directory. All methods block; call them off the event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        segment_bytes: int = SEGMENT_BYTES,
+        writable: bool = True,
+        writers: JournalWriters | None = None,
+    ) -> None:
+        """``writers``: who else appends here; None: nobody."""
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._writable = writable
+        self._writers = writers
+        self._writer = ALONE if writers is None else writers.own
+        self._segment = self._writer * _SEGMENTS_OF_WRITER  # the one appended to; none yet while _fd is None
+        self._fd: int | None = None
+        self._end = 0  # where the next blob of that segment goes
+        if writable:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            own = [number for number in self.segments() if _writer_of(number) == self._writer]
+            if own:
+                self._segment = own[-1]
+
+    def append(self, blobs: Sequence[bytes]) -> list[BlobRef]:
+        """Write all blobs or none of them."""
+        self._check_writable()
+        parts: list[bytes] = []
+        for blob in blobs:
+            parts += (_HEADER.pack(_MAGIC, _checksum(blob), len(blob)), blob)
+        size = sum(map(len, parts))
+        try:
+            fd = self._segment_for(size)
+            self._write(fd, parts, size)
+        except OSError as error:
+            if error.errno in _DISK_FULL:
+                raise StorageFullError(error.errno, f"no room for {size} bytes in {self._directory}") from error
+            raise
+        refs = []
+        for blob in blobs:
+            refs.append(BlobRef(self._segment, self._end, len(blob)))
+            self._end += _HEADER.size + len(blob)
+        return refs
+
+    def read(self, ref: BlobRef) -> bytes:
+        """The blob, checked."""
+        try:
+            fd = os.open(self._path(ref.segment), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise JournalError(f"{ref} is gone: its segment was deleted from {self._directory}") from None
+        try:
+            header = os.pread(fd, _HEADER.size, ref.offset)
+            data = _read_exactly(fd, ref.length, ref.offset + _HEADER.size)
+        finally:
+            os.close(fd)
+        if header != _HEADER.pack(_MAGIC, _checksum(data), ref.length):
+            raise JournalError(f"{ref} in {self._directory} is damaged")
+        return data
+
+    def segments(self) -> list[int]:
+        """The numbers of all segments on disk, oldest first."""
+        return sorted(int(path.stem) for path in self._directory.glob(f"*{_SUFFIX}"))
+
+    def closed_segments(self) -> list[int]:
+        """The segments that nothing will be appended to any more."""
+        self._check_writable()  # a reader cannot know
+        return [number for number in self.segments() if self._is_closed(number)]
+
+    def writers_left(self) -> set[int]:
+        """Those who left a segment."""
+        return {_writer_of(number) for number in self.segments()}
+
+    def _is_closed(self, number: int) -> bool:
+        if _writer_of(number) == self._writer:
+            return self._fd is None or number != self._segment
+        return self._writers is None or self._writers.is_dead(_writer_of(number))
+
+    def delete_segments(self, segments: Iterable[int]) -> None:
+        """Remove closed segments. Naming what goes, not what stays, cannot hit a segment that is born meanwhile."""
+        self._check_writable()
+        for number in segments:
+            assert self._fd is None or number != self._segment, f"segment {number} is being written"
+            self._path(number).unlink(missing_ok=True)
+
+    def size(self, segments: Iterable[int] | None = None) -> int:
+        """Bytes of these segments on disk; None: of all."""
+        total = 0
+        for number in self.segments() if segments is None else segments:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                total += self._path(number).stat().st_size
+        return total
+
+    def close(self) -> None:
+        self._close_segment()
+        self._writable = False
+
+    def _check_writable(self) -> None:
+        if not self._writable:
+            raise StoreClosedError(f"the journal {self._directory} is closed or was opened for reading")
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08d}{_SUFFIX}"
+
+    def _segment_for(self, size: int) -> int:
+        if self._fd is not None and self._end > 0 and self._end + size > self._segment_bytes:
+            self._close_segment()
+        if self._fd is None:
+            # After a failed open the number is simply tried again; O_EXCL guards against a second writer.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self._path(self._segment + 1), flags, 0o600)
+            self._segment += 1
+            self._end = 0
+        return self._fd
+
+    def _write(self, fd: int, parts: list[bytes], size: int) -> None:
+        """One system call for all parts: each gives up the interpreter lock, and getting it back can take long."""
+        try:
+            written = os.writev(fd, parts[:_MAX_PARTS])
+            if written < size:
+                # Very many parts, more than 2 GiB, or a full disk, which the next call reports.
+                rest = memoryview(b"".join(parts))[written:]
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+        except OSError:
+            self._take_back(fd)
+            raise
+
+    def _take_back(self, fd: int) -> None:
+        try:
+            os.ftruncate(fd, self._end)
+        except OSError:
+            self._close_segment()  # its end is not where we think: go on in another one
+
+    def _close_segment(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _writer_of(segment: int) -> int:
+    return segment // _SEGMENTS_OF_WRITER
+
+
+def _checksum(data: bytes) -> int:
+    return zlib.crc32(data, len(data) & 0xFFFFFFFF)
+
+
+def _read_exactly(fd: int, length: int, offset: int) -> bytes:
+    data = os.pread(fd, length, offset)
+    while len(data) < length:  # pread stops at 2 GiB
+        more = os.pread(fd, length - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data

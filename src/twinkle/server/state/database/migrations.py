@@ -1,0 +1,224 @@
+"""The schema's versions. A new database gets the newest tables at once; an older one is brought forward step by step.
+
+``MIGRATIONS[n]`` leads from version ``n + 1`` to ``n + 2``. A migration works with plain SQL or with tables that it
+declares itself, never with those of ``state.database.tables``, which go on changing. Never edit one that was
+released. One that makes a table gives it the column ``checksum``, and one that changes a table calls
+:func:`~twinkle.server.state.integrity.row_checksums.fill_checksums` for it at its end.
+"""
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Double,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    insert,
+    inspect,
+    select,
+    update,
+)
+
+from twinkle.server.state.database.tables import METADATA, SCHEMA_VERSION
+from twinkle.server.state.errors import SchemaVersionError
+from twinkle.server.state.integrity.row_checksums import fill_checksums
+
+__all__ = ["MIGRATIONS", "Migration", "migrate", "needs_migration"]
+
+Migration = Callable[[Connection], None]
+
+
+def _add_sampling_clients(connection: Connection) -> None:
+    layout = "WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE sampling_clients (
+            sampling_session_id VARCHAR NOT NULL REFERENCES sampling_sessions (sampling_session_id),
+            client BIGINT NOT NULL,
+            first_seq BIGINT NOT NULL,
+            next_seq BIGINT NOT NULL,
+            PRIMARY KEY (sampling_session_id, client)
+        ) {layout}
+        """
+    )
+
+
+def _add_replicas(connection: Connection) -> None:
+    for table in ("runs", "sampling_sessions"):
+        connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN replica VARCHAR NOT NULL DEFAULT ''")
+    real = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"CREATE TABLE leases (name VARCHAR NOT NULL PRIMARY KEY, holder VARCHAR NOT NULL, until {real} NOT NULL)"
+    )
+
+
+def _add_run_metrics(connection: Connection) -> None:
+    layout = "WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
+    number = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE run_metrics (
+            run_id VARCHAR NOT NULL REFERENCES runs (run_id),
+            number BIGINT NOT NULL,
+            recorded_at {number} NOT NULL,
+            seq BIGINT,
+            step BIGINT NOT NULL,
+            metrics TEXT NOT NULL,
+            PRIMARY KEY (run_id, number)
+        ) {layout}
+        """
+    )
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE run_metric_names (
+            run_id VARCHAR NOT NULL REFERENCES runs (run_id),
+            name VARCHAR NOT NULL,
+            PRIMARY KEY (run_id, name)
+        ) {layout}
+        """
+    )
+
+
+def _add_custom_losses(connection: Connection) -> None:
+    schema = MetaData()
+    Table("sessions", schema, Column("session_id", String, primary_key=True))
+    table = Table(
+        "custom_losses",
+        schema,
+        Column("loss_id", String, primary_key=True),
+        Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+        Column("number", BigInteger, nullable=False),
+        Column("tenant_id", String, nullable=False),
+        Column("digest", LargeBinary, nullable=False),
+        Column("body", LargeBinary, nullable=False),
+        Column("error", Text),
+        Column("created_at", Double, nullable=False),
+        Index("custom_losses_by_tenant", "tenant_id"),
+    )
+    table.create(connection)
+
+
+def _add_usage(connection: Connection) -> None:
+    """And what operators ask of a running server. Versions that are on disk already count as if they were empty."""
+    counters = "trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests", "storage_bytes"
+    columns = ", ".join(f"{name} BIGINT NOT NULL" for name in counters)
+    connection.exec_driver_sql(
+        f"CREATE TABLE usage (tenant_id VARCHAR NOT NULL, day VARCHAR NOT NULL, {columns},"
+        " PRIMARY KEY (tenant_id, day))"
+    )
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE operator_requests (
+            request_id VARCHAR NOT NULL,
+            kind VARCHAR NOT NULL,
+            target VARCHAR NOT NULL,
+            created_at {double} NOT NULL,
+            answer TEXT,
+            failed INTEGER NOT NULL,
+            PRIMARY KEY (request_id)
+        )
+        """
+    )
+    connection.exec_driver_sql("ALTER TABLE sampling_sessions ADD COLUMN size_bytes BIGINT NOT NULL DEFAULT 0")
+    connection.exec_driver_sql("CREATE INDEX sampling_sessions_by_size ON sampling_sessions (tenant_id, size_bytes)")
+    connection.exec_driver_sql("CREATE INDEX sessions_by_state_of_tenant ON sessions (tenant_id, state)")
+
+
+def _add_audit_and_finish_reasons(connection: Connection) -> None:
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE audit (
+            entry_id VARCHAR NOT NULL PRIMARY KEY,
+            tenant_id VARCHAR NOT NULL,
+            at {double} NOT NULL,
+            event VARCHAR NOT NULL,
+            details TEXT NOT NULL
+        )
+        """
+    )
+    connection.exec_driver_sql("CREATE INDEX audit_by_tenant ON audit (tenant_id, at)")
+    connection.exec_driver_sql("CREATE INDEX audit_by_time ON audit (at)")
+    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_reason VARCHAR")
+    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_detail TEXT")
+
+
+def _add_endings(connection: Connection) -> None:
+    """Record how ops ended, and forget failed passes of native adapters: only a lost number spoils their windows now.
+
+    Native run ids have no colon; Tinker's contain ``:train:``.
+    """
+    connection.exec_driver_sql("ALTER TABLE ops ADD COLUMN ending VARCHAR")
+    snapshots = Table("snapshots", MetaData(), Column("adapter_id", String), Column("failed_seq", BigInteger))
+    native = snapshots.c.adapter_id.not_like("%:train:%")
+    connection.execute(update(snapshots).where(native).values(failed_seq=None))
+
+
+def _add_checksums_and_damage(connection: Connection) -> None:
+    """Add a checksum to every row of every table, and a table of what was found damaged."""
+    tables = [name for name in inspect(connection).get_table_names() if name not in ("schema_version", "writers")]
+    for name in tables:
+        connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0")
+        fill_checksums(connection, name)
+    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
+    connection.exec_driver_sql(
+        f"""
+        CREATE TABLE damage (
+            subject VARCHAR NOT NULL PRIMARY KEY,
+            tenant_id VARCHAR,
+            run_id VARCHAR,
+            message TEXT NOT NULL,
+            found_at {double} NOT NULL,
+            checksum BIGINT NOT NULL DEFAULT 0
+        )
+        """
+    )
+
+
+MIGRATIONS: Sequence[Migration] = (
+    _add_sampling_clients,
+    _add_replicas,
+    _add_run_metrics,
+    _add_custom_losses,
+    _add_usage,
+    _add_audit_and_finish_reasons,
+    _add_endings,
+    _add_checksums_and_damage,
+)
+
+
+def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Bring the database to the newest version. The caller holds the transaction: all of it happens or nothing."""
+    known = 1 + len(migrations)
+    version = _version(connection)
+    if version is None:
+        METADATA.create_all(connection)
+        connection.execute(insert(SCHEMA_VERSION).values(version=known))
+        return
+    if version > known:
+        raise SchemaVersionError(version, known)
+    for step in migrations[version - 1 :]:
+        step(connection)
+    connection.execute(update(SCHEMA_VERSION).values(version=known))
+
+
+def needs_migration(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> bool:
+    known = 1 + len(migrations)
+    version = _version(connection)
+    if version is not None and version > known:
+        raise SchemaVersionError(version, known)
+    return version != known
+
+
+def _version(connection: Connection) -> int | None:
+    if not inspect(connection).has_table(SCHEMA_VERSION.name):
+        return None
+    return connection.execute(select(SCHEMA_VERSION.c.version)).scalar_one()

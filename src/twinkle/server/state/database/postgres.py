@@ -1,0 +1,205 @@
+"""Everything that is true of PostgreSQL only.
+
+Two advisory locks, which PostgreSQL keeps for each database: the one server that works with it holds the first as long
+as its writer's connection lives, and the processes of a server that has several share it; every transaction that
+writes, a tool's too, holds the second until its end, as SQLite would have it.
+
+A connection can be lost between our COMMIT and its answer. So that the next one can say what became of it, each writer
+has a row in ``writers`` that its every transaction numbers anew. A server that opens the database deletes the rows of
+servers before it: one that was cut off and believed dead finds its row gone and writes nothing any more.
+"""
+
+import errno
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from sqlalchemy import URL, Connection, Engine, NullPool, PoolProxiedConnection, create_engine, event
+from sqlalchemy.exc import DBAPIError
+
+from twinkle.errors import UserError
+from twinkle.server.state.database.driver import Part
+from twinkle.server.state.errors import (
+    DatabaseConnectionError,
+    DatabaseInUseError,
+    DatabaseUnavailableError,
+    StorageFullError,
+)
+
+__all__ = ["PostgresDriver"]
+
+_SERVER_LOCK = int.from_bytes(b"twinkle\0")
+_WRITE_LOCK = int.from_bytes(b"twinkle\1")
+
+# A killed server's connection takes a moment to be noticed.
+_LOCK_SECONDS = 2.0
+_LOCK_PAUSE = 0.05
+
+# Reading what is committed, whatever the default of the database is: the lock is waited for before anything is read.
+_BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock({_WRITE_LOCK})"
+
+_WRITERS = """
+CREATE TABLE IF NOT EXISTS writers (
+    writer TEXT NOT NULL PRIMARY KEY,
+    is_server INTEGER NOT NULL,
+    transactions BIGINT NOT NULL
+) WITH (fillfactor = 10)
+"""
+
+# How each side notices within half a minute that the other is gone without a word. Seconds, and milliseconds.
+_CONNECT_DEFAULTS = {
+    "application_name": "twinkle-server",
+    "connect_timeout": "5",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "25000",
+    "target_session_attrs": "read-write",
+}
+_SESSION = """
+SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3;
+SET idle_in_transaction_session_timeout = '60s'
+"""
+
+
+class PostgresDriver:
+    """A database of a PostgreSQL server."""
+
+    def __init__(self, url: URL, part: Part) -> None:
+        self.name = f"{url.database!r} at {url.host or url.query.get('host', 'this machine')}"  # no user, no password
+        self._part = part
+        self._writer = secrets.token_hex(16)
+        self._is_registered = False
+        self._number = 0  # of the transaction begun last
+        options = {key: value for key, value in _CONNECT_DEFAULTS.items() if key not in url.query}
+        self.engine: Engine = create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            paramstyle="format",  # parameters by position, as statements are compiled
+            poolclass=NullPool,
+            isolation_level="AUTOCOMMIT",  # transactions are ours
+            use_native_hstore=False,
+            connect_args=options,
+        )
+        event.listen(self.engine, "connect", _configure)
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        try:
+            with self.engine.connect() as connection:
+                yield connection
+        except DBAPIError as error:
+            raise DatabaseConnectionError(self.name, _reason(error)) from None
+
+    def connect_reader(self) -> PoolProxiedConnection:
+        try:
+            return self.engine.raw_connection()
+        except (psycopg.Error, DBAPIError) as error:
+            raise DatabaseConnectionError(self.name, _reason(error)) from None
+
+    def connect_writer(self) -> PoolProxiedConnection:
+        connection = self.connect_reader()
+        try:
+            cursor = connection.cursor()
+            if self._part is not Part.TOOL:
+                shared = "_shared" if self._part is Part.MEMBER else ""
+                self._take_lock(cursor, f"pg_try_advisory_lock{shared}")
+            self._register(cursor)
+        except psycopg.OperationalError as error:
+            connection.invalidate()
+            raise DatabaseConnectionError(self.name, _reason(error)) from None
+        except BaseException:
+            connection.invalidate()
+            raise
+        return connection
+
+    def _take_lock(self, cursor: Any, function: str) -> None:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            cursor.execute(f"SELECT {function}({_SERVER_LOCK})")
+            if cursor.fetchone()[0]:
+                return
+            if time.monotonic() > deadline:
+                raise DatabaseInUseError(self.name)
+            time.sleep(_LOCK_PAUSE)
+
+    def _register(self, cursor: Any) -> None:
+        """Our row, once: when a later connection does not find it, another server has taken over."""
+        if self._is_registered:
+            cursor.execute("SELECT FROM writers WHERE writer = %s", [self._writer])
+            if cursor.fetchone() is None:
+                raise DatabaseInUseError(self.name)
+            return
+        earlier = "DELETE FROM writers WHERE is_server = 1;" if self._part is Part.SERVER else ""
+        row = f"INSERT INTO writers VALUES ('{self._writer}', {int(self._part is not Part.TOOL)}, 0)"
+        cursor.execute(f"{_BEGIN_WRITE}; {earlier} {row}; COMMIT")
+        self._is_registered = True
+
+    def is_lost(self, connection: PoolProxiedConnection) -> bool:
+        driver_connection = connection.driver_connection
+        return driver_connection is None or bool(driver_connection.closed)
+
+    def leave(self, cursor: Any) -> None:
+        cursor.execute("DELETE FROM writers WHERE writer = %s", [self._writer])
+
+    # --- transactions -------------------------------------------------------------------------------------------------
+
+    def begin(self, cursor: Any) -> None:
+        """One round trip."""
+        self._number += 1
+        number = f"UPDATE writers SET transactions = {self._number} WHERE writer = '{self._writer}'"
+        cursor.execute(f"{_BEGIN_WRITE}; {number}", prepare=False)
+        while cursor.nextset():  # the last of its results is the update's
+            pass
+        if cursor.rowcount != 1:
+            raise DatabaseInUseError(self.name)
+
+    def commit(self, cursor: Any) -> None:
+        cursor.execute("COMMIT")
+        # Of a transaction in which a statement failed, COMMIT makes a ROLLBACK and no error.
+        assert cursor.statusmessage == "COMMIT", cursor.statusmessage
+
+    def is_committed(self, cursor: Any) -> bool:
+        # The transaction in question holds the lock until its end: behind it, its number is there or never will be.
+        cursor.execute(f"{_BEGIN_WRITE}; SELECT transactions FROM writers WHERE writer = '{self._writer}'")
+        while cursor.nextset():
+            pass
+        row = cursor.fetchone()
+        cursor.execute("COMMIT")
+        return row is not None and row[0] == self._number
+
+    def begin_migration(self, connection: Connection) -> None:
+        """No server may be working: it knows the tables as they were."""
+        cursor = connection.connection.cursor()
+        cursor.execute(_BEGIN_WRITE)
+        self._take_lock(cursor, "pg_try_advisory_xact_lock")
+
+    def finish_migration(self, connection: Connection) -> None:
+        connection.exec_driver_sql(_WRITERS)
+        connection.commit()
+
+    def typed(self, error: Exception) -> Exception:
+        if isinstance(error, psycopg.errors.DiskFull):
+            return StorageFullError(errno.ENOSPC, f"the database's disk is full: {error}")
+        if isinstance(error, psycopg.DataError) and "NUL" in str(error):
+            return UserError("text: got one with the character NUL, allowed: all other characters")
+        if isinstance(error, psycopg.OperationalError) and (error.sqlstate or "57P").startswith(("08", "57P")):
+            return DatabaseUnavailableError()
+        return error
+
+    def maintain(self, cursor: Any) -> None:
+        """PostgreSQL looks after itself."""
+
+
+def _configure(connection: Any, _record: object) -> None:
+    connection.execute(_SESSION)
+
+
+def _reason(error: Exception) -> str:
+    """The driver's words on one line. libpq's messages never name a password."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return " ".join(str(cause).split())

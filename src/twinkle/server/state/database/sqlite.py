@@ -1,0 +1,111 @@
+"""Everything that is true of SQLite only."""
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, PoolProxiedConnection, create_engine, event
+
+from twinkle.errors import UnsupportedError
+from twinkle.server.state.errors import StorageFullError
+from twinkle.server.state.integrity.row_checksums import SQL_FUNCTION, checksum_function
+from twinkle.server.state.integrity.sqlite_check import set_schema_sum
+
+__all__ = ["SqliteDriver", "default_url"]
+
+# The default BEGIN takes the write lock at the first write, and fails there when another process wrote in between.
+_BEGIN_WRITE = "BEGIN IMMEDIATE"
+
+_PRAGMAS = (
+    "PRAGMA journal_mode=WAL",  # readers and the writer do not wait for each other
+    "PRAGMA synchronous=NORMAL",  # no fsync a commit: what is committed survives our death, not a power failure
+    "PRAGMA busy_timeout=10000",  # ms: a command-line tool may be writing
+    "PRAGMA foreign_keys=ON",
+    "PRAGMA wal_autocheckpoint=16384",  # pages of 4 KiB: a limit that checkpoint() keeps commits away from
+)
+
+
+def default_url(data_dir: Path) -> URL:
+    return URL.create("sqlite", database=str(data_dir / "state.db"))
+
+
+class SqliteDriver:
+    """A file. There is no connection to lose.
+
+    ``after_maintenance`` is called now and then, in a reader's thread.
+    """
+
+    def __init__(self, url: URL) -> None:
+        self.after_maintenance: Callable[[], None] = lambda: None
+        if url.database in (None, "", ":memory:"):
+            raise UnsupportedError(
+                f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must outlive us)"
+            )
+        self.engine: Engine = _open_engine(url.set(drivername="sqlite"))
+
+    def connect(self) -> Connection:
+        return self.engine.connect()
+
+    def begin_migration(self, connection: Connection) -> None:
+        connection.exec_driver_sql(_BEGIN_WRITE)
+
+    def finish_migration(self, connection: Connection) -> None:
+        set_schema_sum(connection.connection.driver_connection)
+        connection.commit()
+
+    def connect_reader(self) -> PoolProxiedConnection:
+        return self.engine.raw_connection()
+
+    def connect_writer(self) -> PoolProxiedConnection:
+        return self.engine.raw_connection()
+
+    def begin(self, cursor: Any) -> None:
+        cursor.execute(_BEGIN_WRITE)
+
+    def commit(self, cursor: Any) -> None:
+        cursor.connection.commit()
+
+    def is_committed(self, cursor: Any) -> bool:
+        raise AssertionError("no connection to SQLite was ever lost")
+
+    def is_lost(self, connection: PoolProxiedConnection) -> bool:
+        del connection
+        return False
+
+    def typed(self, error: Exception) -> Exception:
+        if not isinstance(error, sqlite3.Error) or getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+            return error
+        return StorageFullError(errno.ENOSPC, f"the database's disk is full: {error}")
+
+    def maintain(self, cursor: Any) -> None:
+        checkpoint(cursor)
+        self.after_maintenance()
+
+    def leave(self, cursor: Any) -> None:
+        pass
+
+
+def checkpoint(cursor: Any) -> None:
+    """Copy what the WAL holds into the database, which takes some fsyncs, without getting in the writer's way."""
+    cursor.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    cursor.fetchall()
+
+
+def _open_engine(url: URL) -> Engine:
+    """Connections that leave transactions to us and may move between threads (one at a time)."""
+    assert url.database is not None
+    # Created here for its mode, which SQLite gives to the WAL beside it too.
+    os.close(os.open(url.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    engine = create_engine(url, connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", _configure)
+    return engine
+
+
+def _configure(connection: Any, _record: object) -> None:
+    connection.isolation_level = None  # the module would begin transactions of its own
+    for pragma in _PRAGMAS:
+        connection.execute(pragma)
+    connection.create_function(SQL_FUNCTION, -1, checksum_function, deterministic=True)

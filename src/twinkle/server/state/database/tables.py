@@ -1,0 +1,287 @@
+"""The tables, at the newest schema version.
+
+Columns hold what every driver takes and returns as it is (text, integers, floats, bytes): statements are run on the
+driver's own cursor, without SQLAlchemy's conversion of values (see ``state.database.database``). Structured
+values are JSON text; booleans are 0 and 1. Times are seconds since the epoch.
+
+Every table but ``schema_version`` has a column ``checksum`` too (``state.integrity.row_checksums``): it is
+added at the end of this file.
+
+A change here needs a migration in :mod:`twinkle.server.state.database.migrations`.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+from twinkle.server.state.integrity.row_checksums import CHECKSUM
+
+__all__ = [
+    "API_KEYS",
+    "AUDIT",
+    "CHECKPOINTS",
+    "CUSTOM_LOSSES",
+    "DAMAGE",
+    "LEASES",
+    "METADATA",
+    "OPERATOR_REQUESTS",
+    "OPS",
+    "RUNS",
+    "RUN_METRICS",
+    "RUN_METRIC_NAMES",
+    "SAMPLING_CLIENTS",
+    "SAMPLING_SESSIONS",
+    "SCHEMA_VERSION",
+    "SESSIONS",
+    "SNAPSHOTS",
+    "USAGE",
+]
+
+METADATA = MetaData()
+
+SCHEMA_VERSION = Table("schema_version", METADATA, Column("version", Integer, nullable=False))
+
+SESSIONS = Table(
+    "sessions",
+    METADATA,
+    Column("session_id", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("idempotency_key", String),
+    Column("created_at", Double, nullable=False),
+    Column("last_seen", Double, nullable=False),
+    Column("state", String, nullable=False),
+    Column("sdk_version", String, nullable=False),
+    Column("display_name", Text),
+    Column("project_id", String),
+    Column("tags", Text, nullable=False),
+    Column("user_metadata", Text, nullable=False),
+    Column("finish_reason", String),
+    Column("finish_detail", Text),
+    Index("sessions_by_idempotency_key", "tenant_id", "idempotency_key", unique=True),
+    Index("sessions_by_tenant", "tenant_id", "created_at"),
+    Index("sessions_by_last_seen", "state", "last_seen"),
+    Index("sessions_by_state_of_tenant", "tenant_id", "state"),
+)
+
+RUNS = Table(
+    "runs",
+    METADATA,
+    Column("run_id", String, primary_key=True),
+    Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("model_name", String, nullable=False),
+    Column("spec", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("last_request_at", Double, nullable=False),
+    Column("state", String, nullable=False),
+    Column("user_metadata", Text, nullable=False),
+    Column("note", Text),
+    Column("replica", String, nullable=False, server_default=""),
+    Index("runs_by_number", "session_id", "number", unique=True),
+    Index("runs_by_tenant", "tenant_id", "last_request_at"),
+    Index("runs_by_state", "state"),
+)
+
+CHECKPOINTS = Table(
+    "checkpoints",
+    METADATA,
+    Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("request_id", String, nullable=False),
+    Column("directory", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("expires_at", Double),
+    Column("public", Integer, nullable=False),
+    Column("user_metadata", Text, nullable=False),
+    Index("checkpoints_by_tenant", "tenant_id", "created_at"),
+    Index("checkpoints_by_expiry", "expires_at"),
+)
+
+SAMPLING_SESSIONS = Table(
+    "sampling_sessions",
+    METADATA,
+    Column("sampling_session_id", String, primary_key=True),
+    Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("model_name", String, nullable=False),
+    Column("model_path", Text),
+    Column("version_id", String),
+    Column("directory", Text),
+    Column("created_at", Double, nullable=False),
+    Column("replica", String, nullable=False, server_default=""),
+    Column("size_bytes", BigInteger, nullable=False, server_default="0"),
+    Index("sampling_sessions_by_number", "session_id", "number", unique=True),
+    Index("sampling_sessions_by_size", "tenant_id", "size_bytes"),
+)
+
+# The clients of a sampling session that have a number of their own or used sequence numbers; those in use lie between.
+SAMPLING_CLIENTS = Table(
+    "sampling_clients",
+    METADATA,
+    Column("sampling_session_id", String, ForeignKey("sampling_sessions.sampling_session_id"), primary_key=True),
+    Column("client", BigInteger, primary_key=True, autoincrement=False),
+    Column("first_seq", BigInteger, nullable=False),
+    Column("next_seq", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# Losses of a session's own. A body is a few kilobytes, and is looked up with the first op that uses it.
+CUSTOM_LOSSES = Table(
+    "custom_losses",
+    METADATA,
+    Column("loss_id", String, primary_key=True),
+    Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("error", Text),
+    Column("created_at", Double, nullable=False),
+    Index("custom_losses_by_tenant", "tenant_id"),
+)
+
+# A row a request; the bytes of body and outcome are in the journal. One tree is all that accepting an op has to change:
+# SQLite keeps the rows in the primary key itself, and what pruning looks for it finds by reading the whole table.
+OPS = Table(
+    "ops",
+    METADATA,
+    Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", String, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("body_segment", BigInteger, nullable=False),
+    Column("body_offset", BigInteger, nullable=False),
+    Column("body_length", BigInteger, nullable=False),
+    Column("accepted_at", Double, nullable=False),
+    Column("outcome_segment", BigInteger),
+    Column("outcome_offset", BigInteger),
+    Column("outcome_length", BigInteger),
+    Column("encoding", String),
+    Column("failed", Integer, nullable=False),
+    Column("finished_at", Double),
+    Column("delivered_at", Double),
+    Column("ending", String),
+    sqlite_with_rowid=False,
+)
+
+SNAPSHOTS = Table(
+    "snapshots",
+    METADATA,
+    Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("seq", BigInteger, nullable=False),
+    Column("directory", Text, nullable=False),
+    Column("failed_seq", BigInteger),
+    Column("taken_at", Double, nullable=False),
+)
+
+# Who of several processes does what only one may do.
+LEASES = Table(
+    "leases",
+    METADATA,
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("until", Double, nullable=False),
+)
+
+# Points of a run's curves. Those of optimizer steps have the number of their op, those that a client logged none.
+RUN_METRICS = Table(
+    "run_metrics",
+    METADATA,
+    Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("recorded_at", Double, nullable=False),
+    Column("seq", BigInteger),
+    Column("step", BigInteger, nullable=False),
+    Column("metrics", Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# What a client has called its values so far.
+RUN_METRIC_NAMES = Table(
+    "run_metric_names",
+    METADATA,
+    Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
+    Column("name", String, primary_key=True),
+    sqlite_with_rowid=False,
+)
+
+API_KEYS = Table(
+    "api_keys",
+    METADATA,
+    Column("key_id", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("key_hash", LargeBinary, nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+    Column("revoked_at", Double),
+)
+
+# A day of a tenant; see twinkle.server.usage. ``storage_bytes``: the most that was on disk that day.
+USAGE = Table(
+    "usage",
+    METADATA,
+    Column("tenant_id", String, primary_key=True),
+    Column("day", String, primary_key=True),
+    Column("trained_tokens", BigInteger, nullable=False),
+    Column("sampled_tokens", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("optim_steps", BigInteger, nullable=False),
+    Column("requests", BigInteger, nullable=False),
+    Column("storage_bytes", BigInteger, nullable=False),
+)
+
+# What an operator asks of the running server on the command line.
+OPERATOR_REQUESTS = Table(
+    "operator_requests",
+    METADATA,
+    Column("request_id", String, primary_key=True),
+    Column("kind", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("answer", Text),
+    Column("failed", Integer, nullable=False),
+)
+
+AUDIT = Table(
+    "audit",
+    METADATA,
+    Column("entry_id", String, primary_key=True),
+    Column("tenant_id", String, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("event", String, nullable=False),
+    Column("details", Text, nullable=False),
+    Index("audit_by_tenant", "tenant_id", "at"),
+    Index("audit_by_time", "at"),
+)
+
+# What was found damaged, and what it cost. ``subject``: of which kind and which one, such as "run s-1:train:0".
+DAMAGE = Table(
+    "damage",
+    METADATA,
+    Column("subject", String, primary_key=True),
+    Column("tenant_id", String),
+    Column("run_id", String),
+    Column("message", Text, nullable=False),
+    Column("found_at", Double, nullable=False),
+)
+
+for _table in METADATA.sorted_tables:
+    if _table is not SCHEMA_VERSION:
+        _table.append_column(Column(CHECKSUM, BigInteger, nullable=False, server_default="0"))

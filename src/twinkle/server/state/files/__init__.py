@@ -1,0 +1,1 @@
+"""The files of a data directory: where they lie, their checksums, their modes."""

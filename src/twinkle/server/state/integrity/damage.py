@@ -1,0 +1,67 @@
+"""What was found damaged, for operators and for the clients who ask for it."""
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, delete, insert, select
+
+from twinkle.server.state.database.database import Cursor, Database
+from twinkle.server.state.database.tables import DAMAGE
+from twinkle.server.state.errors import DamagedRecordError
+
+__all__ = ["Damage", "DamageRecords", "raise_if_damaged"]
+
+_OF_SUBJECT = DAMAGE.c.subject == bindparam("about")
+_INSERT = insert(DAMAGE)
+_DELETE = delete(DAMAGE).where(_OF_SUBJECT)
+_GET = select(DAMAGE).where(_OF_SUBJECT)
+_LIST = select(DAMAGE).order_by(DAMAGE.c.found_at, DAMAGE.c.subject)
+_OF_RUN = select(DAMAGE).where(DAMAGE.c.run_id == bindparam("run")).order_by(DAMAGE.c.found_at.desc())
+
+
+@dataclass(frozen=True)
+class Damage:
+    """``subject``: which kind of thing and which one. ``tenant_id``, ``run_id``: whose it is, where that is known."""
+
+    subject: str
+    message: str
+    found_at: float
+    tenant_id: str | None = None
+    run_id: str | None = None
+
+
+class DamageRecords:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def note(self, damage: Damage) -> None:
+        """Put it on record; an earlier entry about the same thing is replaced."""
+
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_DELETE, {"about": damage.subject})
+            cursor.execute(_INSERT, vars(damage))
+
+        await self._database.write(work)
+
+    async def list(self) -> tuple[Damage, ...]:
+        """Return all entries, oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, {}))
+        return tuple(Damage(**row) for row in rows)
+
+    async def of_run(self, run_id: str) -> Damage | None:
+        """Return the newest entry about a run or anything of it; None: nothing was found."""
+        row = await self._database.read(lambda cursor: cursor.row(_OF_RUN, {"run": run_id}))
+        return None if row is None else Damage(**row)
+
+    async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
+        """Note that a run cannot go on because of damage; returns what to tell its client."""
+        message = f"model {run_id}: {what}; load one of its checkpoints into a new model"
+        await self.note(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
+        return message
+
+
+def raise_if_damaged(cursor: Cursor, subject: str) -> None:
+    """For whoever does not find a record: raise if it was there, and was damaged."""
+    row = cursor.row(_GET, {"about": subject})
+    if row is not None:
+        raise DamagedRecordError(row["message"])

@@ -1,0 +1,414 @@
+"""What becomes of damaged rows when a server starts on SQLite: each costs only the run, session or key it belongs to.
+
+Where the copy of the database that the server keeps has the row, and the row never changes, it is put back: nothing is
+lost. Otherwise the run is failed, the session ended (its adapters are parked then, as always), and the rest is removed;
+all of it is put on record in the table ``damage`` and in the log. No column of a damaged row is believed where it says
+whose something is: that is taken from other rows.
+"""
+
+import json
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinkle.model.types import LoraSpec
+from twinkle.server.ids import directory_name
+from twinkle.server.state.files.file_checksums import CHECKSUMS
+from twinkle.server.state.integrity.copies import copied_database
+from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
+from twinkle.server.state.integrity.sqlite_check import Contents, connect, read_table, row_tables
+
+__all__ = ["put_right"]
+
+Row = dict[str, Any]
+
+_logger = logging.getLogger(__name__)
+
+_SPEC = json.dumps(asdict(LoraSpec(rank=1)))
+_PUT_BACK = "its record was damaged: it is put back from the copy"
+_SPEC_FIELDS = json.loads(_SPEC).keys()
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "sessions": ("session_id",),
+    "runs": ("run_id",),
+    "sampling_sessions": ("sampling_session_id",),
+    "custom_losses": ("loss_id",),
+    "checkpoints": ("run_id", "kind", "name"),
+    "api_keys": ("key_id",),
+}
+
+
+def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
+    """Deal with all damaged rows in one transaction; returns how many there were. Raises sqlite3.Error."""
+    names = row_tables(connection)
+    repair = _Repair(data_dir)
+    for name in names:
+        contents = read_table(connection, name)
+        if name not in ("runs", "sessions", "checkpoints", "sampling_sessions", "snapshots") and not contents.damaged:
+            continue  # of the large tables, only what is needed is kept in memory
+        repair.tables[name] = contents
+    damaged = sum(len(contents.damaged) for contents in repair.tables.values())
+    if damaged == 0:
+        return 0
+    if "ops" not in repair.tables:
+        repair.tables["ops"] = read_table(connection, "ops")
+    repair.decide()
+    connection.execute("PRAGMA foreign_keys=OFF")
+    connection.execute("BEGIN IMMEDIATE")
+    for name in repair.changed:
+        _rewrite(connection, name, repair.tables[name])
+    for entry in repair.entries:
+        columns = [*entry, CHECKSUM]
+        values = [*entry.values(), row_checksum([entry[column] for column in sorted(entry)])]
+        marks = ", ".join("?" * len(columns))
+        connection.execute(f"INSERT OR REPLACE INTO damage ({', '.join(columns)}) VALUES ({marks})", values)
+    connection.execute("COMMIT")
+    return damaged
+
+
+def _rewrite(connection: sqlite3.Connection, name: str, contents: Contents) -> None:
+    """Write a table anew: a row whose key is damaged cannot be found by it."""
+    connection.execute(f"DELETE FROM {name}")
+    marks = ", ".join("?" * len(contents.columns))
+    rows = [[row[column] for column in contents.columns] for row in contents.good]
+    connection.executemany(f"INSERT OR IGNORE INTO {name} ({', '.join(contents.columns)}) VALUES ({marks})", rows)
+
+
+@dataclass
+class _Repair:
+    data_dir: Path
+    tables: dict[str, Contents] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    entries: list[Row] = field(default_factory=list)  # of the table damage
+
+    def decide(self) -> None:
+        """Whose records come first, then what belongs to them."""
+        deciding: Mapping[str, Callable[[str, Row], None]] = {
+            "sessions": self._sessions,
+            "runs": self._runs,
+            "sampling_sessions": self._sampling_sessions,
+            "checkpoints": self._checkpoints,
+            "snapshots": self._snapshots,
+            "ops": self._ops,
+            "api_keys": self._api_keys,
+            "custom_losses": self._custom_losses,
+        }
+        for name in sorted(self.tables, key=lambda name: [*deciding, name].index(name)):
+            for row in self.tables[name].damaged:
+                self.changed.add(name)
+                deciding.get(name, self._other)(name, row)
+
+    # --- by table -----------------------------------------------------------------------------------------------------
+
+    def _sessions(self, name: str, row: Row) -> None:
+        used = {other["session_id"] for other in (*self._good("runs"), *self._good("sampling_sessions"))}
+        copied = self._copied(name, row)
+        known = used - {other["session_id"] for other in self._good(name)}
+        session_id = _nearest(row["session_id"], known) or (copied and copied["session_id"])
+        if session_id is None:
+            self._say(f"session {row['session_id']}", "its record is damaged, and nothing belongs to it: it is removed")
+            return
+        copied = copied or self._copied(name, {"session_id": session_id})
+        owners = (*self._good("runs"), *self._good("sampling_sessions"))
+        tenant_id = next((other["tenant_id"] for other in owners if other["session_id"] == session_id), None)
+        now = time.time()
+        if copied is not None and copied["state"] == row["state"]:
+            self._put(name, copied | {"last_seen": now})
+            self._say(f"session {session_id}", _PUT_BACK, copied["tenant_id"])
+            return
+        if copied is None and tenant_id is None:
+            self._say(f"session {session_id}", "its record is damaged: it is removed")
+            return
+        what = "the session's record was damaged on the server's disk: make a new client"
+        self._put(
+            name,
+            {
+                **dict.fromkeys(self.tables[name].columns),
+                "session_id": session_id,
+                "tenant_id": tenant_id or (copied and copied["tenant_id"]),
+                "created_at": _number(row["created_at"], now),
+                "last_seen": now,
+                "state": "expired",
+                "sdk_version": "",
+                "tags": "[]",
+                "user_metadata": "{}",
+                "finish_reason": "errored",
+                "finish_detail": what,
+            },
+        )
+        self._say(f"session {session_id}", f"{what}; its adapters are parked", tenant_id)
+
+    def _runs(self, name: str, row: Row) -> None:
+        here = {other["run_id"] for other in self._good(name)}
+        named = {
+            other[column]
+            for table, column in (("ops", "adapter_id"), ("snapshots", "adapter_id"), ("checkpoints", "run_id"))
+            for other in self._good(table)
+        } - here
+        copied = self._copied(name, row)
+        run_id = _nearest(row["run_id"], named) or (copied and copied["run_id"]) or _text(row["run_id"])
+        copied = copied or self._copied(name, {"run_id": run_id})
+        sessions = {other["session_id"]: other for other in self._good("sessions")}
+        if copied is not None:
+            state = row["state"] if row["state"] in ("live", "failed", "parked") else "failed"
+            self._put(name, copied | {"state": state, "note": copied["note"] if state == copied["state"] else None})
+            self._say(f"run {run_id}", _PUT_BACK, copied["tenant_id"], run_id)
+            return
+        session_id = next(
+            (each for each in sessions if run_id.startswith((f"{each}:train:", f"{each}-"))), row["session_id"]
+        )
+        session = sessions.get(session_id)
+        if session is None:
+            self._say(f"run {run_id}", "its record is damaged, its session is not known: it is removed", None, run_id)
+            return
+        message = _lost(run_id, "its record was damaged on the server's disk")
+        number = run_id.rpartition(":train:")[2]
+        self._put(
+            name,
+            {
+                **{column: _plain(value) for column, value in row.items()},
+                "run_id": run_id,
+                "session_id": session_id,
+                "number": int(number) if number.isdigit() else _whole(row["number"]),
+                "tenant_id": session["tenant_id"],
+                "base_model": _text(row["base_model"]),
+                "model_name": _text(row["model_name"]),
+                "spec": _object(row["spec"], _SPEC_FIELDS, _SPEC),
+                "created_at": _number(row["created_at"], time.time()),
+                "last_request_at": _number(row["last_request_at"], time.time()),
+                "state": "failed",
+                "user_metadata": _object(row["user_metadata"], None, "{}"),
+                "note": message,
+                "replica": _text(row["replica"]),
+            },
+        )
+        self._say(f"run {run_id}", message, session["tenant_id"], run_id)
+
+    def _snapshots(self, name: str, row: Row) -> None:
+        with_one = {other["adapter_id"] for other in self._good(name)}
+        live = {run["run_id"] for run in self._good("runs") if run["state"] == "live"} - with_one
+        run_id = _nearest(row["adapter_id"], live)
+        if run_id is None:
+            self._say(f"snapshot of {row['adapter_id']}", "its record is damaged, and no live run misses one")
+            return
+        seqs = {op["seq"] for op in self._good("ops") if op["adapter_id"] == run_id}
+        if seqs and seqs == set(range(max(seqs) + 1)):
+            what = "the record of its snapshot was damaged: it is brought back from its journal, from its creation on"
+            self._say(f"snapshot of {run_id}", what, self._tenant(run_id), run_id)
+            return
+        self._fail(run_id, "the record of its snapshot was damaged on the server's disk")
+
+    def _ops(self, name: str, row: Row) -> None:
+        runs = {run["run_id"] for run in self._good("runs")}
+        run_id = _nearest(row["adapter_id"], runs) or self._with_a_gap()
+        if run_id is None:
+            raise sqlite3.DatabaseError("a damaged row of the table ops belongs to nobody that is known")
+        self._fail(run_id, "the record of one of its requests was damaged on the server's disk")
+
+    def _checkpoints(self, name: str, row: Row) -> None:
+        path = f"tinker://{row['run_id']}/{row['kind']}/{row['name']}"
+        copied = self._copied(name, row)
+        found = copied or self._from_directory(row)
+        if found is None:
+            self._say(f"checkpoint {path}", "its record is damaged, and its files are not found: it is removed")
+            return
+        path = f"tinker://{found['run_id']}/{found['kind']}/{found['name']}"
+        self._put(name, found)
+        how = "from the copy" if copied else "from its files: private, kept until it is deleted, without metadata"
+        self._say(f"record of {path}", f"it was damaged: it is made again {how}", found["tenant_id"], found["run_id"])
+
+    def _from_directory(self, row: Row) -> Row | None:
+        """Make a record from the only directory that no other record names, at its place or anywhere."""
+        named = {other["directory"] for other in self._good("checkpoints")}
+        places = self.data_dir.glob("checkpoints/*/*/*/*")
+        directories = [path for path in places if path.is_dir() and path.name.isdigit()]
+        free = [path for path in directories if str(path.relative_to(self.data_dir)) not in named]
+        place = [path for path in free if str(path.relative_to(self.data_dir)) == row["directory"]]
+        if len(place or free) != 1:
+            return None
+        directory = (place or free)[0]
+        run_name, kind, name, seq = directory.relative_to(self.data_dir / "checkpoints").parts
+        run = next((run for run in self._good("runs") if directory_name(run["run_id"]) == run_name), None)
+        if run is None:
+            return None
+        files = [file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS]
+        return {
+            **dict.fromkeys(self.tables["checkpoints"].columns),
+            "run_id": run["run_id"],
+            "kind": kind,
+            "name": name,
+            "tenant_id": run["tenant_id"],
+            "request_id": f"{run['run_id']}:{seq}",
+            "directory": str(directory.relative_to(self.data_dir)),
+            "created_at": directory.stat().st_mtime,
+            "size_bytes": sum(file.stat().st_size for file in files),
+            "expires_at": None,
+            "public": 0,
+            "user_metadata": "{}",
+        }
+
+    def _api_keys(self, name: str, row: Row) -> None:
+        copied = self._copied(name, row)
+        if copied is not None and copied["revoked_at"] is None and row["revoked_at"] is None:
+            self._put(name, copied)
+            self._say(f"key {copied['key_id']}", _PUT_BACK, copied["tenant_id"])
+            return
+        tenant = row["tenant_id"] if copied is None else copied["tenant_id"]
+        command = f"`twinkle-server keys create --tenant {tenant}` makes a new one"
+        self._say(f"key {row['key_id']}", f"its record is damaged: the key does not work any more; {command}")
+
+    def _sampling_sessions(self, name: str, row: Row) -> None:
+        self._same_or_gone(name, row, "sampling session", "create another one")
+
+    def _custom_losses(self, name: str, row: Row) -> None:
+        self._same_or_gone(name, row, "custom loss", "create it again")
+
+    def _same_or_gone(self, name: str, row: Row, kind: str, advice: str) -> None:
+        """Rows that never change are those of the copy."""
+        copied = self._copied(name, row)
+        (key,) = _KEYS[name]
+        if copied is not None:
+            self._put(name, copied)
+            self._say(f"record of {copied[key]}", _PUT_BACK, copied["tenant_id"])
+            return
+        message = f"{kind} {row[key]}: its record was damaged on the server's disk; {advice}"
+        self._say(f"{kind} {row[key]}", message)
+
+    def _other(self, name: str, row: Row) -> None:
+        content = {column: _plain(value) for column, value in row.items() if column != CHECKSUM}
+        shown = json.dumps(content, default=str)[:500]
+        self._say(
+            f"row of {name} {_short_name(shown)}",
+            f"a row of the table {name} is damaged: it is removed; it reads {shown}",
+        )
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _good(self, name: str) -> Sequence[Row]:
+        contents = self.tables.get(name)
+        return () if contents is None else contents.good
+
+    def _put(self, name: str, row: Row) -> None:
+        columns = self.tables[name].columns
+        whole = {column: row.get(column) for column in columns if column != CHECKSUM}
+        whole[CHECKSUM] = row_checksum([whole[column] for column in sorted(columns) if column != CHECKSUM])
+        self.tables[name].good.append(whole)
+
+    def _fail(self, run_id: str, what: str) -> None:
+        message = _lost(run_id, what)
+        for run in self._good("runs"):
+            if run["run_id"] == run_id:
+                self.tables["runs"].good.remove(run)
+                is_live = run["state"] == "live"
+                self._put("runs", run | ({"state": "failed", "note": message} if is_live else {}))
+                self.changed.add("runs")
+                break
+        self._say(f"run {run_id}", message, self._tenant(run_id), run_id)
+
+    def _tenant(self, run_id: str) -> str | None:
+        return next((run["tenant_id"] for run in self._good("runs") if run["run_id"] == run_id), None)
+
+    def _with_a_gap(self) -> str | None:
+        """Return the only live run among whose ops a number is missing."""
+        with_gap = []
+        covered = {each["adapter_id"]: each["seq"] for each in self._good("snapshots")}
+        for run in self._good("runs"):
+            if run["state"] == "live":
+                first = covered.get(run["run_id"], -1)
+                ops = [op for op in self._good("ops") if op["adapter_id"] == run["run_id"]]
+                seqs = {op["seq"] for op in ops if op["seq"] > first}
+                if seqs and seqs != set(range(first + 1, max(seqs) + 1)):
+                    with_gap.append(run["run_id"])
+        return with_gap[0] if len(with_gap) == 1 else None
+
+    def _copied(self, name: str, row: Row) -> Row | None:
+        """Return the row as the copy has it, if it has it whole: by its key, or by all but the damaged part."""
+        key = _KEYS[name]
+        found = None
+        with (
+            suppress(sqlite3.Error, UnicodeDecodeError, OSError),
+            closing(connect(copied_database(self.data_dir), read_only=True)) as copy,
+        ):
+            rows = read_table(copy, name).good
+            here = {tuple(other[column] for column in key) for other in self._good(name)}
+            missing = [other for other in rows if tuple(other[column] for column in key) not in here]
+            wanted = tuple(row.get(column) for column in key)
+            found = next((other for other in missing if tuple(other[column] for column in key) == wanted), None)
+            if found is None:  # the key itself was hit
+                likely = [other for other in missing if _differences(other, row) == 1]
+                found = likely[0] if len(likely) == 1 else None
+        return found
+
+    def _say(self, subject: str, message: str, tenant_id: str | None = None, run_id: str | None = None) -> None:
+        subject, message = _printable(subject), _printable(message)
+        _logger.error("damaged: %s (tenant %s): %s", subject, tenant_id or "unknown", message)
+        self.entries.append(
+            {
+                "subject": subject,
+                "tenant_id": tenant_id,
+                "run_id": run_id,
+                "message": message if message.startswith(subject) or ":" in message else f"{subject}: {message}",
+                "found_at": time.time(),
+            }
+        )
+
+
+def _lost(run_id: str, what: str) -> str:
+    return f"model {run_id}: {what}; load one of its checkpoints into a new model"
+
+
+def _short_name(text: str) -> str:
+    """Return a short name for a text, for entries that have no other."""
+    return f"{row_checksum([text]):08x}"
+
+
+def _nearest(value: object, known: Iterable[str]) -> str | None:
+    """Return the id that is meant: the same, or the only one that differs least, in one or two characters."""
+    ids = list(known)
+    if value in ids:
+        return str(value)
+    text = _text(value)
+    alike = [each for each in ids if len(each) == len(text)]
+    distances = {each: sum(a != b for a, b in zip(each, text, strict=True)) for each in alike}
+    near = [each for each in alike if distances[each] == min(distances.values()) <= 2]
+    if len(near) != 1:
+        near = [each for each in ids if text and (each.startswith(text) or text.startswith(each))]
+    return near[0] if len(near) == 1 else None
+
+
+def _differences(one: Row, other: Row) -> int:
+    return sum(one.get(column) != other.get(column) for column in one if column != CHECKSUM)
+
+
+def _plain(value: object) -> object:
+    return _printable(value) if isinstance(value, str) else value
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _text(value: object) -> str:
+    return _printable(value) if isinstance(value, str) else ""
+
+
+def _number(value: object, otherwise: float) -> float:
+    return value if isinstance(value, float) else otherwise
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _object(value: object, names: Collection[str] | None, otherwise: str) -> str:
+    """Return JSON text of an object, with these names where they are given; the other text where it is none."""
+    try:
+        read = json.loads(_text(value))
+    except ValueError:
+        return otherwise
+    is_right = isinstance(read, dict) and (names is None or set(read) == set(names))
+    return _text(value) if is_right else otherwise

@@ -1,0 +1,130 @@
+"""Whether a SQLite database is whole: its structure, its schema, and the checksum of every row.
+
+``PRAGMA integrity_check`` reads every page and compares every index with its table. It knows nothing of a bit that
+flipped inside a cell, which is what the rows' checksums are for. Both together take about a second for 100 MB.
+"""
+
+import json
+import re
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
+
+__all__ = [
+    "Contents",
+    "Structure",
+    "check_structure",
+    "connect",
+    "count_damaged",
+    "read_table",
+    "row_tables",
+    "set_schema_sum",
+]
+
+_MOST_COMPLAINTS = 200
+# What integrity_check says of an index that does not fit its table: it can be made again from it.
+_ABOUT_INDEX = re.compile(
+    r"row \d+ missing from index|wrong # of entries in index|non-unique entry in index|rowid not at end-of-record"
+)
+# What it says of the content of one row, whose checksum is wrong then.
+_ABOUT_ROW = re.compile(r"\w+ value in \w+\.\w+$|row not in PRIMARY KEY order for|non-\w+ value in")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is wrong beside single rows: ``broken`` cannot be put right, indexes can be made again."""
+
+    broken: str | None
+    indexes: bool
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The rows of a table, those that are as they were written and those that are not."""
+
+    columns: tuple[str, ...]
+    good: list[dict[str, Any]]
+    damaged: list[dict[str, Any]]
+
+
+def connect(database: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """Open a database for inspection: text that is no UTF-8 any more can be read all the same."""
+    mode = "ro" if read_only else "rw"
+    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+    connection.text_factory = _lenient
+    return connection
+
+
+def check_structure(connection: sqlite3.Connection) -> Structure:
+    try:
+        rows = connection.execute(f"PRAGMA integrity_check({_MOST_COMPLAINTS})").fetchall()
+        wrong_schema = _schema_problem(connection)
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # what SQLite says may quote the damage
+        return Structure(str(error), indexes=False)
+    complaints = [str(row[0]) for row in rows if row[0] != "ok"]
+    others = [text for text in complaints if not _ABOUT_INDEX.search(text) and not _ABOUT_ROW.search(text)]
+    if wrong_schema is not None:
+        others.append(wrong_schema)
+    indexes = any(_ABOUT_INDEX.search(text) for text in complaints)
+    return Structure(" ".join(others[0].split()) if others else None, indexes)
+
+
+def row_tables(connection: sqlite3.Connection) -> list[str]:
+    """Return the tables whose rows have a checksum."""
+    names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    return [name for name in names if CHECKSUM in {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}]
+
+
+def read_table(connection: sqlite3.Connection, table: str) -> Contents:
+    """Read all rows in the order in which they lie there: an index may be what is damaged."""
+    cursor = connection.execute(f"SELECT * FROM {table} NOT INDEXED")
+    columns = tuple(column[0] for column in cursor.description)
+    contents = Contents(columns, [], [])
+    for row in _compared(cursor, columns):
+        (contents.good if row[1] else contents.damaged).append(row[0])
+    return contents
+
+
+def count_damaged(connection: sqlite3.Connection) -> int:
+    """Return how many rows are not as they were written."""
+    count = 0
+    for table in row_tables(connection):
+        cursor = connection.execute(f"SELECT * FROM {table} NOT INDEXED")
+        columns = tuple(column[0] for column in cursor.description)
+        count += sum(not is_good for _, is_good in _compared(cursor, columns))
+    return count
+
+
+def set_schema_sum(connection: Any) -> None:
+    """Note what the schema is, in a number of the file's header that SQLite leaves to us."""
+    connection.execute(f"PRAGMA user_version = {_schema_sum(connection)}")
+
+
+def _schema_problem(connection: sqlite3.Connection) -> str | None:
+    noted = connection.execute("PRAGMA user_version").fetchone()[0]
+    if noted in (0, _schema_sum(connection)):
+        return None
+    return "the definitions of its tables are not as they were written"
+
+
+def _schema_sum(connection: Any) -> int:
+    schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+    version = connection.execute("SELECT version FROM schema_version").fetchall()
+    content = json.dumps([[list(row) for row in schema], [list(row) for row in version]], default=str)
+    return zlib.crc32(content.encode(errors="surrogateescape")) & 0x7FFFFFFF or 1
+
+
+def _compared(cursor: sqlite3.Cursor, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], bool]]:
+    order = [columns.index(name) for name in sorted(columns) if name != CHECKSUM]
+    place = columns.index(CHECKSUM)
+    for row in cursor:
+        yield dict(zip(columns, row, strict=True)), row_checksum([row[index] for index in order]) == row[place]
+
+
+def _lenient(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")

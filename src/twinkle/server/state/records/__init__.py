@@ -1,0 +1,1 @@
+"""Reading and writing records, one module for each kind."""

@@ -1,0 +1,72 @@
+"""What operators ask of the running server on the command line, and its answers.
+
+Whoever can write to the database is an operator: there is no other way in, no port and no token. The server looks when
+it keeps house; the command waits for the answer.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, delete, insert, select, update
+
+from twinkle.server.state.database.database import Database
+from twinkle.server.state.database.tables import OPERATOR_REQUESTS
+
+__all__ = ["EVICT", "OperatorRequest", "OperatorRequests"]
+
+EVICT = "evict"  # an adapter, by its run
+
+_OF_ID = OPERATOR_REQUESTS.c.request_id == bindparam("id")
+_INSERT = insert(OPERATOR_REQUESTS)
+_GET = select(OPERATOR_REQUESTS).where(_OF_ID)
+_OPEN = (
+    select(OPERATOR_REQUESTS)
+    .where(OPERATOR_REQUESTS.c.answer.is_(None))
+    .order_by(OPERATOR_REQUESTS.c.created_at, OPERATOR_REQUESTS.c.request_id)
+)
+_ANSWER = update(OPERATOR_REQUESTS).where(_OF_ID).values(answer=bindparam("said"), failed=bindparam("is_failed"))
+_DELETE = delete(OPERATOR_REQUESTS).where(_OF_ID)
+_DELETE_OLD = delete(OPERATOR_REQUESTS).where(OPERATOR_REQUESTS.c.created_at < bindparam("before"))
+
+
+@dataclass(frozen=True)
+class OperatorRequest:
+    """``kind``: evict; ``target``: a run. ``answer`` is None until the server has one."""
+
+    request_id: str
+    kind: str
+    target: str
+    created_at: float
+    answer: str | None = None
+    failed: bool = False
+
+
+class OperatorRequests:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def ask(self, kind: str, target: str, now: float) -> OperatorRequest:
+        request = OperatorRequest(f"ask-{secrets.token_hex(8)}", kind, target, now)
+        await self._database.write(lambda cursor: cursor.execute(_INSERT, {**vars(request), "failed": 0}))
+        return request
+
+    async def get(self, request_id: str) -> OperatorRequest | None:
+        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": request_id}))
+        return None if row is None else OperatorRequest(**{**row, "failed": bool(row["failed"])})
+
+    async def open(self) -> tuple[OperatorRequest, ...]:
+        """Those without an answer, oldest first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_OPEN, {}))
+        return tuple(OperatorRequest(**{**row, "failed": bool(row["failed"])}) for row in rows)
+
+    async def answer(self, request_id: str, answer: str, *, failed: bool) -> None:
+        parameters = {"id": request_id, "said": answer, "is_failed": int(failed)}
+        await self._database.write(lambda cursor: cursor.execute(_ANSWER, parameters))
+
+    async def withdraw(self, request_id: str) -> None:
+        """Nobody waits for it any more."""
+        await self._database.write(lambda cursor: cursor.execute(_DELETE, {"id": request_id}))
+
+    async def forget(self, before: float) -> None:
+        """Those asked before then, which nobody came back for."""
+        await self._database.write(lambda cursor: cursor.execute(_DELETE_OLD, {"before": before}))

@@ -1,0 +1,349 @@
+"""Ops: every accepted request and its outcome. Rows are in the database, bodies and outcomes in two journals.
+
+Two journals, because bodies go as soon as snapshots cover them, and outcomes stay until they were fetched.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import and_, bindparam, case, delete, exists, func, insert, or_, select, update
+
+from twinkle.errors import QuotaError
+from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.journal import Journal
+from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.tables import OPS, RUNS, SNAPSHOTS
+from twinkle.server.state.records.runs import insert_run
+from twinkle.server.types import BlobRef, Encoding, Ending, Op, OpKind, OpRecord, Outcome, RunRecord
+
+__all__ = ["Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
+
+_PRUNE_BATCH = 1000  # rows deleted in one transaction
+
+_AT = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq == bindparam("number"))
+
+# An op that no recovery will replay: its effect is in a snapshot, or its adapter will not be brought back.
+_COVERED = exists().where(SNAPSHOTS.c.adapter_id == OPS.c.adapter_id, SNAPSHOTS.c.seq >= OPS.c.seq)
+_LIVE = exists().where(RUNS.c.run_id == OPS.c.adapter_id, RUNS.c.state == "live")
+_REPLAYED = and_(_LIVE, ~_COVERED)
+# A forward pass of Tinker's protocol leaves nothing behind: with its outcome on record nobody runs it again, and only
+# its row is kept until a snapshot covers it, to tell its number from one that never arrived. Native forward passes,
+# whose run ids have no colon, leave behind what a loss and metrics are computed from.
+_FINAL = and_(
+    OPS.c.kind == OpKind.FORWARD.value, OPS.c.outcome_segment.is_not(None), OPS.c.adapter_id.like("%:train:%")
+)
+_NEEDED = and_(_REPLAYED, ~_FINAL)
+# An op whose outcome nobody will ask for any more. Without one, which only an adapter that is not live can be left
+# with, it counts from its acceptance.
+_SETTLED = or_(
+    OPS.c.delivered_at < bindparam("delivered_before"),
+    OPS.c.finished_at < bindparam("finished_before"),
+    and_(OPS.c.finished_at.is_(None), ~_LIVE, OPS.c.accepted_at < bindparam("finished_before")),
+)
+
+_INSERT = insert(OPS)
+_GET = select(OPS).where(_AT)
+_AFTER = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number"))
+_SINCE = select(OPS).where(_AFTER, ~_FINAL).order_by(OPS.c.seq)
+_FINAL_SINCE = select(OPS.c.seq).where(_AFTER, _FINAL).order_by(OPS.c.seq)
+_TIMES = (
+    select(OPS.c.seq, OPS.c.kind, OPS.c.accepted_at, OPS.c.finished_at, OPS.c.failed)
+    .where(OPS.c.adapter_id == bindparam("adapter"))
+    .order_by(OPS.c.seq)
+)
+_FINISH = (
+    update(OPS)
+    .where(_AT, OPS.c.finished_at.is_(None))
+    .values(
+        outcome_segment=bindparam("segment"),
+        outcome_offset=bindparam("offset"),
+        outcome_length=bindparam("length"),
+        encoding=bindparam("encoding"),
+        failed=bindparam("failed"),
+        ending=bindparam("how"),
+        finished_at=bindparam("now"),
+    )
+)
+_DELIVERED = update(OPS).where(_AT, OPS.c.delivered_at.is_(None)).values(delivered_at=bindparam("now"))
+_FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finished_at=bindparam("now"))
+_DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
+_PRUNABLE = select(OPS.c.adapter_id, OPS.c.seq).where(~_REPLAYED, _SETTLED)
+_PRUNE = delete(OPS).where(_AT, ~_REPLAYED, _SETTLED)
+_BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
+_OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).distinct()
+_OWNERS = RUNS.alias("owners")
+_BYTES_BY_TENANT = (
+    select(
+        _OWNERS.c.tenant_id,
+        func.sum(case((_NEEDED, OPS.c.body_length), else_=0) + func.coalesce(OPS.c.outcome_length, 0)).label("size"),
+    )
+    .select_from(OPS.join(_OWNERS, _OWNERS.c.run_id == OPS.c.adapter_id))
+    .group_by(_OWNERS.c.tenant_id)
+)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The op on record. Unless ``created``, it was there before: compare its digest."""
+
+    record: OpRecord
+    created: bool
+
+
+@dataclass(frozen=True)
+class AcceptedRun:
+    """The run on record and the op that creates it, which is None once it was pruned."""
+
+    run: RunRecord
+    record: OpRecord | None
+    created: bool
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What pruning removed: rows, segment files of bodies and outcomes, and the bytes of these files."""
+
+    rows: int
+    body_segments: int
+    outcome_segments: int
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """When an op was accepted and when it ended, which is None as long as it has not."""
+
+    seq: int
+    kind: OpKind
+    accepted_at: float
+    finished_at: float | None
+    failed: bool
+
+
+class Ops:
+    def __init__(
+        self, database: Database, bodies: Journal, outcomes: Journal, writers: JournalWriters | None = None
+    ) -> None:
+        self._database = database
+        self._bodies = bodies
+        self._outcomes = outcomes
+        self._writers = writers
+
+    async def accept(self, op: Op, digest: bytes, now: float) -> Accepted:
+        """Once this returns, the op survives our death. An op with this number that is on record stays as it is."""
+        return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
+
+    async def accept_run(
+        self,
+        run: RunRecord,
+        op: Op,
+        digest: bytes,
+        now: float,
+        most: int | None = None,
+        most_rows: int | None = None,
+    ) -> AcceptedRun:
+        """A run and the op that creates its adapter, both or neither; or those that its session has already.
+
+        ``most``: live runs of a tenant, counted here, where all processes of a server meet; ``most_rows``: of all that
+        are on record. Where there are as many, QuotaError.
+        """
+        assert op.adapter_id == run.run_id
+
+        def work(cursor: Cursor) -> AcceptedRun | QuotaError:
+            recorded = insert_run(cursor, run, most, most_rows)
+            if isinstance(recorded, QuotaError):
+                return recorded  # raised here it would have the transaction, which others share, done again
+            if recorded is run:
+                return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
+            row = cursor.row(_GET, {"adapter": recorded.run_id, "number": op.seq})
+            return AcceptedRun(recorded, None if row is None else _record(row), created=False)
+
+        accepted = await self._database.write(work)
+        if isinstance(accepted, QuotaError):
+            raise accepted
+        return accepted
+
+    async def record_outcomes(self, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
+        """Outcomes by (adapter id, seq). The first one stands: an op that is replayed keeps what clients may have seen.
+
+        Ops that are not on record are passed over.
+        """
+
+        def work(cursor: Cursor) -> None:
+            refs = self._outcomes.append([outcome.body for _, _, outcome in outcomes])
+            cursor.execute_many(
+                _FINISH,
+                [
+                    _at(adapter_id, seq) | _outcome_columns(outcome, ref) | {"now": now}
+                    for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
+                ],
+            )
+
+        await self._database.write(work)
+
+    async def get(self, adapter_id: str, seq: int) -> OpRecord | None:
+        row = await self._database.read(lambda cursor: cursor.row(_GET, _at(adapter_id, seq)))
+        return None if row is None else _record(row)
+
+    async def since(self, adapter_id: str, seq: int) -> tuple[OpRecord, ...]:
+        """The adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_SINCE, _at(adapter_id, seq)))
+        return tuple(map(_record, rows))
+
+    async def final_since(self, adapter_id: str, seq: int) -> list[int]:
+        """The numbers of the other ops after ``seq``, in order: forward passes that are answered and left nothing."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_FINAL_SINCE, _at(adapter_id, seq)))
+        return [row["seq"] for row in rows]
+
+    async def bytes_by_tenant(self) -> dict[str, int]:
+        """Bytes of bodies that a recovery needs and of outcomes that are kept, by tenant."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_BYTES_BY_TENANT, {}))
+        return {row["tenant_id"]: int(row["size"]) for row in rows}
+
+    async def bytes_on_disk(self) -> int:
+        """The size of all segment files, of bodies and of outcomes."""
+        return await self._database.read(lambda _: self._bodies.size() + self._outcomes.size())
+
+    async def times(self, adapter_id: str) -> tuple[OpTimes, ...]:
+        """Of the adapter's ops that are still on record, in sequence order."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_TIMES, {"adapter": adapter_id}))
+        return tuple(
+            OpTimes(row["seq"], OpKind(row["kind"]), row["accepted_at"], row["finished_at"], bool(row["failed"]))
+            for row in rows
+        )
+
+    async def outcome(self, adapter_id: str, seq: int) -> Outcome | None:
+        """None while the op is not done, or not on record."""
+
+        def work(cursor: Cursor) -> Outcome | None:
+            row = cursor.row(_GET, _at(adapter_id, seq))
+            record = None if row is None else _record(row)
+            if record is None or record.outcome is None or record.encoding is None:
+                return None
+            return Outcome(
+                record.encoding, self._outcomes.read(record.outcome), record.failed, record.ending or Ending.RAN
+            )
+
+        return await self._database.read(work)
+
+    async def body(self, record: OpRecord) -> bytes:
+        """What the client sent: there for every op that recovery may replay, perhaps gone once a snapshot covers it."""
+        return await self._database.read(lambda _: self._bodies.read(record.body))
+
+    async def mark_delivered(self, ops: Iterable[tuple[str, int]], now: float) -> None:
+        """Note that clients fetched the outcomes of these (adapter id, seq); the first time counts."""
+        parameters = [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops]
+        await self._database.write(lambda cursor: cursor.execute_many(_DELIVERED, parameters))
+
+    async def forgive_downtime(self, now: float) -> None:
+        """Keep every outcome for its whole time again: nobody could fetch one, or fetch again one whose answer was cut
+        off, from a server that was down."""
+
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_FINISHED_NOW, {"now": now})
+            cursor.execute(_DELIVERED_NOW, {"now": now})
+
+        await self._database.write(work)
+
+    async def prune(self, now: float, delivered_seconds: float, finished_seconds: float) -> Pruned:
+        """Forget ops that no recovery needs and that no client will ask for; then delete files that nobody needs.
+
+        No recovery needs what the adapter's snapshot covers, or what belongs to an adapter that is not live. No client
+        asks for an outcome that was delivered ``delivered_seconds`` ago or finished ``finished_seconds`` ago.
+        """
+        parameters = {"delivered_before": now - delivered_seconds, "finished_before": now - finished_seconds}
+        # The search runs beside the writer, which then deletes in small transactions: accepting goes on meanwhile.
+        prunable = await self._database.read(lambda cursor: cursor.rows(_PRUNABLE, parameters))
+        keys = [_at(row["adapter_id"], row["seq"]) | parameters for row in prunable]
+        rows = 0
+        for start in range(0, len(keys), _PRUNE_BATCH):
+            batch = keys[start : start + _PRUNE_BATCH]
+            rows += await self._database.write(partial(_delete_rows, batch))
+        return await self.delete_segments(rows)
+
+    async def delete_segments(self, rows: int = 0) -> Pruned:
+        """Delete the segment files of which nothing is needed. ``rows``: how many were deleted before."""
+        # What is in a segment that the writer's thread finds closed was written with or before the transaction it is
+        # in: once that is committed, a blob there has its row, or never will.
+        bodies, outcomes = await self._database.write(
+            lambda _: (set(self._bodies.closed_segments()), set(self._outcomes.closed_segments()))
+        )
+
+        def work(cursor: Cursor) -> Pruned:
+            bodies.difference_update(row["segment"] for row in cursor.rows(_BODIES_NEEDED, {}))
+            outcomes.difference_update(row["segment"] for row in cursor.rows(_OUTCOMES_NEEDED, {}))
+            freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
+            self._bodies.delete_segments(bodies)
+            self._outcomes.delete_segments(outcomes)
+            if self._writers is not None:
+                self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
+            return Pruned(rows, len(bodies), len(outcomes), freed)
+
+        return await self._database.read(work)
+
+    def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
+        row = cursor.row(_GET, _at(op.adapter_id, op.seq))
+        if row is not None:
+            return Accepted(_record(row), created=False)
+        (body,) = self._bodies.append([op.body])
+        record = OpRecord(op.adapter_id, op.seq, op.kind, digest, body, accepted_at=now)
+        cursor.execute(_INSERT, _row(record))
+        return Accepted(record, created=True)
+
+
+def _delete_rows(keys: Sequence[Row], cursor: Cursor) -> int:
+    return cursor.execute_many(_PRUNE, keys)
+
+
+def _at(adapter_id: str, seq: int) -> Row:
+    return {"adapter": adapter_id, "number": seq}
+
+
+def _outcome_columns(outcome: Outcome, ref: BlobRef) -> Row:
+    return {
+        "segment": ref.segment,
+        "offset": ref.offset,
+        "length": ref.length,
+        "encoding": outcome.encoding.value,
+        "failed": int(outcome.failed),
+        "how": outcome.ending.value,
+    }
+
+
+def _row(record: OpRecord) -> Row:
+    """Of an op without outcome."""
+    return {
+        "adapter_id": record.adapter_id,
+        "seq": record.seq,
+        "kind": record.kind.value,
+        "digest": record.digest,
+        "body_segment": record.body.segment,
+        "body_offset": record.body.offset,
+        "body_length": record.body.length,
+        "accepted_at": record.accepted_at,
+        "outcome_segment": None,
+        "outcome_offset": None,
+        "outcome_length": None,
+        "encoding": None,
+        "failed": 0,
+        "finished_at": None,
+        "delivered_at": None,
+        "ending": None,
+    }
+
+
+def _record(row: Row) -> OpRecord:
+    finished = row["outcome_segment"] is not None
+    return OpRecord(
+        adapter_id=row["adapter_id"],
+        seq=row["seq"],
+        kind=OpKind(row["kind"]),
+        digest=bytes(row["digest"]),
+        body=BlobRef(row["body_segment"], row["body_offset"], row["body_length"]),
+        accepted_at=row["accepted_at"],
+        outcome=BlobRef(row["outcome_segment"], row["outcome_offset"], row["outcome_length"]) if finished else None,
+        encoding=Encoding(row["encoding"]) if finished else None,
+        failed=bool(row["failed"]),
+        ending=None if row["ending"] is None else Ending(row["ending"]),
+    )

@@ -1,0 +1,134 @@
+"""Rows of sessions that ended: they go after a while, and earlier when their tenant needs the room.
+
+What owns files stays: runs with checkpoints while those are kept, sampler versions until their files are removed. Ops
+whose outcome may still be asked for keep their run, too. Space that deleted rows took is used again by new ones.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Delete, Select, and_, bindparam, delete, exists, literal_column, or_, select
+
+from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.tables import (
+    CHECKPOINTS,
+    CUSTOM_LOSSES,
+    OPS,
+    RUN_METRIC_NAMES,
+    RUN_METRICS,
+    RUNS,
+    SAMPLING_CLIENTS,
+    SAMPLING_SESSIONS,
+    SESSIONS,
+    SNAPSHOTS,
+)
+
+__all__ = ["Retention"]
+
+_AT_ONCE = 100  # rows deleted in one transaction: accepting requests goes on in between
+_YOUNG_SECONDS = 3600.0  # a copy of weights has a session that ended from the beginning, and its checkpoint comes last
+
+_ENDED = and_(SESSIONS.c.state != "active", SESSIONS.c.last_seen < bindparam("before"))
+_OF_TENANT = or_(bindparam("tenant_id") == literal_column("''"), SESSIONS.c.tenant_id == bindparam("tenant_id"))
+_ORDER = SESSIONS.c.last_seen
+
+# A version that has files of its own is removed with them, see SamplingSessions.abandoned() and orphaned().
+_HAS_NO_FILES = or_(
+    SAMPLING_SESSIONS.c.directory.is_(None),
+    and_(
+        SAMPLING_SESSIONS.c.version_id != SAMPLING_SESSIONS.c.sampling_session_id,
+        exists().where(CHECKPOINTS.c.directory == SAMPLING_SESSIONS.c.directory),
+    ),
+)
+_SAMPLERS = (
+    select(SAMPLING_SESSIONS.c.sampling_session_id.label("id"))
+    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .where(_ENDED, _OF_TENANT, _HAS_NO_FILES)
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+_UNUSED_RUN = and_(
+    RUNS.c.state != "live",
+    ~exists().where(CHECKPOINTS.c.run_id == RUNS.c.run_id),
+    ~exists().where(OPS.c.adapter_id == RUNS.c.run_id),
+    ~exists().where(SNAPSHOTS.c.adapter_id == RUNS.c.run_id),
+)
+_RUNS = (
+    select(RUNS.c.run_id.label("id"))
+    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
+    .where(_ENDED, _OF_TENANT, _UNUSED_RUN)
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+_EMPTY_SESSION = and_(
+    ~exists().where(RUNS.c.session_id == SESSIONS.c.session_id),
+    ~exists().where(SAMPLING_SESSIONS.c.session_id == SESSIONS.c.session_id),
+    ~exists().where(CUSTOM_LOSSES.c.session_id == SESSIONS.c.session_id),
+)
+_SESSIONS = (
+    select(SESSIONS.c.session_id.label("id"))
+    .where(_ENDED, _OF_TENANT, _EMPTY_SESSION)
+    .order_by(_ORDER)
+    .limit(bindparam("limit"))
+)
+
+_DELETIONS = {
+    _SAMPLERS: (
+        delete(SAMPLING_CLIENTS).where(SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")),
+        delete(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id")),
+    ),
+    _RUNS: (
+        delete(RUN_METRICS).where(RUN_METRICS.c.run_id == bindparam("id")),
+        delete(RUN_METRIC_NAMES).where(RUN_METRIC_NAMES.c.run_id == bindparam("id")),
+        delete(RUNS).where(RUNS.c.run_id == bindparam("id"), _UNUSED_RUN),
+    ),
+    _SESSIONS: (
+        delete(SESSIONS).where(SESSIONS.c.session_id == bindparam("id"), SESSIONS.c.state != "active", _EMPTY_SESSION),
+    ),
+}
+
+
+class Retention:
+    """Deletes sessions that ended, with their runs, curves and sampling sessions.
+
+    A session never becomes active again, and of one that ended nothing new is made: what was found unused stays so.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def delete_ended(self, before: float) -> int:
+        """Delete what belongs to sessions that ended and were last seen before that time; returns how many rows."""
+        return await self._delete("", before, None)
+
+    async def make_room(self, tenant_id: str, now: float) -> int:
+        """Delete some of what belongs to the tenant's ended sessions, oldest first; returns how many rows.
+
+        What was in use within the last hour stays.
+        """
+        return await self._delete(tenant_id, now - _YOUNG_SECONDS, 1)
+
+    async def _delete(self, tenant_id: str, before: float, rounds: int | None) -> int:
+        parameters = {"tenant_id": tenant_id, "before": before, "limit": _AT_ONCE}
+        total = 0
+        for search, deletions in _DELETIONS.items():
+            done = 0
+            while rounds is None or done < rounds:
+                ids = await self._database.read(partial(_found, search, parameters))  # it runs beside the writer
+                if ids:
+                    await self._database.write(partial(_remove, deletions, ids))
+                total += len(ids)
+                done += 1
+                if len(ids) < _AT_ONCE:
+                    break
+        return total
+
+
+def _found(search: Select[Any], parameters: Row, cursor: Cursor) -> list[str]:
+    return [row["id"] for row in cursor.rows(search, parameters)]
+
+
+def _remove(deletions: Sequence[Delete], ids: Sequence[str], cursor: Cursor) -> None:
+    for statement in deletions:
+        cursor.execute_many(statement, [{"id": each} for each in ids])

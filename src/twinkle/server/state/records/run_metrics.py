@@ -1,0 +1,162 @@
+"""Curves of runs: a point for every optimizer step, and for whatever a client logged.
+
+Each run keeps a bounded number of points. Beyond it every second one of the older half goes: what happened long ago is
+known less finely, what happens now as it is. A tenant keeps a bounded number, too: beyond it the curves of its runs
+that are not live go, those of the longest idle run first.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from sqlalchemy import bindparam, delete, func, insert, select
+
+from twinkle.errors import InvalidInputError
+from twinkle.server.metric_points import MeasuredStep, MetricPoint
+from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.tables import RUN_METRIC_NAMES, RUN_METRICS, RUNS
+
+__all__ = ["MAX_NAMES", "MAX_POINTS", "MAX_POINTS_OF_TENANT", "RunMetrics"]
+
+MAX_POINTS = 4096  # of one run
+MAX_POINTS_OF_TENANT = 200_000  # more than as many live runs as a tenant may have by default keep
+MAX_NAMES = 64  # that a client may give to values of one run
+_THIN_EVERY = 256  # points: how often the number of points is looked at
+
+_OF_RUN = RUN_METRICS.c.run_id == bindparam("run")
+_NAMES_OF_RUN = RUN_METRIC_NAMES.c.run_id == bindparam("run")
+_NEWEST_FIRST = RUN_METRICS.c.number.desc()
+
+_INSERT = insert(RUN_METRICS)
+# Two processes may write points of one run, where the database serves several: one waits for the other.
+_LOCK_RUN = select(RUNS.c.run_id).where(RUNS.c.run_id == bindparam("run")).with_for_update(key_share=True)
+_LAST_NUMBER = select(func.coalesce(func.max(RUN_METRICS.c.number), 0)).where(_OF_RUN)
+_LAST_STEP = select(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.seq.is_not(None)).order_by(_NEWEST_FIRST).limit(1)
+_SINCE = (
+    select(RUN_METRICS)
+    .where(_OF_RUN, RUN_METRICS.c.number > bindparam("since"))
+    .order_by(RUN_METRICS.c.number)
+    .limit(bindparam("limit"))
+)
+_NUMBERS = select(RUN_METRICS.c.number).where(_OF_RUN).order_by(RUN_METRICS.c.number)
+_DELETE = delete(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.number == bindparam("number_"))
+_TENANT = select(RUNS.c.tenant_id).where(RUNS.c.run_id == bindparam("run"))
+_COUNT_OF_TENANT = (
+    select(func.count())
+    .select_from(RUN_METRICS.join(RUNS, RUNS.c.run_id == RUN_METRICS.c.run_id))
+    .where(RUNS.c.tenant_id == bindparam("tenant_id"))
+)
+_IDLE_RUNS = (
+    select(RUN_METRICS.c.run_id, func.count().label("points"))
+    .join(RUNS, RUNS.c.run_id == RUN_METRICS.c.run_id)
+    .where(RUNS.c.tenant_id == bindparam("tenant_id"), RUNS.c.state != "live", RUNS.c.run_id != bindparam("run"))
+    .group_by(RUN_METRICS.c.run_id, RUNS.c.last_request_at)
+    .order_by(RUNS.c.last_request_at)
+)
+_DELETE_ALL = delete(RUN_METRICS).where(_OF_RUN)
+_NAMES = select(RUN_METRIC_NAMES.c.name).where(_NAMES_OF_RUN)
+_INSERT_NAME = insert(RUN_METRIC_NAMES)
+
+
+class RunMetrics:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add_steps(self, steps: Sequence[MeasuredStep]) -> None:
+        """Steps in the order in which they were taken. Those that are on record, before a restart, are left as is."""
+        by_run = {run_id: tuple(group) for run_id, group in groupby(sorted(steps, key=_run_of), key=_run_of)}
+
+        def work(cursor: Cursor) -> None:
+            for run_id, taken in by_run.items():
+                _add_steps(cursor, run_id, taken)
+
+        await self._database.write(work)
+
+    async def log(self, run_id: str, step: int | None, values: Mapping[str, float], now: float) -> MetricPoint:
+        """A client's values. Without a step they belong to the newest that the server took."""
+
+        def work(cursor: Cursor) -> MetricPoint:
+            cursor.rows(_LOCK_RUN, {"run": run_id})
+            _admit_names(cursor, run_id, values)
+            number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
+            at_step = _last_step(cursor, run_id)[1] if step is None else step
+            point = MetricPoint(number, now, "client", at_step, values)
+            _add(cursor, run_id, point, None)
+            return point
+
+        return await self._database.write(work)
+
+    async def since(self, run_id: str, number: int, limit: int) -> tuple[MetricPoint, ...]:
+        """Points after that one, oldest first."""
+        parameters = {"run": run_id, "since": number, "limit": limit}
+        rows = await self._database.read(lambda cursor: cursor.rows(_SINCE, parameters))
+        return tuple(map(_point, rows))
+
+
+def _run_of(step: MeasuredStep) -> str:
+    return step.run_id
+
+
+def _add_steps(cursor: Cursor, run_id: str, taken: Sequence[MeasuredStep]) -> None:
+    cursor.rows(_LOCK_RUN, {"run": run_id})
+    number = cursor.number(_LAST_NUMBER, {"run": run_id})
+    last_seq, step = _last_step(cursor, run_id)
+    for measured in taken:
+        if measured.seq > last_seq:
+            number, step, last_seq = number + 1, step + 1, measured.seq
+            _add(cursor, run_id, MetricPoint(number, measured.at, "server", step, measured.values), measured.seq)
+
+
+def _last_step(cursor: Cursor, run_id: str) -> tuple[int, int]:
+    """The number of its op, and its own; before the first one, both are below all others."""
+    row = cursor.row(_LAST_STEP, {"run": run_id})
+    return (-1, 0) if row is None else (row["seq"], row["step"])
+
+
+def _add(cursor: Cursor, run_id: str, point: MetricPoint, seq: int | None) -> None:
+    row = {"run_id": run_id, "number": point.number, "recorded_at": point.time, "seq": seq, "step": point.step}
+    cursor.execute(_INSERT, row | {"metrics": json.dumps(dict(point.values), allow_nan=False)})
+    if point.number % _THIN_EVERY == 0:
+        _thin(cursor, run_id)
+        _drop_curves_of_idle_runs(cursor, run_id)
+
+
+def _thin(cursor: Cursor, run_id: str) -> None:
+    numbers = [row["number"] for row in cursor.rows(_NUMBERS, {"run": run_id})]
+    if len(numbers) <= MAX_POINTS:
+        return
+    last = cursor.row(_LAST_STEP, {"run": run_id})  # steps are counted on from it
+    gone = [n for n in numbers[1 : len(numbers) // 2 : 2] if last is None or n != last["number"]]
+    cursor.execute_many(_DELETE, [{"run": run_id, "number_": number} for number in gone])
+
+
+def _drop_curves_of_idle_runs(cursor: Cursor, run_id: str) -> None:
+    """Keep the tenant of this run within what a tenant may have."""
+    row = cursor.row(_TENANT, {"run": run_id})
+    assert row is not None, "a point has a run"
+    excess = cursor.number(_COUNT_OF_TENANT, {"tenant_id": row["tenant_id"]}) - MAX_POINTS_OF_TENANT
+    if excess <= 0:
+        return
+    for idle in cursor.rows(_IDLE_RUNS, {"tenant_id": row["tenant_id"], "run": run_id}):
+        if excess <= 0:
+            break
+        cursor.execute(_DELETE_ALL, {"run": idle["run_id"]})
+        excess -= idle["points"]
+
+
+def _admit_names(cursor: Cursor, run_id: str, values: Mapping[str, float]) -> None:
+    known = {row["name"] for row in cursor.rows(_NAMES, {"run": run_id})}
+    new = [name for name in values if name not in known]
+    if len(known) + len(new) > MAX_NAMES:
+        raise InvalidInputError("values", new[-1], f"at most {MAX_NAMES} different names in the life of a run")
+    cursor.execute_many(_INSERT_NAME, [{"run_id": run_id, "name": name} for name in new])
+
+
+def _point(row: Row) -> MetricPoint:
+    return MetricPoint(
+        number=row["number"],
+        time=row["recorded_at"],
+        source="client" if row["seq"] is None else "server",
+        step=row["step"],
+        values=json.loads(row["metrics"]),
+    )

@@ -1,0 +1,180 @@
+"""Sampling sessions: which immutable weights a client samples from."""
+
+from dataclasses import asdict
+
+from sqlalchemy import bindparam, delete, func, insert, select, update
+
+from twinkle.errors import QuotaError
+from twinkle.server.state.database.database import Cursor, Database
+from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
+from twinkle.server.state.integrity.damage import raise_if_damaged
+from twinkle.server.state.records.usage import check_storage
+from twinkle.server.types import SamplingSessionRecord
+
+__all__ = ["SAMPLING_SESSION_ROWS", "SamplingSessions"]
+
+SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
+_END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
+
+_OF_SESSION = SAMPLING_SESSIONS.c.session_id == bindparam("session_id")
+
+_COUNT = (
+    select(func.count()).select_from(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant_id"))
+)
+_INSERT = insert(SAMPLING_SESSIONS)
+_GET = select(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
+_BY_NUMBER = select(SAMPLING_SESSIONS).where(_OF_SESSION, SAMPLING_SESSIONS.c.number == bindparam("number"))
+_ABANDONED = (
+    select(SAMPLING_SESSIONS)
+    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .where(
+        SAMPLING_SESSIONS.c.version_id == SAMPLING_SESSIONS.c.sampling_session_id,
+        SESSIONS.c.state != "active",
+        SESSIONS.c.last_seen < bindparam("before"),
+    )
+)
+_ACTIVE = (
+    select(SAMPLING_SESSIONS.c.directory)
+    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .where(SESSIONS.c.state == "active", SAMPLING_SESSIONS.c.directory.is_not(None))
+)
+_COUNT_ACTIVE = (
+    select(func.count())
+    .select_from(SAMPLING_SESSIONS.join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id))
+    .where(SESSIONS.c.state == "active")
+)
+_REFERRING = select(func.count()).select_from(
+    _ACTIVE.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
+)
+_ORPHANED = (
+    select(SAMPLING_SESSIONS)
+    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .where(
+        SAMPLING_SESSIONS.c.version_id != SAMPLING_SESSIONS.c.sampling_session_id,
+        SESSIONS.c.state != "active",
+        SAMPLING_SESSIONS.c.directory.not_in(select(CHECKPOINTS.c.directory)),
+        SAMPLING_SESSIONS.c.directory.not_in(_ACTIVE),
+    )
+)
+_OF_CLIENT = (SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")) & (
+    SAMPLING_CLIENTS.c.client == bindparam("nr")
+)
+_LAST_CLIENT = select(func.coalesce(func.max(SAMPLING_CLIENTS.c.client), 0)).where(
+    SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")
+)
+_GET_CLIENT = select(SAMPLING_CLIENTS.c.first_seq, SAMPLING_CLIENTS.c.next_seq).where(_OF_CLIENT)
+_ADD_CLIENT = insert(SAMPLING_CLIENTS)
+_SET_CLIENT = (
+    update(SAMPLING_CLIENTS).where(_OF_CLIENT).values(first_seq=bindparam("first"), next_seq=bindparam("next"))
+)
+_DELETE_CLIENTS = delete(SAMPLING_CLIENTS).where(SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id"))
+_DELETE = delete(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
+_LIST = select(SAMPLING_SESSIONS).where(_OF_SESSION).order_by(SAMPLING_SESSIONS.c.number)
+
+
+class SamplingSessions:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(
+        self, sampling: SamplingSessionRecord, most_bytes: int | None = None, most_rows: int | None = None
+    ) -> SamplingSessionRecord:
+        """The sampling session, or the one with this number that its session has already.
+
+        ``most_bytes``: of all files of the tenant. ``most_rows``: of its sampling sessions on record; where there are
+        as many, QuotaError.
+        """
+
+        def work(cursor: Cursor) -> SamplingSessionRecord | QuotaError:
+            row = cursor.row(_BY_NUMBER, {"session_id": sampling.session_id, "number": sampling.number})
+            if row is not None:
+                return SamplingSessionRecord(**row)
+            if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
+                return QuotaError(  # raised here it would have the transaction, which others share, done again
+                    "sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS
+                )
+            cursor.execute(_INSERT, asdict(sampling))
+            check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
+            return sampling
+
+        made = await self._database.write(work)
+        if isinstance(made, QuotaError):
+            raise made
+        return made
+
+    async def active(self) -> int:
+        """How many belong to active sessions."""
+        return await self._database.read(lambda cursor: cursor.number(_COUNT_ACTIVE, {}))
+
+    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+        def work(cursor: Cursor) -> SamplingSessionRecord | None:
+            row = cursor.row(_GET, {"id": sampling_session_id})
+            if row is None:
+                raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
+                return None
+            return SamplingSessionRecord(**row)
+
+        return await self._database.read(work)
+
+    async def of_session(self, session_id: str) -> tuple[SamplingSessionRecord, ...]:
+        """By number."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, {"session_id": session_id}))
+        return tuple(SamplingSessionRecord(**row) for row in rows)
+
+    async def abandoned(self, before: float) -> tuple[SamplingSessionRecord, ...]:
+        """Unnamed versions, which have files of their own, of sessions that ended and were last seen before then."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_ABANDONED, {"before": before}))
+        return tuple(SamplingSessionRecord(**row) for row in rows)
+
+    async def refer_to(self, directory: str) -> bool:
+        """Whether somebody may still sample from the weights there."""
+        count = await self._database.read(lambda cursor: cursor.number(_REFERRING, {"directory": directory}))
+        return count > 0
+
+    async def orphaned(self) -> tuple[SamplingSessionRecord, ...]:
+        """Those of sessions that ended, whose checkpoint was replaced or deleted: its files wait for nobody else."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_ORPHANED, {}))
+        return tuple(SamplingSessionRecord(**row) for row in rows)
+
+    async def delete(self, sampling_session_id: str) -> None:
+        def work(cursor: Cursor) -> None:
+            cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
+            cursor.execute(_DELETE, {"id": sampling_session_id})
+
+        await self._database.write(work)
+
+    # --- its clients --------------------------------------------------------------------------------------------------
+
+    async def join(self, sampling_session_id: str) -> int:
+        """A number for one more client, which no other client of the sampling session has; the first one is 0."""
+
+        def work(cursor: Cursor) -> int:
+            number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
+            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
+            return number
+
+        return await self._database.write(work)
+
+    async def set_numbers_in_use(self, sampling_session_id: str, client: int, numbers: range) -> None:
+        """The sequence numbers that the client may have under way, from now until this is called again."""
+
+        def work(cursor: Cursor) -> None:
+            values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
+            if cursor.execute(_SET_CLIENT, values) == 0:
+                cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
+
+        await self._database.write(work)
+
+    async def numbers_in_use(self, sampling_session_id: str, client: int) -> range:
+        parameters = {"id": sampling_session_id, "nr": client}
+        row = await self._database.read(lambda cursor: cursor.row(_GET_CLIENT, parameters))
+        return range(0) if row is None else range(row["first_seq"], row["next_seq"])
+
+
+def _client(sampling_session_id: str, client: int, numbers: range) -> dict[str, object]:
+    return {
+        "sampling_session_id": sampling_session_id,
+        "client": client,
+        "first_seq": numbers.start,
+        "next_seq": numbers.stop,
+    }

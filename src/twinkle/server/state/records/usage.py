@@ -1,0 +1,152 @@
+"""Usage by tenant and day (UTC). Several processes may add to one database."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, func, insert, select, update
+
+from twinkle.errors import StorageQuotaError
+from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.tables import CHECKPOINTS, RUNS, SAMPLING_SESSIONS, SESSIONS, USAGE
+from twinkle.server.usage import UsageCounts
+
+__all__ = ["DailyUsage", "ProjectStorage", "UsageRecords", "check_storage"]
+
+_COUNTERS = ("trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests")
+_AT = (USAGE.c.tenant_id == bindparam("tenant")) & (USAGE.c.day == bindparam("on_day"))
+
+_ADD = update(USAGE).where(_AT).values({name: USAGE.c[name] + bindparam(f"new_{name}") for name in _COUNTERS})
+_INSERT = insert(USAGE)
+_NOTE_STORAGE = (
+    update(USAGE).where(_AT, USAGE.c.storage_bytes < bindparam("bytes")).values(storage_bytes=bindparam("bytes"))
+)
+_EXISTS = select(func.count()).select_from(USAGE).where(_AT)
+_LIST = (
+    select(USAGE)
+    .where(USAGE.c.day >= bindparam("since"), USAGE.c.day < bindparam("until"))
+    .order_by(USAGE.c.day, USAGE.c.tenant_id)
+)
+_LIST_OF_TENANT = _LIST.where(USAGE.c.tenant_id == bindparam("tenant"))
+
+# Files that lie on disk: checkpoints, and versions of samplers. A sampler that was made from a checkpoint has the
+# same directory, also when the checkpoint was deleted since: a UNION counts it once.
+_CHECKPOINTS = select(CHECKPOINTS.c.tenant_id, CHECKPOINTS.c.directory, CHECKPOINTS.c.size_bytes)
+_VERSIONS = select(SAMPLING_SESSIONS.c.tenant_id, SAMPLING_SESSIONS.c.directory, SAMPLING_SESSIONS.c.size_bytes).where(
+    SAMPLING_SESSIONS.c.size_bytes > 0
+)
+_FILES = _CHECKPOINTS.union(_VERSIONS).subquery()
+_FILES_OF_TENANT = (
+    _CHECKPOINTS.where(CHECKPOINTS.c.tenant_id == bindparam("tenant"))
+    .union(_VERSIONS.where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant")))
+    .subquery()
+)
+_STORAGE = select(_FILES.c.tenant_id, func.sum(_FILES.c.size_bytes).label("bytes")).group_by(_FILES.c.tenant_id)
+_BY_PROJECT = (
+    select(
+        SESSIONS.c.project_id,
+        func.count().label("checkpoints"),
+        func.sum(CHECKPOINTS.c.size_bytes).label("bytes"),
+    )
+    .select_from(
+        CHECKPOINTS.join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id).join(
+            SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id
+        )
+    )
+    .where(CHECKPOINTS.c.tenant_id == bindparam("tenant"))
+    .group_by(SESSIONS.c.project_id)
+)
+_STORAGE_OF_TENANT = select(func.coalesce(func.sum(_FILES_OF_TENANT.c.size_bytes), 0))
+
+
+@dataclass(frozen=True)
+class DailyUsage:
+    """``day``: 2026-01-31, UTC. ``storage_bytes``: the most that was found on disk that day."""
+
+    tenant_id: str
+    day: str
+    counts: UsageCounts
+    storage_bytes: int
+
+
+@dataclass(frozen=True)
+class ProjectStorage:
+    """The checkpoints of a tenant that belong to one project, or to none."""
+
+    project_id: str | None
+    checkpoints: int
+    size_bytes: int
+
+
+class UsageRecords:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
+        """On top of what is there, by tenant and day; all or nothing."""
+
+        def work(cursor: Cursor) -> None:
+            for (tenant_id, day), each in counts.items():
+                added = {f"new_{name}": vars(each)[name] for name in _COUNTERS}
+                if cursor.execute(_ADD, {"tenant": tenant_id, "on_day": day, **added}) == 0:
+                    cursor.execute(_INSERT, {"tenant_id": tenant_id, "day": day, "storage_bytes": 0, **vars(each)})
+
+        if counts:
+            await self._database.write(work)
+
+    async def note_storage(self, day: str, storage: Mapping[str, int]) -> None:
+        """What tenants have on disk on this day, as far as it is more than was noted before."""
+
+        def work(cursor: Cursor) -> None:
+            for tenant_id, size in storage.items():
+                at = {"tenant": tenant_id, "on_day": day}
+                if cursor.number(_EXISTS, at):
+                    cursor.execute(_NOTE_STORAGE, {**at, "bytes": size})
+                else:
+                    row = {"tenant_id": tenant_id, "day": day, "storage_bytes": size, **vars(UsageCounts())}
+                    cursor.execute(_INSERT, row)
+
+        if storage:
+            await self._database.write(work)
+
+    async def list(self, since: str, until: str, tenant_id: str | None = None) -> tuple[DailyUsage, ...]:
+        """Of the days from ``since`` to the one before ``until``, oldest first."""
+        at = {"since": since, "until": until}
+
+        def work(cursor: Cursor) -> list[Row]:
+            if tenant_id is None:
+                return cursor.rows(_LIST, at)
+            return cursor.rows(_LIST_OF_TENANT, {**at, "tenant": tenant_id})
+
+        return tuple(map(_usage, await self._database.read(work)))
+
+    async def storage(self) -> Mapping[str, int]:
+        """Bytes on disk of every tenant that has some: checkpoints and what samplers were made from."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_STORAGE, {}))
+        return {row["tenant_id"]: int(row["bytes"]) for row in rows}
+
+    async def stored_by_project(self, tenant_id: str) -> tuple[ProjectStorage, ...]:
+        """Checkpoints alone, the largest project first."""
+        rows = await self._database.read(lambda cursor: cursor.rows(_BY_PROJECT, {"tenant": tenant_id}))
+        stored = (ProjectStorage(row["project_id"], int(row["checkpoints"]), int(row["bytes"])) for row in rows)
+        return tuple(sorted(stored, key=lambda each: -each.size_bytes))
+
+    async def storage_of(self, tenant_id: str) -> int:
+        return await self._database.read(lambda cursor: _storage(cursor, tenant_id))
+
+
+def _storage(cursor: Cursor, tenant_id: str) -> int:
+    """Of one tenant, as the transaction of ``cursor`` sees it."""
+    return cursor.number(_STORAGE_OF_TENANT, {"tenant": tenant_id})
+
+
+def check_storage(cursor: Cursor, tenant_id: str, added: int, most: int | None) -> None:
+    """Raise if with ``added`` bytes, which are on record already, the tenant has too much. ``most`` None: no limit."""
+    if most is not None:
+        total = _storage(cursor, tenant_id)
+        if total > most:
+            raise StorageQuotaError(total - added, added, most)
+
+
+def _usage(row: Row) -> DailyUsage:
+    counts = UsageCounts(**{name: row[name] for name in _COUNTERS})
+    return DailyUsage(row["tenant_id"], row["day"], counts, row["storage_bytes"])

@@ -1,0 +1,83 @@
+"""forward_only without an adapter: the base model alone, which nobody changes.
+
+Such a pass has no place in any sequence and is in no journal: who did not hear the answer asks again and gets the same.
+Otherwise it is like an op: within the tenant's limits, on the compute thread, counted as use.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from twinkle.errors import QuotaError
+from twinkle.model.types import TrainFailure
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.types import NativePass, Outcome
+from twinkle.server.verbs.codec import succeeded
+from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
+from twinkle.server.verbs.host import NativeHost
+from twinkle.server.verbs.verbs import NO_ADAPTER, parse, payload_of
+
+__all__ = ["BaseModelPasses"]
+
+_VERB = "forward_only"
+
+
+class BaseModelPasses:
+    """Of one served model. One pass of a tenant at a time: its others wait for it, those of other tenants do not."""
+
+    def __init__(self, model: ServedModel, native: NativeHost, compute: Compute, tenants: Tenants) -> None:
+        self._model = model
+        self._native = native
+        self._compute = compute
+        self._tenants = tenants
+        self._turns = TenantTurns(at_once=1)
+        self._waiting: Counter[str] = Counter()  # passes by tenant, with those that run
+
+    async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
+        """``fields`` of the request. What is wrong with them raises."""
+        limit = self._tenants.limits(tenant_id).training_tokens_per_minute
+        with self._waits(tenant_id):
+            self._tenants.training_rate.check(tenant_id, limit)
+            async with self._turns.turn(tenant_id):
+                rows = await self._rows(tenant_id, fields.get("inputs"), max_tokens)
+                asked = payload_of(_VERB, parse(_VERB, {**fields, "inputs": rows}), rows)
+                assert isinstance(asked, NativePass)
+                self._tenants.training_rate.charge(tenant_id, asked.tokens, limit)
+                outcome = await self._compute.run(partial(self._computed, asked))
+        self._tenants.usage.add(tenant_id, trained_tokens=asked.tokens, requests=1)
+        return outcome
+
+    @contextmanager
+    def _waits(self, tenant_id: str) -> Iterator[None]:
+        most, waiting = self._tenants.limits(tenant_id).queued_ops, self._waiting[tenant_id]
+        if waiting >= most:
+            raise QuotaError("queued passes of the base model", waiting, most, "max_queued_ops_per_tenant")
+        self._waiting[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._waiting[tenant_id] -= 1
+            if not self._waiting[tenant_id]:
+                del self._waiting[tenant_id]
+
+    async def _rows(self, tenant_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
+        """Conversations go through the model's plain template: the chosen ones are those of adapters."""
+        rows, text = as_rows(inputs), self._tenants.pools.text
+        if not are_encoded(rows):
+            encode = partial(self._native.adapters.encode, NO_ADAPTER, rows, max_tokens)
+            rows = await text.in_thread(tenant_id, encode)
+        return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
+
+    def _computed(self, asked: NativePass) -> Outcome:
+        """In the compute thread."""
+        alone = replace(asked, options={**asked.options, "disable_lora": True})
+        (result,) = self._model.trainer.forward([self._native.adapters.prepare(NO_ADAPTER, alone).item])
+        if isinstance(result, TrainFailure):
+            raise result.error
+        return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})
