@@ -35,6 +35,32 @@ def test_one_bit_of_one_tenant_costs_nobody_else(confined_server: Callable[..., 
     assert "damaged" in server.log()
 
 
+def test_a_deleted_segment_costs_its_tenant_alone(confined_server: Callable[..., ConfinedServer]) -> None:
+    """F10: the files with all that alice sent and got are gone; bob came after a restart and has files of his own."""
+    server = confined_server(snapshot=3600.0)
+    alice, bob, carol = (Tenant(server.url, f"tml-deleted-{name}") for name in ("alice", "bob", "carol"))
+    lost = alice.model(seed=1)
+    request = alice.forward_backward(lost, 1)
+    alice.json(alice.optim_step(lost, 2))  # by now the result of 1 is written down
+    server.kill()
+    old = list((server.data_dir / "journal").glob("*/*.journal"))
+    server.start()
+    kept = bob.model(seed=2)
+    bob.result(bob.forward_backward(kept, 1))
+    server.kill()
+    for segment in old:
+        segment.unlink()
+    server.start()
+    same = carol.model(seed=2)
+    carol.result(carol.forward_backward(same, 1))
+    for tenant, model in ((bob, kept), (carol, same)):
+        tenant.json(tenant.optim_step(model, 2))
+    assert bob.result(bob.forward_backward(kept, 3)) == carol.result(carol.forward_backward(same, 3))
+    assert b"damaged" in alice.result(request)
+    assert b"damaged" in alice.result(alice.optim_step(lost, 3))
+    assert f"damaged: request {lost}:" in server.log()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
