@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -72,6 +73,23 @@ def _die_of_saving(_number: float) -> None:
     MockTrainer.prepare_save = die  # type: ignore[method-assign]
 
 
+def _slow(method: str) -> Callable[[float], None]:
+    """Return a setting that makes a method of all templates sleep first: large tokenizers and long texts take long."""
+
+    def slow_by(seconds: float) -> None:
+        from twinkle.template import Template  # a server without text does not load it
+
+        quick = getattr(Template, method)
+
+        def slow(self: Template, *arguments: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return quick(self, *arguments, **options)
+
+        setattr(Template, method, slow)
+
+    return slow_by
+
+
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
     "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
@@ -85,6 +103,8 @@ TUNING: dict[str, Callable[[float], None]] = {
     "bug": _break_in_batch,
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
+    "tokenizer": _slow("_load_tokenizer"),
+    "encode": _slow("batch_encode"),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 
