@@ -26,6 +26,7 @@ class Confinement:
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self.exceeded = False  # a watcher saw more than the limit
+        self._kills_at_end: int | None = None  # known once the group is gone
         self._group = _new_group(limit)
         self._stop = threading.Event()
 
@@ -44,6 +45,8 @@ class Confinement:
         """How often the kernel ended a process for memory, or the watcher saw too much."""
         if self._group is None:
             return int(self.exceeded)
+        if self._kills_at_end is not None:
+            return self._kills_at_end
         v2 = self._group / "memory.events"
         text = (v2 if v2.exists() else self._group / "memory.oom_control").read_text()
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
@@ -60,6 +63,7 @@ class Confinement:
     def close(self) -> None:
         self._stop.set()
         if self._group is not None:
+            self._kills_at_end = self.kills()
             for _ in range(100):
                 with contextlib.suppress(OSError):
                     self._group.rmdir()

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.attack
 TINY, NAME = "random://llama-tiny", "tiny"
 PROMPT_SECONDS = 10.0  # generous: what was blocked took a minute
 ROWS = [{"input_ids": list(range(1, 65)), "labels": list(range(1, 65))}] * 64
-IN_FLIGHT = 200
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+IN_FLIGHT = 100
 
 
 def config(**limits: Any) -> dict[str, Any]:
@@ -43,20 +45,25 @@ def took(call: Callable[[], Any]) -> float:
 
 
 class Flood:
-    """Many ``set_template`` of one tenant at a time, each with other options, until it is stopped."""
+    """Many requests of one tenant at a time, until it is stopped. ``body`` makes each from two numbers."""
 
-    def __init__(self, tenant: NativeTenant) -> None:
+    def __init__(self, tenant: NativeTenant, path: str, body: Callable[[int, int], dict[str, Any]]) -> None:
         self._tenant = tenant
+        self._path = path
+        self._body = body
         self._stop = threading.Event()
         self.sent = 0
+        self.statuses: Counter[int] = Counter()
 
     def __enter__(self) -> "Flood":
         self._pool = ThreadPoolExecutor(IN_FLIGHT)
         for worker in range(IN_FLIGHT):
             self._pool.submit(self._send, worker)
         deadline = time.monotonic() + 60
-        while self.sent < IN_FLIGHT and time.monotonic() < deadline:
+        while self.sent < IN_FLIGHT:
+            assert time.monotonic() < deadline, "the flood does not begin"
             time.sleep(0.05)
+        time.sleep(1)  # they are on their way
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,33 +72,59 @@ class Flood:
 
     def _send(self, worker: int) -> None:
         with httpx.Client(
-            base_url=self._tenant.http.base_url, headers=self._tenant.http.headers, timeout=120, trust_env=False
+            base_url=self._tenant.http.base_url,
+            headers=self._tenant.http.headers,
+            timeout=120,
+            trust_env=False,
+            verify=False,  # there is no TLS here, and reading all certificates a hundred times takes long
         ) as http:
             for number in range(10_000):
                 if self._stop.is_set():
                     return
                 self.sent += 1
-                body = {"template_cls": "Template", "default_system": f"{worker} {number}"}
                 try:
-                    http.post(f"/api/v1/sampler/{NAME}/twinkle/set_template", json=body)
+                    self.statuses[http.post(self._path, json=self._body(worker, number)).status_code] += 1
                 except httpx.HTTPError:  # the server ended
                     return
 
 
-def test_templates_hold_up_nobody(confined_server: Callable[..., ConfinedServer]) -> None:
-    server = confined_server(config())
+def seconds_of(honest: NativeTenant) -> dict[str, float]:
+    """Return how long each kind of request takes a tenant that sends one at a time."""
+    return {
+        "forward_backward": took(lambda: honest.verb("forward_backward", adapter_name="a", inputs=ROWS)),
+        "save": took(lambda: honest.verb("save", adapter_name="a", name=f"ck{time.monotonic_ns()}")),
+        "metrics": took(lambda: honest.http.get("/metrics").raise_for_status()),
+        "set_template": took(lambda: honest.verb("set_template", adapter_name="a", template_cls="Template")),
+        "text": took(lambda: honest.verb("forward_only", adapter_name="a", inputs=[CHAT])),
+    }
+
+
+def test_templates_and_texts_hold_up_nobody(confined_server: Callable[..., ConfinedServer]) -> None:
+    """F15 with a tokenizer that is slow to load, as those of large models are, and texts that are slow to encode."""
+    server = confined_server(config(), tokenizer=0.4, encode=2.0)
     greedy, honest = (NativeTenant(server.url, f"tml-{name}", NAME) for name in ("greedy", "honest"))
-    honest.add_adapter("a")
-    with Flood(greedy) as flood:
-        assert flood.sent >= IN_FLIGHT
-        times = {
-            "forward_backward": took(lambda: honest.verb("forward_backward", adapter_name="a", inputs=ROWS)),
-            "save": took(lambda: honest.verb("save", adapter_name="a", name="ck")),
-            "metrics": took(lambda: honest.http.get("/metrics").raise_for_status()),
-            "set_template": took(lambda: honest.verb("set_template", adapter_name="a", template_cls="Template")),
-        }
-        print(times)
+    for tenant in (greedy, honest):
+        tenant.add_adapter("a")
+    templates = Flood(
+        greedy,
+        f"/api/v1/sampler/{NAME}/twinkle/set_template",
+        lambda worker, number: {"template_cls": "Template", "default_system": f"{worker} {number}"},
+    )
+    with templates:
+        times = seconds_of(honest)
         assert all(seconds < PROMPT_SECONDS for seconds in times.values()), times
+    assert set(templates.statuses) == {200}
+    texts = Flood(
+        greedy,
+        f"/api/v1/model/{NAME}/twinkle/forward_only",
+        lambda worker, number: {"adapter_name": "a", "inputs": [CHAT]},
+    )
+    with texts:
+        beside = seconds_of(honest)
+        print(times, beside, texts.statuses)
+        assert all(seconds < PROMPT_SECONDS for seconds in beside.values()), beside
+        assert set(texts.statuses) <= {200}
+        assert texts.sent - texts.statuses.total() > IN_FLIGHT // 2, "most of them wait for their turn"
         assert server.process is not None
         server.process.terminate()
         assert server.process.wait(timeout=30) == 0
@@ -158,12 +191,12 @@ def test_batches_by_reference_have_a_size(confined_server: Callable[..., Confine
 @pytest.mark.parametrize(
     "look",
     [
-        lambda: ClineParser().detect("<a>" * 16_000),
-        lambda: VCPParser().parse("<<<[TOOL_REQUEST]>>>" * 4_000),
-        lambda: VCPParser().parse("<<<[TOOL_REQUEST]>>>" + "a" * 80_000 + "<<<[END_TOOL_REQUEST]>>>"),
-        lambda: parse_dsml(" " * 40_000),
+        lambda: ClineParser().detect("<a>" * 87_000),
+        lambda: VCPParser().parse("<<<[TOOL_REQUEST]>>>" * 13_000),
+        lambda: parse_dsml(" " * 262_000),
     ],
-    ids=["cline", "vcp requests", "vcp key", "dsml"],
+    ids=["cline", "vcp", "dsml"],
 )
-def test_text_that_took_half_a_minute_to_look_through(look: Callable[[], Any]) -> None:
+def test_long_texts_are_looked_through_in_seconds(look: Callable[[], Any]) -> None:
+    """F8: 260 kB of each, which took 215, 30 and 222 s by the square of their length."""
     assert took(look) < PROMPT_SECONDS

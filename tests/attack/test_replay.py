@@ -1,6 +1,7 @@
 """Requests that must not come back to haunt the next start: F2, F9 and the poison of F1."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,26 @@ def test_many_large_passes_that_wait_are_decoded_one_after_another(
     server.start()
     step = tenant.optim_step(model, 21)
     assert tenant.json(step)["metrics"]["unclipped_grad_l2:mean"] > 0
+
+
+def test_answered_forward_passes_are_not_read_at_the_next_start(confined_server: Callable[..., ConfinedServer]) -> None:
+    """F2 with passes that are allowed: 120 MB of bodies were 250 MB at the next start."""
+    server = confined_server(limit=800 * 2**20, snapshot=600.0)
+    tenant = Tenant(server.url, "tml-evaluation")
+    model = tenant.model()
+    empty = server.rss()
+    rows = [datum(np.full(4000, 7).tolist()) for _ in range(250)]  # 1 M tokens, 12 MB
+    for seq in range(1, 11):
+        assert tenant.loss(tenant.forward_backward(model, seq, rows, forward_only=True)) > 0
+    tenant.result(tenant.forward_backward(model, 11, forward_only=True))  # by now the outcome of 10 is written down
+    server.kill()
+    server.start()
+    assert tenant.loss(tenant.forward_backward(model, 12)) > 0  # after all that had to be replayed
+    (replayed,) = re.findall(rf"replaying (\d+) ops of {re.escape(model)}", server.log())
+    assert int(replayed) <= 2, "the creation, and the small pass where its outcome was not written down yet"
+    grown = server.rss() - empty
+    print(f"resident: {empty / 2**20:.0f} MiB when empty, {grown / 2**20:+.0f} MiB after the start")
+    assert grown < 100 * 2**20
 
 
 def test_forward_passes_leave_the_disk(confined_server: Callable[..., ConfinedServer]) -> None:

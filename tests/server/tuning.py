@@ -94,6 +94,23 @@ def _save_slowly(seconds: float) -> None:
     MockTrainer.prepare_save = prepare_slowly  # type: ignore[method-assign]
 
 
+def _slow(method: str) -> Callable[[float], None]:
+    """Return a setting that makes a method of all templates sleep first: large tokenizers and long texts take long."""
+
+    def slow_by(seconds: float) -> None:
+        from twinkle.template import Template  # a server without text does not load it
+
+        quick = getattr(Template, method)
+
+        def slow(self: Template, *arguments: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return quick(self, *arguments, **options)
+
+        setattr(Template, method, slow)
+
+    return slow_by
+
+
 TUNING: dict[str, Callable[[float], None]] = {
     "pass": lambda seconds: MockTrainer.__init__.__kwdefaults__.update(pause=seconds),  # a batch of passes takes this
     "sample": lambda seconds: MockSampler.__init__.__kwdefaults__.update(pause=seconds),  # a turn of the sampler does
@@ -108,6 +125,8 @@ TUNING: dict[str, Callable[[float], None]] = {
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
     "save": _save_slowly,
+    "tokenizer": _slow("_load_tokenizer"),
+    "encode": _slow("batch_encode"),
     "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
 }
 

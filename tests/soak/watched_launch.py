@@ -8,6 +8,7 @@ of the sampler, promises, caches. Limits are the configuration's; only what it c
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def _of_training(training: Any, trainer: Any) -> dict[str, int]:
         "scheduled_adapters": len(training._scheduler._adapters),
         "native_adapters": _native_adapters(training._runner.native),
         "runner_tasks": len(training._runner._tasks),
-        "snapshots_changed": len(training._runner.snapshots.changed()),
+        "snapshots_changed": len(training._runner.snapshots.noted()),
     }
 
 
@@ -91,7 +92,12 @@ def _add(found: dict[str, int], more: dict[str, int]) -> None:
 async def _watch(gateway: Gateway, probe: Path) -> None:
     while True:
         written = probe.with_suffix(".new")
-        written.write_text(json.dumps({"pid": os.getpid(), **counts(gateway)}))
+        try:
+            found = counts(gateway)
+        except Exception:  # the counts know the server's inside, which has changed: say so, instead of counting nothing
+            logging.getLogger(__name__).exception("the server cannot be counted")
+            os._exit(1)
+        written.write_text(json.dumps({"pid": os.getpid(), **found}))
         written.replace(probe)
         await asyncio.sleep(1.0)
 

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from twinkle.template import ClineParser, HermesQwenParser, ReActParser, VCPParser
+from twinkle.template import ClineParser, HermesQwenParser, ReActParser, Template, VCPParser
 from twinkle.template.dsml import DSML_END, DSML_START, clean_dsml, parse_dsml
+from twinkle.template.template import _MOST_CHARACTERS
 from twinkle.template.tools.cline import _NO_TOOLS
 from twinkle.template.tools.hermes_qwen import _BLOCK as HERMES_BLOCK
 
@@ -220,3 +221,31 @@ def test_long_texts_take_no_time(what):
         parse_dsml(text)
         clean_dsml(text)
     assert time.monotonic() - began < 60
+
+
+@pytest.fixture(scope="module")
+def template():
+    return Template("random://llama-tiny", max_length=None)
+
+
+def sampled_turn(template, tokens):
+    """Return the message that a template makes of generated tokens."""
+    prompt = {"input_ids": [1], "labels": [-100], "messages": [{"role": "user", "content": "hi"}]}
+    return template.concat_input_feature(prompt, tokens)["messages"][-1]
+
+
+def test_a_long_sampled_turn_takes_no_time(template):
+    """The server does this with every sampled text: 150,000 characters took minutes, twice."""
+    text = "<a>" * 50_000
+    tokens = template.tokenizer.encode(text, add_special_tokens=False)
+    began = time.monotonic()
+    assert sampled_turn(template, tokens) == {"role": "assistant", "content": text}
+    assert time.monotonic() - began < 10
+
+
+def test_calls_are_looked_for_up_to_a_length(template):
+    call = "<tool_call>" + json.dumps({"name": "f", "arguments": {"x": 1}}) + "</tool_call>"
+    filled = "x" * (_MOST_CHARACTERS - len(call)) + call
+    tokens = template.tokenizer.encode(filled, add_special_tokens=False)
+    assert pairs(sampled_turn(template, tokens)["tool_calls"]) == [("f", {"x": 1})]
+    assert sampled_turn(template, [tokens[0], *tokens]) == {"role": "assistant", "content": "x" + filled}
