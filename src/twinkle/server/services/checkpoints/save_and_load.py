@@ -102,7 +102,7 @@ class Checkpoints:
                 case NativeLoad():
                     return await self._load_native(op, run, op.payload)
                 case Refused(message):
-                    return responses.failed(message, "user")
+                    return Outcome.failure(message, "user")
                 case _:
                     raise AssertionError(f"{op.kind} has nothing to do with files")
         except OSError as error:

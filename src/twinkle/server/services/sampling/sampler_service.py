@@ -39,7 +39,6 @@ from twinkle.server.tenancy.memory_guard import ProcessMemory
 from twinkle.server.tenancy.recent_rate import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Outcome, SamplingSessionRecord
-from twinkle.server.wire import responses
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
@@ -178,7 +177,7 @@ class SamplerService:
         job = self._jobs.get(request_id)
         if job is not None and not isinstance(job.into, asyncio.Queue):
             self._withdraw(job)
-            self._settle(request_id, responses.failed("cancelled by its client", "user"))
+            self._settle(request_id, Outcome.failure("cancelled by its client", "user"))
 
     @contextmanager
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:

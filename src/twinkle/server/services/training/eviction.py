@@ -9,8 +9,7 @@ from twinkle.server.services.training.live_adapter import LiveAdapter
 from twinkle.server.services.training.runner import OpRunner
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.types import Op, RunRecord
-from twinkle.server.wire import responses
+from twinkle.server.types import Op, Outcome, RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -89,4 +88,4 @@ class Parking:
         finally:
             message = leaving.note or f"{why}, and its adapter could not be kept"
             while leaving.waiting:
-                self._runner.settle(adapter, leaving.waiting.pop(0), responses.failed(message, "user"))
+                self._runner.settle(adapter, leaving.waiting.pop(0), Outcome.failure(message, "user"))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
@@ -182,12 +182,12 @@ class Execution:
                     # such as parameters that are refused, the gradient is still there.
                     self.drop_window(op.adapter_id)
                     message = f"{error}; the gradient since the last optim_step is dropped"
-                    return replace(responses.failed(message, "user"), ending=Ending.DROPPED)
+                    return Outcome.failure(message, "user", Ending.DROPPED)
                 norm = metrics.get(_GRAD_NORM)
                 self._measurements.stepped(op.adapter_id, op.seq, params.learning_rate, norm)
                 return responses.stepped(metrics)
             case Refused(message):
-                return responses.failed(message, "user")
+                return Outcome.failure(message, "user")
             case _:
                 raise AssertionError(f"{op.kind} is not a short barrier")
 
@@ -241,11 +241,11 @@ def _rounds(ops: Sequence[Op]) -> list[list[int]]:
 def failure_of(error: TwinkleError, request_id: str) -> Outcome:
     """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
     if isinstance(error, UserError):
-        return responses.failed(str(error), "user")
+        return Outcome.failure(str(error), "user")
     logger.error("request %s failed: %s", request_id, error, extra={"request_id": request_id})
-    return responses.failed(f"{error} (request {request_id})", "server")
+    return Outcome.failure(f"{error} (request {request_id})", "server")
 
 
 def unexpected(error: Exception, request_id: str) -> Outcome:
     logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
-    return responses.failed(f"internal error; the server's log has the details under request {request_id}", "server")
+    return Outcome.failure(f"internal error; the server's log has the details under request {request_id}", "server")

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ from twinkle.server.verbs.base_model import BaseModelPasses
 from twinkle.server.verbs.codec import refused_op, verb_op
 from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.templates import Templates
-from twinkle.server.wire import responses
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -264,7 +262,7 @@ class ModelService:
                 self._runner.enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
             )
             if message is not None:
-                refusal = replace(responses.failed(message, "user"), ending=Ending.REFUSED)
+                refusal = Outcome.failure(message, "user", Ending.REFUSED)
                 self._runner.settle(adapter, op, refusal)
         return op.request_id
 
@@ -346,7 +344,7 @@ class ModelService:
                 damage = await self._store.damage.of_run(run.run_id)
                 if damage is None:
                     raise NotFoundError("request", request_id)
-                return responses.failed(damage.message, "server")
+                return Outcome.failure(damage.message, "server")
             self._futures.adopt(request_id, run.tenant_id, outcome, time.time())
             return outcome
         return await self._futures.wait(request_id, timeout)
@@ -367,7 +365,7 @@ class ModelService:
         except JournalError as error:
             logger.error("damaged: the result of request %s: %s", request_id, error)
             message = f"request {request_id}: its result was damaged on the server's disk; send the request again"
-            return responses.failed(message, "server")
+            return Outcome.failure(message, "server")
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
         """Take an adapter off the device and keep its last state; see :mod:`.eviction`."""
@@ -434,7 +432,7 @@ class ModelService:
         self._admission.check_results(run.tenant_id)
         request_id = f"{run.run_id}:{next(self._refused_ids)}"
         self._futures.promise(request_id, run.tenant_id)
-        self._futures.settle(request_id, responses.failed(message, "user"), time.time())
+        self._futures.settle(request_id, Outcome.failure(message, "user"), time.time())
         return request_id
 
     @property

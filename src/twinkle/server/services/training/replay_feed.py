@@ -15,8 +15,7 @@ from twinkle.server.services.training.custom_losses import LossGraphs
 from twinkle.server.services.training.live_adapter import LiveAdapter
 from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.state import Damage, DatabaseUnavailableError, Store
-from twinkle.server.types import Budget, Ending, Op
-from twinkle.server.wire import responses
+from twinkle.server.types import Budget, Ending, Op, Outcome
 
 __all__ = ["ReplayFeed"]
 
@@ -122,5 +121,4 @@ class ReplayFeed:
         message = f"request {op.request_id}: its body in the journal is damaged; send it again"
         damage = Damage(f"request {op.request_id}", message, time.time(), run.tenant_id, run.run_id)
         await self._store.damage.note(damage)
-        failure = responses.failed(message, "server")
-        return op, replace(replay, repeated=replace(failure, ending=Ending.REFUSED))
+        return op, replace(replay, repeated=Outcome.failure(message, "server", Ending.REFUSED))

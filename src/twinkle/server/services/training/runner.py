@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Ending, NativePass, NativeVerb, Op, OpKind, Outcome
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
-from twinkle.server.wire import responses
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +257,7 @@ class OpRunner:
         if self.adapters.pop(run_id, None) is None:
             return  # its session ended meanwhile
         waiting = [adapter.ops[ticket.seq] for ticket in self.scheduler.remove_adapter(run_id)]
-        failure = replace(responses.failed(note, "user"), ending=Ending.REFUSED)
+        failure = Outcome.failure(note, "user", Ending.REFUSED)
         for op in (*waiting, *adapter.take_undecoded()):
             self.settle(adapter, op, failure)
         self.snapshots.forget(run_id)
@@ -313,7 +311,7 @@ class OpRunner:
         message = f"request {request_id}: the server died {times} while running it; it was not run again"
         logger.error("%s", message, extra={"request_id": request_id})
         self.running.forgive(request_id)
-        self._finish(task, replace(responses.failed(message, "server"), ending=Ending.REFUSED))
+        self._finish(task, Outcome.failure(message, "server", Ending.REFUSED))
         if task.op.kind.creates:
             self.give_up(task.adapter, _not_created(task.adapter))
         return True
@@ -362,7 +360,7 @@ class OpRunner:
         message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
         damage = await self._store.damage.of_run(task.op.adapter_id)
         message = message if damage is None else damage.message
-        self._finish(task, responses.failed(message, "user"))
+        self._finish(task, Outcome.failure(message, "user"))
         return False
 
     async def load(self, adapter: LiveAdapter) -> bool:
@@ -455,7 +453,7 @@ class OpRunner:
             if refusal.drops_gradient:
                 await self._drop_window(task.adapter)
             ending = Ending.DROPPED if refusal.drops_gradient else Ending.REFUSED
-            outcome = replace(responses.failed(refusal.message, "user"), ending=ending)
+            outcome = Outcome.failure(refusal.message, "user", ending)
             self.running.forgive(task.op.request_id)
             self.settle(task.adapter, task.op, outcome)
             # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
