@@ -34,6 +34,10 @@ class NativeHost:
     def dump(self, adapter_id: str) -> bytes | None:
         return None if self._adapters is None else self._adapters.dump(adapter_id)
 
+    def restore(self, adapter_id: str, state: bytes) -> None:
+        """Bring back what :meth:`dump` returned."""
+        self.adapters.put_back(adapter_id, state)
+
     def drop_window(self, adapter_id: str) -> None:
         """Forget what was counted of a gradient that is dropped."""
         group = None if self._adapters is None else self._adapters.optimizer_group.get(adapter_id)
