@@ -10,14 +10,13 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from twinkle.errors import NotFoundError, UserError
+from twinkle.errors import NotFoundError
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import is_native_run, split_request_id
@@ -49,8 +48,6 @@ from twinkle.server.tenancy.recent_rate import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.verbs.base_model import BaseModelPasses
-from twinkle.server.verbs.codec import refused_op, verb_op
-from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
@@ -62,7 +59,6 @@ _REFUSED_FROM = 10**18
 # Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
 _FURTHEST_AHEAD = 10_000
 _CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
-_SMALL_BODY = 16_384  # bytes: what is shorter is understood in a fraction of a millisecond
 
 
 class ModelService:
@@ -249,9 +245,7 @@ class ModelService:
 
     async def submit(self, op: Op) -> str:
         """Accept an op; returns the id of its future once the op is safe on disk."""
-        adapter = self.adapters.get(op.adapter_id)
-        if adapter is None:
-            raise NotFoundError("model", op.adapter_id)
+        adapter = self._adapter(op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
@@ -286,65 +280,44 @@ class ModelService:
                 self._settle(adapter, op, refusal)
         return op.request_id
 
-    async def submit_verb(
-        self, run_id: str, seq: int | None, verb: str, sent: bytes, fields: Callable[[], Awaitable[Mapping[str, Any]]]
-    ) -> str:
-        """A native request; ``fields`` finds out what it means, with rows of tokens for its inputs.
+    # --- for requests whose numbers are optional, and whose rows the server encodes -----------------------------------
 
-        Without a number it gets the next one. A number that is used again gets its answer without asking ``fields``: a
-        batch that was meant may be gone by then.
-        """
+    async def was_accepted(self, run_id: str, seq: int, sent: bytes) -> bool:
+        """Return whether this request was accepted before; SequenceConflictError if another one has its number."""
+        record = await self._store.ops.get(run_id, seq)
+        if record is not None and record.digest != digest(sent):
+            raise SequenceConflictError(run_id, seq)
+        return record is not None
+
+    def check_room(self, run_id: str) -> None:
+        """Raise QuotaError if no op of this adapter's tenant would be taken now, however small."""
+        self._admission.check(self._adapter(run_id).run.tenant_id)
+
+    @asynccontextmanager
+    async def next_number(self, run_id: str) -> AsyncIterator[int]:
+        """Hold the next free sequence number of an adapter until its op is submitted."""
+        adapter = self._adapter(run_id)
+        async with adapter.numbering:
+            yield max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
+
+    async def encode(
+        self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int
+    ) -> list[Mapping[str, object]]:
+        """Return conversations as rows of tokens, encoded with the adapter's template."""
+        adapter = self._adapter(run_id)
+        while adapter.repeats and not self.adapters.stopping:
+            await adapter.next_end()  # its template may be among what is done again after a restart
+        with adapter.in_use():
+            if not await self.adapters.load(adapter):
+                raise NotFoundError("model", run_id)
+            encode = partial(self._native.adapters.encode, run_id, rows, max_tokens)
+            return await self._tenants.pools.text.in_thread(adapter.run.tenant_id, encode)
+
+    def _adapter(self, run_id: str) -> LiveAdapter:
         adapter = self.adapters.get(run_id)
         if adapter is None:
             raise NotFoundError("model", run_id)
-        if seq is None:
-            self._admission.check(adapter.run.tenant_id)
-            meant = await fields()
-            async with adapter.numbering:
-                seq = max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
-                return await self.submit(await self._understood(adapter.run, seq, verb, meant, sent))
-        record = await self._store.ops.get(run_id, seq)
-        if record is not None:
-            if record.digest != digest(sent):
-                raise SequenceConflictError(run_id, seq)
-            return f"{run_id}:{seq}"
-        self._admission.check(adapter.run.tenant_id)
-        try:
-            op = await self._understood(adapter.run, seq, verb, await fields(), sent)
-        except UserError as error:  # its place in the sequence is taken all the same
-            op = refused_op(run_id, seq, verb, str(error), sent)
-        return await self.submit(op)
-
-    async def rows(self, run_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
-        """What to train on: conversations go through the adapter's template first."""
-        rows = as_rows(inputs)
-        run, text = self.run(run_id), self._tenants.pools.text
-        if run is None:
-            raise NotFoundError("model", run_id)
-        if not are_encoded(rows):
-            adapter = self.adapters.get(run_id)
-            while adapter is not None and adapter.repeats and not self.adapters.stopping:
-                await adapter.next_end()  # its template may be among what is done again after a restart
-            if adapter is None:
-                raise NotFoundError("model", run_id)
-            with adapter.in_use():
-                if not await self.adapters.load(adapter):
-                    raise NotFoundError("model", run_id)
-                encode = partial(self._native.adapters.encode, run_id, rows, max_tokens)
-                rows = await text.in_thread(run.tenant_id, encode)
-        return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
-
-    async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
-        """Its body for the journal and its digest take a second for a million tokens: not on the event loop."""
-
-        def digested() -> Op:
-            op = verb_op(run.run_id, seq, verb, fields, sent)
-            assert op.digest, "it is kept"
-            return op
-
-        if "inputs" not in fields and len(sent) < _SMALL_BODY:
-            return digested()
-        return await self._tenants.pools.reading.in_thread(run.tenant_id, digested)
+        return adapter
 
     async def _comes_too_late(self, op: Op) -> bool:
         """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
