@@ -165,14 +165,12 @@ class Execution:
             case CreateNative(spec, config, accumulation):
                 if op.adapter_id not in self._trainer.adapter_ids():
                     self._trainer.create_adapter(op.adapter_id, spec)
-                self._native.adapters.add_adapter_to_model(
-                    op.adapter_id, config, gradient_accumulation_steps=accumulation
-                )
+                self._native.adapters.add(op.adapter_id, config, accumulation)
                 return responses.created(op.adapter_id)
             case NativeVerb() as asked:
                 native = self._native.adapters
                 result = native.run(op.adapter_id, asked)
-                measure_verb(self._measurements, op, asked.verb, native.optimizer_group[op.adapter_id])
+                measure_verb(self._measurements, op, asked.verb, native.group(op.adapter_id))
                 return answered(result)
             case OptimStep(params):
                 try:
