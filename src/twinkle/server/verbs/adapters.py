@@ -19,6 +19,7 @@ from twinkle.model.training_state import is_due
 from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.codec_template import CodecTemplate
+from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.tenancy.text_sizes import max_characters, text_groups
 from twinkle.server.types import NativePass, NativeVerb
 from twinkle.server.verbs.features import FIELDS
@@ -34,8 +35,8 @@ _STATE_DICT_NUMBERS = 2**20
 class NativeAdapters:
     """The library's verbs for adapters that the trainer of a served model already has.
 
-    ``run_id`` names an adapter; it is the library's adapter_name. All methods but :meth:`encode` are called in the
-    compute thread.
+    ``run_id`` names an adapter; it is the adapter_name of the library. All methods belong to the compute thread, but
+    :meth:`encode` and :meth:`is_settled`, which any thread may call.
     """
 
     def __init__(self, model: ServedModel, templates: Templates) -> None:
@@ -50,11 +51,13 @@ class NativeAdapters:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
+    @compute_thread
     def add(self, run_id: str, config: Mapping[str, object], gradient_accumulation_steps: int = 1) -> None:
         """Take in an adapter that the trainer has already."""
         self._library.add_adapter_to_model(run_id, config, gradient_accumulation_steps=gradient_accumulation_steps)
         self._set_up[run_id] = SetUp()
 
+    @compute_thread
     def remove(self, run_id: str) -> None:
         self._library.optimizer_group.pop(run_id, None)
         self._set_up.pop(run_id, None)
@@ -65,17 +68,20 @@ class NativeAdapters:
         group = self._library.optimizer_group.get(run_id)
         return group is None or group_state.is_settled(group)
 
+    @compute_thread
     def drop_window(self, run_id: str) -> None:
         """Forget what was counted of a gradient that is dropped."""
         group = self._library.optimizer_group.get(run_id)
         if group is not None:
             group.drop_window()
 
+    @compute_thread
     def dump(self, run_id: str) -> bytes | None:
         """Return what a snapshot keeps beside the trainer's state; None for an adapter of another protocol."""
         group = self._library.optimizer_group.get(run_id)
         return None if group is None else group_state.dump(group, self._set_up[run_id])
 
+    @compute_thread
     def restore(self, run_id: str, state: bytes) -> None:
         """Bring back what :meth:`dump` returned."""
         values = group_state.read(state)
@@ -93,11 +99,13 @@ class NativeAdapters:
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
+    @compute_thread
     def prepare(self, run_id: str, asked: NativePass) -> PreparedPass:
         """Return a pass, ready to be computed. A loss that a tenant chose may fail in any way: it fails alone."""
         self.group(run_id)
         return self._prepared(run_id, asked)
 
+    @compute_thread
     def prepare_without_adapter(self, asked: NativePass) -> PreparedPass:
         """Return a forward pass of the base model, in an optimizer group that lasts for this call."""
         self._library.add_adapter_to_model(NO_ADAPTER, {})
@@ -124,6 +132,7 @@ class NativeAdapters:
             return prepared
         return replace(prepared, item=replace(prepared.item, objective=_guarded(prepared.item.objective)))
 
+    @compute_thread
     def pass_result(self, run_id: str, outputs: Mapping[str, Any]) -> dict[str, object]:
         """Return rows of log-probabilities without padding, in the order of the inputs."""
         group = self.group(run_id)
@@ -132,6 +141,7 @@ class NativeAdapters:
         rows = {name: sequences.unpadded(outputs[name]) for name in ("logps", "entropies") if name in outputs}
         return {"loss": outputs.get("loss"), "num_tokens": outputs.get("num_tokens"), **rows}
 
+    @compute_thread
     def run(self, run_id: str, asked: NativeVerb) -> object:
         """Run a verb that is no pass; return its result as JSON can say it."""
         result = self._call(run_id, asked.verb, asked.arguments)
@@ -190,6 +200,7 @@ class NativeAdapters:
             self.group(run_id), save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
 
+    @compute_thread
     def resume(self, run_id: str, directory: Path, *, optimizer: bool) -> dict[str, int]:
         """Load a checkpoint of the library's; return how far its training had come."""
         self.group(run_id)

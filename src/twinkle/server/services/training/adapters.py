@@ -24,7 +24,7 @@ from typing import Literal
 from twinkle.errors import CheckpointError, OverloadedError, UnsupportedError, UserError
 from twinkle.model.types import AdapterSnapshot, LoraSpec
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
-from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.scheduling.sequence import Passed
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
@@ -264,6 +264,7 @@ class LiveAdapters:
 
     # --- coming -------------------------------------------------------------------------------------------------------
 
+    @event_loop
     def add(
         self,
         run: RunRecord,
@@ -310,6 +311,7 @@ class LiveAdapters:
                         await self._store.damage.fail_run(run_id, adapter.run.tenant_id, what)
         return adapter.place is Place.TRAINER
 
+    @compute_thread
     def _restore(self, run_id: str, snapshot: AdapterSnapshot, native: bytes | None) -> None:
         """Run in the compute thread."""
         self._model.trainer.restore(run_id, snapshot)
@@ -364,6 +366,7 @@ class LiveAdapters:
             except Exception:  # the service loop is an edge; the adapter is where it was
                 logger.exception("%s could not go to disk", run_id)
 
+    @compute_thread
     def _take_out(self, run_id: str) -> None:
         """Run in the compute thread."""
         self._model.trainer.remove_adapter(run_id)
@@ -389,6 +392,7 @@ class LiveAdapters:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
+    @event_loop
     def fail(self, adapter: LiveAdapter, note: str) -> None:
         """Remove an adapter that could not be created or brought back; what waits for it fails with the note."""
         run_id = adapter.run.run_id
@@ -399,6 +403,7 @@ class LiveAdapters:
         self._snapshots.forget(run_id)
         self._background.start(self._store.runs.set_state(run_id, "failed", note))
 
+    @event_loop
     def drop(self, run_id: str) -> None:
         """Forget an adapter that damage keeps from coming back at a start. Nothing of it waits yet."""
         if self._adapters.pop(run_id, None) is not None:
@@ -447,7 +452,7 @@ class LiveAdapters:
             logger.error("%s could not be kept as a checkpoint: %s", run_id, why)
             return
         await self._store.runs.set_state(run_id, "parked", leaving.note)
-        self._measurements.dropped(run_id)
+        await self._compute.run(partial(self._measurements.dropped, run_id))
         self._snapshots.forget(run_id)
         await self._snapshots.finish_writing()
         last = await self._store.snapshots.delete(run_id)
@@ -490,6 +495,7 @@ class LiveAdapters:
         outdated, adapter.versions = adapter.versions[:-_KEPT_VERSIONS], adapter.versions[-_KEPT_VERSIONS:]
         return LiveVersion(version_id, tuple(outdated))
 
+    @compute_thread
     def _publish(self, version_id: str, run_id: str) -> bool:
         """Run in the compute thread, where no optimizer step is half done."""
         sampler = self._model.sampler

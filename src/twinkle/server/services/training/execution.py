@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.services.training.measurements import RunMeasurements, counted
 from twinkle.server.services.training.native_measuring import measure_pass, measure_verb
 from twinkle.server.telemetry.recording import TrainingRecorder
@@ -45,6 +46,7 @@ class Execution:
         self._measurements = measurements
         self._recorder = recorder
 
+    @compute_thread
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
         return _to_the_end(self._in_steps(ops, None))
@@ -137,10 +139,12 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
             return unexpected(error, op.request_id)
 
+    @compute_thread
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
         """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer, native verbs."""
         return [self._guarded(op) for op in ops]
 
+    @compute_thread
     def drop_window(self, adapter_id: str) -> None:
         """Forget the gradient of a window that failed."""
         if adapter_id in self._trainer.adapter_ids():

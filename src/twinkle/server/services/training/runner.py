@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
 from twinkle.server.ids import is_native_run
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
@@ -134,6 +134,7 @@ class OpRunner:
         await self._measurements.stop()
         self._running.close()
 
+    @event_loop
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
         ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, op.price.work, _native_verb(op))
@@ -296,6 +297,7 @@ class OpRunner:
         self._recorder.stepped(ops, self._model.trainer, seconds)
         return outcomes
 
+    @compute_thread
     def _execute(self, ops: Sequence[Op]) -> list[Outcome]:
         """In the compute thread."""
         started = time.perf_counter()
@@ -332,7 +334,7 @@ class OpRunner:
         if kind.creates and not outcome.failed:
             task.adapter.place = Place.TRAINER
         if kind in (OpKind.LOAD, OpKind.CREATE_FROM) and not outcome.failed:
-            self._measurements.dropped(task.op.adapter_id)
+            await self._compute.run(partial(self._measurements.dropped, task.op.adapter_id))
             await self._keep_loaded(task.op, outcome)
         self._finish(task, outcome)
         if kind.creates and outcome.failed:
@@ -389,6 +391,7 @@ class OpRunner:
         assert adapter is not None, "an adapter that leaves takes its tickets along"
         return Task(ticket, adapter, adapter.ops[ticket.seq])
 
+    @event_loop
     def _finish(self, task: Task, outcome: Outcome) -> None:
         task.finished = True
         if task.op.changes_weights:

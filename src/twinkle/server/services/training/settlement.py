@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from twinkle.server.backends.compute_thread import event_loop
 from twinkle.server.ids import is_native_run
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.service_loop import BackgroundTasks
@@ -44,6 +45,7 @@ class Settlement:
         self._journal = journal
         self._background = background
 
+    @event_loop
     def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
         """Settle the op's future at once, and write the outcome down behind that.
 
