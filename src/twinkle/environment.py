@@ -22,6 +22,7 @@ TWINKLE_PRINT_FORMAT       as the option --format of ``twinkle-server print-conf
 TWINKLE_DEFAULT_SAVE_DIR   the server's ``data_dir`` where the configuration has none
 TWINKLE_PER_USER_PROCESSOR_LIMIT  ``limits.max_processors_per_tenant`` where the configuration has none
 TWINKLE_LONG_POLL_TIMEOUT  ``clients.long_poll_seconds`` where the configuration has none
+TWINKLE_CHECK_THREADS      a switch, for tests: methods of the server assert that they run in the thread they belong to
 RAY_ADDRESS                the Ray cluster to use, as Ray reads it (local: one of our own)
 RAY_AUTH_MODE              token or disabled, as Ray reads it; where it is not set, we set it (see docs/ray.md)
 RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH  the token of a Ray cluster or the file that holds it, as Ray reads them
@@ -47,6 +48,7 @@ __all__ = [
     "Mode",
     "RayVariables",
     "ServerVariables",
+    "checks_threads",
     "hides_devices",
     "read_environment",
     "read_launch",
@@ -182,6 +184,11 @@ def read_server_variables() -> ServerVariables:
         processor_limit=limit,
         long_poll_seconds=None if _text(seconds) is None else _positive(seconds, 1.0),
     )
+
+
+def checks_threads() -> bool:
+    """Return whether methods that belong to one thread of a server assert that they run there."""
+    return _switch("TWINKLE_CHECK_THREADS")
 
 
 def hides_devices(visible_variable: str) -> bool:

@@ -37,6 +37,7 @@ from postgres_cluster import cluster_url, new_database
 from twinkle.server.wire import tinker_pb2 as pb
 
 MODEL = "mock"
+CHECKS = {"TWINKLE_CHECK_THREADS": "1"}
 _HERE = Path(__file__).parent
 _START_SECONDS = 120.0
 RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
@@ -163,7 +164,7 @@ def environment() -> dict[str, str]:
     """For processes that talk to 127.0.0.1 or compute beside other tests."""
     local = "127.0.0.1,localhost"
     alone = {"RAY_ADDRESS": "local"} if RUNTIME == "ray" else {}
-    return {**os.environ, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **alone}
+    return {**os.environ, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **CHECKS, **alone}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

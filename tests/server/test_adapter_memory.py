@@ -12,8 +12,7 @@ from state_samples import run
 from twinkle.errors import OverloadedError
 from twinkle.model.types import LoraSpec
 from twinkle.server.backends.mock import MockTrainer
-from twinkle.server.services.training.adapter_memory import AdapterMemory
-from twinkle.server.services.training.live_adapter import LiveAdapter, Place
+from twinkle.server.services.training.adapters import AdapterMemory, LiveAdapter, Place
 
 KIB = 1024
 RANK = 8  # the mock's adapters take a kilobyte a rank

@@ -17,11 +17,11 @@ from state_samples import run
 from twinkle.server.cli import command_line as cli
 from twinkle.server.ids import directory_name
 from twinkle.server.protocols.operator import dashboard_routes as dashboard
-from twinkle.server.services.training.live_adapter import LiveAdapter, Place, whereabouts
+from twinkle.server.services.training.adapters import LiveAdapter, Place
 from twinkle.server.state.files.tar_stream import TarStream
 from twinkle.server.tenancy.work_pools import FairPool
 
-FILES = Path(dashboard.__file__).parents[1] / "dashboard"
+FILES = Path(dashboard.__file__).parent / "dashboard"
 
 
 def get(server: Server, path: str, **headers: str) -> httpx.Response:
@@ -120,7 +120,7 @@ def test_adapters_that_wait_on_disk(own_server: Callable[..., Server]) -> None:
     ],
 )
 def test_paged_out_is_not_on_the_device(place: Place, resident: bool, where: str) -> None:
-    assert whereabouts(LiveAdapter(run(), place), resident) == where
+    assert LiveAdapter(run(), place).residency(resident) == where
 
 
 def test_sessions_of_both_protocols(server: Server, tenant: Tenant, other_tenant: Tenant) -> None:

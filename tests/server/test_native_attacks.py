@@ -251,7 +251,7 @@ def test_templates_are_not_built_in_the_compute_thread():
     """There is nothing here to build one with."""
     model = SimpleNamespace(trainer=MockTrainer(), name="m", tokenizer_dir=None, max_context_length=8)
     adapters = NativeAdapters(model, templates=None)
-    adapters.add_adapter_to_model("a", {})
+    adapters.add("a", {})
     adapters.run("a", NativeVerb("set_template", {"template_cls": "Template"}))
 
 

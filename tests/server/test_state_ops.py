@@ -16,8 +16,8 @@ ADAPTER = "s1:train:1"
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-def done(body: bytes = b"{}", failed: bool = False) -> Outcome:
-    return Outcome(Encoding.JSON, body, failed)
+def done(body: bytes = b"{}") -> Outcome:
+    return Outcome(Encoding.JSON, body)
 
 
 def test_an_op_its_body_and_its_outcome_come_back_also_after_reopening(tmp_path):
@@ -34,14 +34,14 @@ def test_an_op_its_body_and_its_outcome_come_back_also_after_reopening(tmp_path)
         assert await store.ops.get(ADAPTER, 1) == record
         assert await store.ops.outcome(ADAPTER, 1) is None
         await accept(store, op(2))
-        await store.ops.record_outcomes([(ADAPTER, 1, outcome), (ADAPTER, 2, done(b"no", failed=True))], now=124.0)
+        await store.ops.record_outcomes([(ADAPTER, 1, outcome), (ADAPTER, 2, Outcome.failure("no", "user"))], now=124.0)
         await check(store)
 
     async def check(store: Store):
         record = await store.ops.get(ADAPTER, 1)
         assert await store.ops.body(record) == body
         assert await store.ops.outcome(ADAPTER, 1) == outcome
-        assert await store.ops.outcome(ADAPTER, 2) == done(b"no", failed=True)
+        assert await store.ops.outcome(ADAPTER, 2) == Outcome.failure("no", "user")
         assert (record.encoding, record.failed) == (Encoding.PROTOBUF, False)
         assert (await store.ops.get(ADAPTER, 2)).failed
 

@@ -61,7 +61,7 @@ def test_each_member_reads_what_any_has_journalled(tmp_path):
         for store, seq in ((one, 2), (two, 3)):
             mine = op(seq)
             await store.ops.accept(mine, mine.digest, 1.0)
-            outcome = Outcome(Encoding.JSON, f"{seq}".encode(), failed=False)
+            outcome = Outcome(Encoding.JSON, f"{seq}".encode())
             await store.ops.record_outcomes([(mine.adapter_id, seq, outcome)], 2.0)
         for store in (one, two):
             found = await store.ops.since(run(1).run_id, 1)

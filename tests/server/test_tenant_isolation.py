@@ -17,7 +17,7 @@ from twinkle.server import ids
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockTrainer, mock_model
 from twinkle.server.scheduling.share import Priority, Standing
-from twinkle.server.services.training.live_adapter import LiveAdapter
+from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
@@ -41,8 +41,8 @@ class Counted:
     ended: dict[str, int] = field(default_factory=dict)
 
     def watch(self) -> None:
-        runner = self.service._runner
-        execute, enqueue, settle = runner._execute, runner.enqueue, runner.settle
+        runner, settlement = self.service._runner, self.service._runner._settlement
+        execute, enqueue, settle = runner._execute, runner.enqueue, settlement.settle
 
         def counting_execute(ops: Sequence[Op]) -> list[Outcome]:
             self.batches += 1
@@ -56,7 +56,8 @@ class Counted:
             self.ended[op.request_id] = self.batches
             settle(adapter, op, outcome)
 
-        vars(runner).update(_execute=counting_execute, enqueue=noting_enqueue, settle=noting_settle)
+        vars(runner).update(_execute=counting_execute, enqueue=noting_enqueue)
+        vars(settlement).update(settle=noting_settle)
 
 
 @asynccontextmanager

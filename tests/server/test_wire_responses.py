@@ -16,7 +16,7 @@ from tinker.types.topk_logprobs import topk_to_lists
 from tinker.types.try_again_response import TryAgainResponse
 
 from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
-from twinkle.server.types import Encoding
+from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.sampling import encode_sample_result
@@ -52,9 +52,9 @@ class TestJson:
 
     @pytest.mark.parametrize("category", ["user", "server", "unknown"])
     def test_failures(self, category):
-        outcome = responses.failed("x \ud800 ≤", category)
+        outcome = Outcome.failure("x \ud800 ≤", category)
         assert outcome.failed
-        failure = RequestFailedResponse.model_validate_json(responses.failed("x ≤", category).body)
+        failure = RequestFailedResponse.model_validate_json(Outcome.failure("x ≤", category).body)
         assert (failure.error, failure.category) == ("x ≤", category)
         assert set(json.loads(outcome.body)) == {"error", "category"}
 

@@ -85,6 +85,14 @@ class LoraVerbs(TwinkleModel):
         tokenizer = tokenizer_id if process_state else None
         self._state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
 
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """Begin an optimizer group for an adapter that the trainer has already. ``config_or_dir``: PEFT's fields."""
+        self.optimizer_group[adapter_name] = self._new_group(adapter_name, config_or_dir, gradient_accumulation_steps)
+
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def prepare_forward(
@@ -329,11 +337,17 @@ class LoraVerbs(TwinkleModel):
         if not is_due(group, interval):
             return None
         directory = checkpoint_path(group, name, output_dir)
-        write = self._state.prepare_save(
-            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
-        )
+        write = self.prepare_save(group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples)
         first_does(self._ranks, lambda: write(directory))
         return str(directory)
+
+    def prepare_save(
+        self, group: OptimizerGroup, *, save_optimizer: bool, consumed_train_samples: int
+    ) -> Callable[[Path], None]:
+        """Copy an adapter's state, and return what writes the copy to a directory."""
+        return self._state.prepare_save(
+            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+        )
 
     def load(
         self,

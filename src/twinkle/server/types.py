@@ -1,6 +1,7 @@
 """The nouns of the service. Nothing here knows HTTP, the database or torch."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -349,12 +350,36 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a future, encoded once. ``failed`` ones are JSON with the keys error and category."""
+    """The end of a future, encoded once.
+
+    ``category`` is None of a success. Of a failure it says whose mistake that was, and the body is JSON with the keys
+    error and category, as clients get it.
+    """
 
     encoding: Encoding
     body: bytes
-    failed: bool = False
+    category: Category | None = None
     ending: Ending = Ending.RAN
+
+    @property
+    def failed(self) -> bool:
+        return self.category is not None
+
+    @property
+    def message(self) -> str:
+        """Return what went wrong. Only a failure has a message."""
+        return str(json.loads(self.body)["error"])
+
+    @classmethod
+    def failure(cls, message: str, category: Category, ending: Ending = Ending.RAN) -> "Outcome":
+        body = json.dumps({"error": message, "category": category}, separators=(",", ":")).encode()
+        return cls(Encoding.JSON, body, category, ending)
+
+    @classmethod
+    def from_record(cls, encoding: Encoding, body: bytes, failed: bool, ending: Ending | None) -> "Outcome":
+        """Return an outcome as the journal has it, which keeps the category of a failure in its body alone."""
+        category = json.loads(body)["category"] if failed else None
+        return cls(encoding, body, category, ending or Ending.RAN)
 
 
 # --- records: what the state keeps ------------------------------------------------------------------------------------

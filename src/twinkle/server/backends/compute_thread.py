@@ -1,14 +1,56 @@
-"""The one thread that owns the model. Training and sampling take it in turns, one piece of work each."""
+"""The one thread that owns the model. Training and sampling take it in turns, one piece of work each.
+
+Methods that belong to this thread are marked with :func:`compute_thread`, synchronous ones that belong to the event
+loop with :func:`event_loop`. With TWINKLE_CHECK_THREADS, which our tests set, both assert it; else they do nothing.
+"""
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from twinkle.environment import checks_threads
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+_this_thread = threading.local()
+
+
+def compute_thread(method: Callable[P, T]) -> Callable[P, T]:
+    """Mark a method that is called in the compute thread, or in a program without an event loop."""
+    if not checks_threads():
+        return method
+
+    @wraps(method)
+    def checked(*arguments: P.args, **options: P.kwargs) -> T:
+        if not getattr(_this_thread, "computes", False):
+            assert asyncio._get_running_loop() is None, f"{method.__qualname__} belongs to the compute thread"
+        return method(*arguments, **options)
+
+    return checked
+
+
+def event_loop(method: Callable[P, T]) -> Callable[P, T]:
+    """Mark a method that is called on the event loop, whose state it changes."""
+    if not checks_threads():
+        return method
+
+    @wraps(method)
+    def checked(*arguments: P.args, **options: P.kwargs) -> T:
+        assert not getattr(_this_thread, "computes", False), f"{method.__qualname__} belongs to the event loop"
+        return method(*arguments, **options)
+
+    return checked
+
+
+def _begin_computing() -> None:
+    _this_thread.computes = True
 
 
 class Lane(Enum):
@@ -26,7 +68,7 @@ class Compute:
     """
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._executor = ThreadPoolExecutor(1, "compute", initializer=_begin_computing)
         self._lanes: dict[Lane, deque[tuple[Callable[[], Any], Future[Any]]]] = {lane: deque() for lane in Lane}
         self._next_lane = Lane.TRAINING  # of the compute thread
         self._step_began: float | None = None  # likewise; others read it

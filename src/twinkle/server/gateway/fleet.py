@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from twinkle.server.services.training.adapter_status import AdapterStatus, QueueStatus
+from twinkle.server.services.training.adapters import AdapterStatus, QueueStatus
 from twinkle.server.types import RunRecord, SessionRecord
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
 
     ``ending``: a server that ends lets its loops end, unless an error did.
     """
-    loops = {"training": services.training.pump}
+    loops = {"training": services.training.loop}
     if services.sampling is not None:
-        loops["sampling"] = services.sampling.pump
-    for name, pump in loops.items():
-        if pump.failed or not (pump.alive or ending):
+        loops["sampling"] = services.sampling.loop
+    for name, loop in loops.items():
+        if loop.failed or not (loop.alive or ending):
             return f"{name} has stopped"
     return None
 
@@ -108,7 +108,7 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
 
 
 def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
-    return TenantReport(services.training.adapter_statuses(tenant_id), services.training.queue_status(tenant_id))
+    return TenantReport(services.training.adapters.statuses(tenant_id), services.training.queue_status(tenant_id))
 
 
 class LocalFleet:

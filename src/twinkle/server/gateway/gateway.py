@@ -277,7 +277,7 @@ class Gateway:
         """Those of a base model that is not served now have to wait until it is."""
         if run.state == "live" and run.model_name in self.services:
             entry = self.services[run.model_name]
-            outdated = await entry.training.park(run, why, self.config.limits.parked_adapter_seconds)
+            outdated = await entry.training.adapters.evict(run, why, self.config.limits.parked_adapter_seconds)
             if entry.sampling is not None:
                 for version_id in outdated:
                     entry.sampling.give_up_version(version_id)

@@ -31,7 +31,7 @@ def of_base_model(gateway: Gateway, services: Services, tenant_id: str, name: st
 async def of_live_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target | None:
     """As it is now; None if it is not on the device any more."""
     services = gateway.serving(run.model_name)
-    live = await services.training.live_version(run.run_id)
+    live = await services.training.adapters.live_version(run.run_id)
     if live is None:
         return None
     if services.sampling is not None:

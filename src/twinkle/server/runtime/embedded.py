@@ -206,7 +206,7 @@ async def _running(
 async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
     """The server ends with the first loop that does: half of one would accept what it never runs."""
     loops = [loop for entry in services for loop in (entry.training, entry.sampling) if loop is not None]
-    broken = [asyncio.create_task(loop.pump.broken()) for loop in loops]
+    broken = [asyncio.create_task(service.loop.broken()) for service in loops]
     try:
         done, _ = await asyncio.wait(broken, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from twinkle.server.backends.compute_thread import event_loop
 from twinkle.server.tenancy.result_memory import HeldResult, ResultMemory
 from twinkle.server.types import Outcome
 
@@ -88,6 +89,7 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
 
+    @event_loop
     def promise(self, request_id: str, tenant_id: str, digest: bytes = b"") -> None:
         """``digest`` of the request, for whoever has to know whether it comes again or another one under its id."""
         self._promises.setdefault(request_id, _Promise(tenant_id, digest))
@@ -109,6 +111,7 @@ class Futures:
     def all_unfetched_bytes(self) -> int:
         return sum(self._unfetched_bytes.values())
 
+    @event_loop
     def settle(self, request_id: str, outcome: Outcome, now: float) -> None:
         promise = self._promises.get(request_id)
         if promise is not None and promise.settled_at is None:
@@ -127,6 +130,7 @@ class Futures:
             if promise.held is not None:
                 self.memory.may_leave(promise.held, fetched=promise.delivered_at is not None)
 
+    @event_loop
     def adopt(self, request_id: str, tenant_id: str, outcome: Outcome, now: float) -> None:
         """Take over an outcome that was read from disk, of a request that was promised before a restart."""
         if request_id not in self._promises:

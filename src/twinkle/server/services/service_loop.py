@@ -1,20 +1,21 @@
-"""The loop of a service. It runs until it is told to end; if it ends before, that is a bug, and nobody may overlook it.
+"""The loop of a service, and the tasks that it starts beside its loop.
 
-What was accepted would wait for ever then. So it is said in the log at once, health tells it, and whoever hosts the
-service waits for :meth:`Pump.broken` and ends the process: with the next one everything acknowledged is done again.
+A loop runs until its service stops. If it ends before, that is a bug, and accepted requests would wait for ever. So the
+end is logged at once, health shows it, and the runtime waits for :meth:`ServiceLoop.broken` and ends the process: the
+next process does everything again that was acknowledged.
 """
 
 import asyncio
 import logging
 from collections.abc import Coroutine
 
-__all__ = ["Pump"]
+__all__ = ["BackgroundTasks", "ServiceLoop"]
 
 logger = logging.getLogger(__name__)
 
 
-class Pump:
-    """``name``: what stops when it does, for the log. Belongs to one event loop."""
+class ServiceLoop:
+    """``name``: what stops when the loop does, for the log. Belongs to one event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,16 +32,16 @@ class Pump:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by an error."""
+        """Return whether it ended by an error."""
         return self._broken.is_set()
 
     async def ended(self) -> None:
-        """Returns when it has ended, well or not."""
+        """Return when it has ended, well or not."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def broken(self) -> str:
-        """Returns when it has ended by an error, if ever: what has stopped."""
+        """Return the name of what has stopped, once it has ended by an error."""
         await self._broken.wait()
         return self._name
 
@@ -50,3 +51,24 @@ class Pump:
         elif task.exception() is not None:
             logger.critical("%s has stopped by an error of ours", self._name, exc_info=task.exception())
             self._broken.set()
+
+
+class BackgroundTasks:
+    """Tasks that a service has started and finishes before it ends. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def finish(self) -> None:
+        """Return when all tasks have ended. An error was logged when its task ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("background work failed", exc_info=task.exception())

@@ -3,7 +3,6 @@
 Called on the event loop and in the compute thread. An op is known here from when it was accepted until it is settled.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,7 +76,7 @@ class Outcomes:
     def of(cls, outcome: Outcome) -> str:
         if not outcome.failed:
             return cls.SUCCEEDED
-        return cls.USER_ERROR if json.loads(outcome.body)["category"] == "user" else cls.SERVER_ERROR
+        return cls.USER_ERROR if outcome.category == "user" else cls.SERVER_ERROR
 
     @classmethod
     def of_sample(cls, event: SampleResult | TwinkleError | Outcome) -> str:

@@ -1,8 +1,9 @@
-"""The verbs of the library on the adapters of a served model. All but templates is for the compute thread."""
+"""The verbs of the library on the adapters of a served model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from twinkle.model.training_state import is_due
 from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.codec_template import CodecTemplate
+from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.tenancy.text_sizes import max_characters, text_groups
 from twinkle.server.types import NativePass, NativeVerb
 from twinkle.server.verbs.features import FIELDS
@@ -30,156 +32,191 @@ _MOST_METRICS = 32  # of one side of an adapter; all see every pass
 _STATE_DICT_NUMBERS = 2**20
 
 
-class NativeAdapters(LoraVerbs):
-    """``adapter_name`` is the id of the adapter's run."""
+class NativeAdapters:
+    """The library's verbs for adapters that the trainer of a served model already has.
+
+    ``run_id`` names an adapter; it is the adapter_name of the library. All methods belong to the compute thread, but
+    :meth:`encode` and :meth:`is_settled`, which any thread may call.
+    """
 
     def __init__(self, model: ServedModel, templates: Templates) -> None:
-        super().__init__(model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False)
+        self._library = LoraVerbs(
+            model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False
+        )
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
         self._max_characters = max_characters(model.max_context_length)
-        # Choices, for whoever encodes: building a template takes a while, and is not for the compute thread.
+        # The choice of each adapter. Whoever encodes builds the template: that takes long for the compute thread.
         self._chosen_templates: dict[str, TemplateChoice] = {}
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def add_adapter_to_model(
-        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1
-    ) -> None:
-        """The trainer has the adapter already."""
-        self.optimizer_group[adapter_name] = self._new_group(adapter_name, config_or_dir, gradient_accumulation_steps)
-        self._set_up[adapter_name] = SetUp()
+    @compute_thread
+    def add(self, run_id: str, config: Mapping[str, object], gradient_accumulation_steps: int = 1) -> None:
+        """Take in an adapter that the trainer has already."""
+        self._library.add_adapter_to_model(run_id, config, gradient_accumulation_steps=gradient_accumulation_steps)
+        self._set_up[run_id] = SetUp()
 
-    def remove_adapter(self, adapter_name: str) -> None:
-        self.optimizer_group.pop(adapter_name, None)
-        self._set_up.pop(adapter_name, None)
-        self._chosen_templates.pop(adapter_name, None)
+    @compute_thread
+    def remove(self, run_id: str) -> None:
+        self._library.optimizer_group.pop(run_id, None)
+        self._set_up.pop(run_id, None)
+        self._chosen_templates.pop(run_id, None)
 
-    def is_settled(self, adapter_name: str) -> bool:
-        group = self.optimizer_group.get(adapter_name)
+    def is_settled(self, run_id: str) -> bool:
+        """Return whether nothing of the adapter is only in memory: False between a forward and its backward pass."""
+        group = self._library.optimizer_group.get(run_id)
         return group is None or group_state.is_settled(group)
 
-    def dump(self, adapter_name: str) -> bytes | None:
-        """None for an adapter that is not of this protocol."""
-        group = self.optimizer_group.get(adapter_name)
-        return None if group is None else group_state.dump(group, self._set_up[adapter_name])
+    @compute_thread
+    def drop_window(self, run_id: str) -> None:
+        """Forget what was counted of a gradient that is dropped."""
+        group = self._library.optimizer_group.get(run_id)
+        if group is not None:
+            group.drop_window()
 
-    def put_back(self, adapter_name: str, state: bytes) -> None:
+    @compute_thread
+    def dump(self, run_id: str) -> bytes | None:
+        """Return what a snapshot keeps beside the trainer's state; None for an adapter of another protocol."""
+        group = self._library.optimizer_group.get(run_id)
+        return None if group is None else group_state.dump(group, self._set_up[run_id])
+
+    @compute_thread
+    def restore(self, run_id: str, state: bytes) -> None:
+        """Bring back what :meth:`dump` returned."""
         values = group_state.read(state)
-        self.add_adapter_to_model(adapter_name, values["config"])
+        self.add(run_id, values["config"])
         for verb, arguments in values["calls"]:
-            self.run(adapter_name, NativeVerb(verb, arguments))
-        group_state.put_back(self.optimizer_group[adapter_name], values)
+            self.run(run_id, NativeVerb(verb, arguments))
+        group_state.put_back(self.group(run_id), values)
 
-    def _group(self, adapter_name: str | None) -> OptimizerGroup:
-        """The library's own error would name the adapters of others. That of no adapter lasts for one pass."""
-        if adapter_name == NO_ADAPTER:
-            return self._new_group(NO_ADAPTER, {}, 1)
-        group = None if adapter_name is None else self.optimizer_group.get(adapter_name)
+    def group(self, run_id: str) -> OptimizerGroup:
+        """Return the optimizer group of an adapter. The library's own error would name the adapters of others."""
+        group = self._library.optimizer_group.get(run_id)
         if group is None:
-            raise NotFoundError("adapter", str(adapter_name))
+            raise NotFoundError("adapter", run_id)
         return group
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def prepare(self, adapter_name: str, asked: NativePass) -> PreparedPass:
-        """A loss that a tenant chose may fail in any way: it fails alone."""
+    @compute_thread
+    def prepare(self, run_id: str, asked: NativePass) -> PreparedPass:
+        """Return a pass, ready to be computed. A loss that a tenant chose may fail in any way: it fails alone."""
+        self.group(run_id)
+        return self._prepared(run_id, asked)
+
+    @compute_thread
+    def prepare_without_adapter(self, asked: NativePass) -> PreparedPass:
+        """Return a forward pass of the base model, in an optimizer group that lasts for this call."""
+        self._library.add_adapter_to_model(NO_ADAPTER, {})
+        try:
+            return self._prepared(NO_ADAPTER, asked)
+        finally:
+            del self._library.optimizer_group[NO_ADAPTER]
+
+    def _prepared(self, run_id: str, asked: NativePass) -> PreparedPass:
+        library = self._library
         verbs: dict[str, Callable[..., PreparedPass]] = {
-            "forward": self.prepare_training_forward,
-            "forward_only": self.prepare_forward,
-            "forward_backward": self.prepare_forward_backward,
-            "backward": self.prepare_backward,
+            "forward": partial(library.prepare_forward, training=True),
+            "forward_only": library.prepare_forward,
+            "forward_backward": library.prepare_forward_backward,
+            "backward": library.prepare_backward,
         }
         inputs = {} if asked.verb == "backward" else {"inputs": asked.rows}
         taken = {*asked.options, "training"} & asked.loss_arguments.keys()
         if taken:
             raise InvalidInputError("arguments", min(taken), "keywords of the verb, of the loss and of the metrics")
         with _mistakes_of_tenants(asked.verb):
-            prepared = verbs[asked.verb](adapter_name=adapter_name, **inputs, **asked.options, **asked.loss_arguments)
+            prepared = verbs[asked.verb](adapter_name=run_id, **inputs, **asked.options, **asked.loss_arguments)
         if prepared.item.objective is None:
             return prepared
         return replace(prepared, item=replace(prepared.item, objective=_guarded(prepared.item.objective)))
 
-    def prepare_training_forward(self, **arguments: Any) -> PreparedPass:
-        return self.prepare_forward(training=True, **arguments)
-
-    def pass_result(self, adapter_name: str, outputs: Mapping[str, Any]) -> dict[str, object]:
-        """Rows of log-probabilities without padding, in the order of the inputs."""
-        group = self.optimizer_group[adapter_name]
+    @compute_thread
+    def pass_result(self, run_id: str, outputs: Mapping[str, Any]) -> dict[str, object]:
+        """Return rows of log-probabilities without padding, in the order of the inputs."""
+        group = self.group(run_id)
         sequences = group.status.sequences
         assert sequences is not None, "a pass was just absorbed"
         rows = {name: sequences.unpadded(outputs[name]) for name in ("logps", "entropies") if name in outputs}
         return {"loss": outputs.get("loss"), "num_tokens": outputs.get("num_tokens"), **rows}
 
-    def run(self, adapter_name: str, asked: NativeVerb) -> object:
-        """The verb's result as JSON can say it."""
-        result = self._call(adapter_name, asked.verb, asked.arguments)
+    @compute_thread
+    def run(self, run_id: str, asked: NativeVerb) -> object:
+        """Run a verb that is no pass; return its result as JSON can say it."""
+        result = self._call(run_id, asked.verb, asked.arguments)
         if asked.verb in SET_UP:
-            self._set_up[adapter_name].note(asked.verb, asked.arguments)
+            self._set_up[run_id].note(asked.verb, asked.arguments)
         if asked.verb == "clip_grad_norm":
             return "" if result is None else f"{result:.6f}"
         if asked.verb == "get_state_dict":
             return _numbers(result)
         return result
 
-    def _call(self, adapter_name: str, verb: str, arguments: Mapping[str, object]) -> Any:
+    def _call(self, run_id: str, verb: str, arguments: Mapping[str, object]) -> Any:
         if verb == "set_template":
-            self._group(adapter_name).chosen.add("set_template")
-            self._chosen_templates[adapter_name] = TemplateChoice.model_validate(arguments)
+            self.group(run_id).chosen.add("set_template")
+            self._chosen_templates[run_id] = TemplateChoice.model_validate(arguments)
             return None
         if verb == "add_metric":
-            self._check_room_for_metric(adapter_name)
+            self._check_room_for_metric(run_id)
+        self.group(run_id)
+        library = self._library
         methods: dict[str, Callable[..., Any]] = {
-            "calculate_loss": self.calculate_loss,
-            "clip_grad_norm": self.clip_grad_norm,
-            "clip_grad_and_step": self.clip_grad_and_step,
-            "step": self.step,
-            "zero_grad": self.zero_grad,
-            "lr_step": self.lr_step,
-            "set_loss": self.set_loss,
-            "set_optimizer": self.set_optimizer,
-            "set_lr_scheduler": self.set_lr_scheduler,
-            "set_processor": self.set_processor,
-            "add_metric": self.add_metric,
-            "calculate_metric": self.calculate_metric,
-            "get_train_configs": self.get_train_configs,
-            "get_state_dict": self.get_state_dict,
+            "calculate_loss": library.calculate_loss,
+            "clip_grad_norm": library.clip_grad_norm,
+            "clip_grad_and_step": library.clip_grad_and_step,
+            "step": library.step,
+            "zero_grad": library.zero_grad,
+            "lr_step": library.lr_step,
+            "set_loss": library.set_loss,
+            "set_optimizer": library.set_optimizer,
+            "set_lr_scheduler": library.set_lr_scheduler,
+            "set_processor": library.set_processor,
+            "add_metric": library.add_metric,
+            "calculate_metric": library.calculate_metric,
+            "get_train_configs": library.get_train_configs,
+            "get_state_dict": library.get_state_dict,
         }
         with _mistakes_of_tenants(verb):
-            return methods[verb](adapter_name=adapter_name, **arguments)
+            return methods[verb](adapter_name=run_id, **arguments)
 
-    def _check_room_for_metric(self, adapter_name: str) -> None:
-        group = self._group(adapter_name)
+    def _check_room_for_metric(self, run_id: str) -> None:
+        group = self.group(run_id)
         used = max(len(status.metrics) for status in (group.train_status, group.eval_status))
         if used >= _MOST_METRICS:
             raise InvalidInputError("add_metric", f"{used} metrics there already", f"at most {_MOST_METRICS}")
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def is_due(self, adapter_name: str, interval: int) -> bool:
-        return is_due(self._group(adapter_name), interval)
+    def is_due(self, run_id: str, interval: int) -> bool:
+        return is_due(self.group(run_id), interval)
 
-    def steps_of(self, adapter_name: str) -> int:
-        return self._group(adapter_name).cur_step
+    def steps_of(self, run_id: str) -> int:
+        return self.group(run_id).cur_step
 
-    def prepare_save(
-        self, adapter_name: str, *, save_optimizer: bool, consumed_train_samples: int
-    ) -> Callable[[Path], None]:
-        group = self._group(adapter_name)
-        return self._state.prepare_save(
-            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+    def prepare_save(self, run_id: str, *, save_optimizer: bool, consumed_train_samples: int) -> Callable[[Path], None]:
+        return self._library.prepare_save(
+            self.group(run_id), save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
 
-    def encode(
-        self, adapter_name: str, rows: Sequence[Mapping[str, object]], max_tokens: int
-    ) -> list[Mapping[str, object]]:
-        """Conversations as tokens, in any thread: with the template that was set or the plain one.
+    @compute_thread
+    def resume(self, run_id: str, directory: Path, *, optimizer: bool) -> dict[str, int]:
+        """Load a checkpoint of the library's; return how far its training had come."""
+        self.group(run_id)
+        progress: dict[str, int] = self._library.resume_from_checkpoint(
+            str(directory), resume_only_model=not optimizer, adapter_name=run_id
+        )
+        return progress
+
+    def encode(self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int) -> list[Mapping[str, object]]:
+        """Return conversations as tokens, with the template that was set or the plain one. Any thread may call this.
 
         A group of rows at a time, and no further than ``max_tokens``: a tokenizer takes 200 bytes for each token.
         """
-        template = self._templates.get(self._chosen_templates.get(adapter_name, TemplateChoice()))
+        template = self._templates.get(self._chosen_templates.get(run_id, TemplateChoice()))
         if isinstance(template, CodecTemplate):
-            raise UnsupportedError(f"inputs: {self.model_id} has no tokenizer; send input_ids")
+            raise UnsupportedError(f"inputs: {self._library.model_id} has no tokenizer; send input_ids")
         encoded: list[Mapping[str, object]] = []
         tokens = 0
         for group in text_groups(rows, self._max_characters):

@@ -77,7 +77,7 @@ class BaseModelPasses:
     def _computed(self, asked: NativePass) -> Outcome:
         """In the compute thread."""
         alone = replace(asked, options={**asked.options, "disable_lora": True})
-        (result,) = self._model.trainer.forward([self._native.adapters.prepare(NO_ADAPTER, alone).item])
+        (result,) = self._model.trainer.forward([self._native.adapters.prepare_without_adapter(alone).item])
         if isinstance(result, TrainFailure):
             raise result.error
         return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})

@@ -34,12 +34,15 @@ class NativeHost:
     def dump(self, adapter_id: str) -> bytes | None:
         return None if self._adapters is None else self._adapters.dump(adapter_id)
 
+    def restore(self, adapter_id: str, state: bytes) -> None:
+        """Bring back what :meth:`dump` returned."""
+        self.adapters.restore(adapter_id, state)
+
     def drop_window(self, adapter_id: str) -> None:
         """Forget what was counted of a gradient that is dropped."""
-        group = None if self._adapters is None else self._adapters.optimizer_group.get(adapter_id)
-        if group is not None:
-            group.drop_window()
+        if self._adapters is not None:
+            self._adapters.drop_window(adapter_id)
 
     def remove(self, adapter_id: str) -> None:
         if self._adapters is not None:
-            self._adapters.remove_adapter(adapter_id)
+            self._adapters.remove(adapter_id)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from twinkle.server.types import Category, Encoding, Outcome
+from twinkle.server.types import Encoding, Outcome
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -48,10 +48,6 @@ def unloaded(model_id: str) -> Outcome:
 
 def created_loss(loss_id: str) -> Outcome:
     return _success({"loss_id": loss_id, "type": "create_custom_loss"})
-
-
-def failed(message: str, category: Category) -> Outcome:
-    return Outcome(Encoding.JSON, _json({"error": message, "category": category}), failed=True)
 
 
 def pending(request_id: str, queue_state: QueueState, reason: str | None = None) -> bytes:

@@ -1,6 +1,5 @@
 """The library's verbs over HTTP. Each request is answered when its op has ended."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -102,5 +101,4 @@ async def run_verb(request: Request, model: str, verb: str) -> Response:
 def _answer(outcome: Outcome) -> Response:
     if not outcome.failed:
         return Response(outcome.body, media_type=outcome.encoding.value)
-    failure = json.loads(outcome.body)
-    return json_response({"detail": failure["error"]}, 400 if failure["category"] == "user" else 500)
+    return json_response({"detail": outcome.message}, 400 if outcome.category == "user" else 500)

@@ -14,7 +14,7 @@ from twinkle.server.http.requests import PREFIX, gateway_of, json_response
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.protocols.native.http import native_tenant_of
 from twinkle.server.protocols.tinker.runs import Limit, Offset
-from twinkle.server.services.training.adapter_status import AdapterStatus, Whereabouts
+from twinkle.server.services.training.adapters import AdapterStatus, Residency
 from twinkle.server.state.files.tar_stream import TarStream
 from twinkle.server.types import RunRecord, SessionRecord
 
@@ -46,7 +46,7 @@ async def adapters(request: Request, limit: Limit = 100, offset: Offset = 0) -> 
 def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, object]:
     status = live.get(run.run_id)
     # A live run that no service has: its base model is not served now.
-    gone: Whereabouts = "disk" if run.state == "live" else run.state
+    gone: Residency = "disk" if run.state == "live" else run.state
     return {
         "training_run_id": run.run_id,
         "session_id": run.session_id,

@@ -7,14 +7,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from twinkle.errors import InvalidInputError, NotFoundError, ShuttingDownError, UnknownNameError, UnsupportedError
+from twinkle.errors import (
+    InvalidInputError,
+    NotFoundError,
+    ShuttingDownError,
+    UnknownNameError,
+    UnsupportedError,
+    UserError,
+)
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.http.requests import SMALL_BODY
 from twinkle.server.state.files.allowed_dirs import allowed_path
-from twinkle.server.types import Outcome, RunRecord
-from twinkle.server.verbs.codec import create_op, lora_config
+from twinkle.server.types import Op, Outcome, RunRecord
+from twinkle.server.verbs.codec import create_op, lora_config, refused_op, verb_op
+from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.templates import SetTemplate
 from twinkle.server.verbs.verbs import verb_named
 from twinkle.server.wire.errors import MalformedRequestError
@@ -73,24 +82,66 @@ async def add_adapter(
 async def run_verb(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, verb: str, fields: Mapping[str, Any], sent: bytes
 ) -> tuple[int, Outcome]:
-    """(the request's number in the adapter's sequence, how it ended)."""
+    """Submit a verb and wait for it; return (its number in the adapter's sequence, how it ended).
+
+    Without a number it gets the next one. A number that is used again gets its answer, and nothing of the request is
+    looked at: a batch that it names may be gone by then.
+    """
     verb_named(verb)
     run = await adapter_run(gateway, tenant_id, session_id, model, fields.get("adapter_name"))
     training = gateway.serving(run.model_name).training
-    limits = gateway.config.limits
-
-    async def meant() -> Mapping[str, Any]:
-        if "inputs" in fields:
-            inputs = await _inputs(gateway, tenant_id, session_id, fields["inputs"])
-            return {**fields, "inputs": await training.rows(run.run_id, inputs, limits.max_tokens_per_request)}
-        if verb == "set_template":
-            return await _chosen_template(gateway, tenant_id, gateway.serving(run.model_name), fields)
-        return fields
-
     number = _number(fields)
-    request_id = await training.submit_verb(run.run_id, number, verb, sent, meant)
+    if number is not None and await training.was_accepted(run.run_id, number, sent):
+        request_id = f"{run.run_id}:{number}"
+    else:
+        training.check_room(run.run_id)
+        request_id = await _submit(gateway, run, number, verb, fields, sent)
     outcome = await _outcome(gateway, run, request_id)
     return _place(request_id) if number is None else number, outcome
+
+
+async def _submit(
+    gateway: Gateway, run: RunRecord, number: int | None, verb: str, fields: Mapping[str, Any], sent: bytes
+) -> str:
+    """Make an op of a request and submit it; return the id of the request."""
+    training = gateway.serving(run.model_name).training
+    if number is None:
+        resolved = await _resolved(gateway, run, verb, fields)
+        async with training.next_number(run.run_id) as number:
+            return await training.submit(await _op(gateway, run, number, verb, resolved, sent))
+    try:
+        op = await _op(gateway, run, number, verb, await _resolved(gateway, run, verb, fields), sent)
+    except UserError as error:  # its place in the sequence is taken all the same
+        op = refused_op(run.run_id, number, verb, str(error), sent)
+    return await training.submit(op)
+
+
+async def _resolved(gateway: Gateway, run: RunRecord, verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with rows of tokens as inputs, and with a template that is ready."""
+    services = gateway.serving(run.model_name)
+    if "inputs" in fields:
+        inputs = await _inputs(gateway, run.tenant_id, run.session_id, fields["inputs"])
+        most, rows = gateway.config.limits.max_tokens_per_request, as_rows(inputs)
+        if not are_encoded(rows):
+            rows = await services.training.encode(run.run_id, rows, most)
+        checked = await gateway.tenants.pools.text.in_thread(run.tenant_id, partial(checked_rows, rows, most))
+        return {**fields, "inputs": checked}
+    if verb == "set_template":
+        return await _chosen_template(gateway, run.tenant_id, services, fields)
+    return fields
+
+
+async def _op(gateway: Gateway, run: RunRecord, number: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
+    """Return the op, digested. That takes a second for a million tokens: not on the event loop."""
+
+    def digested() -> Op:
+        op = verb_op(run.run_id, number, verb, fields, sent)
+        assert op.digest, "it is kept"
+        return op
+
+    if "inputs" not in fields and len(sent) < SMALL_BODY:
+        return digested()
+    return await gateway.reading.in_thread(run.tenant_id, digested)
 
 
 async def forward_base(

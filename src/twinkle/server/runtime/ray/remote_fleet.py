@@ -12,7 +12,7 @@ from twinkle.server.gateway.fleet import ModelReport, TenantReport
 from twinkle.server.runtime.ray.layout import Layout
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
 from twinkle.server.runtime.ray.replicas import Replicas
-from twinkle.server.services.training.adapter_status import QueueStatus
+from twinkle.server.services.training.adapters import QueueStatus
 from twinkle.server.types import RunRecord, SessionRecord
 
 logger = logging.getLogger(__name__)

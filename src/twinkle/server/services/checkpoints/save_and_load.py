@@ -102,7 +102,7 @@ class Checkpoints:
                 case NativeLoad():
                     return await self._load_native(op, run, op.payload)
                 case Refused(message):
-                    return responses.failed(message, "user")
+                    return Outcome.failure(message, "user")
                 case _:
                     raise AssertionError(f"{op.kind} has nothing to do with files")
         except OSError as error:
@@ -377,14 +377,8 @@ class Checkpoints:
             directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
 
         def resume() -> dict[str, int]:
-            progress: dict[str, int] = without_server_paths(
-                lambda: self._native.adapters.resume_from_checkpoint(
-                    str(directory), resume_only_model=not load.optimizer, adapter_name=op.adapter_id
-                ),
-                directory,
-                shown,
-            )
-            return progress
+            load_it = partial(self._native.adapters.resume, op.adapter_id, directory, optimizer=load.optimizer)
+            return without_server_paths(load_it, directory, shown)
 
         progress = await self._compute.run(resume)
         return answered(progress if load.verb == "resume_from_checkpoint" else None)

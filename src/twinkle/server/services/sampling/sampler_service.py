@@ -30,7 +30,7 @@ from twinkle.server.services.sampling.admission import SampleAdmission
 from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
 from twinkle.server.services.sampling.jobs import Event, Happening, Orders, SampleJob, price_of
 from twinkle.server.services.sampling.versions import SamplerVersions
-from twinkle.server.services.service_loop import Pump
+from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.readings import SamplingReadings
@@ -39,7 +39,6 @@ from twinkle.server.tenancy.memory_guard import ProcessMemory
 from twinkle.server.tenancy.recent_rate import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Outcome, SamplingSessionRecord
-from twinkle.server.wire import responses
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class SamplerService:
         self._wake = asyncio.Event()
         self._turn_due = False
         self._busy = False
-        self.pump = Pump("sampling")
+        self.loop = ServiceLoop("sampling")
         self._released = False
         self._stopping = False
         self.tokens_sampled = 0
@@ -104,12 +103,12 @@ class SamplerService:
         self._versions = SamplerVersions(sampler, files, most=max_versions, idle_seconds=idle_version_seconds)
 
     async def start(self) -> None:
-        self.pump.start(self._run())
+        self.loop.start(self._run())
 
     async def stop(self) -> None:
         self._stopping = True
         self._wake.set()
-        await self.pump.ended()
+        await self.loop.ended()
         for job in list(self._jobs.values()):
             self._end(job, ShuttingDownError())
 
@@ -178,7 +177,7 @@ class SamplerService:
         job = self._jobs.get(request_id)
         if job is not None and not isinstance(job.into, asyncio.Queue):
             self._withdraw(job)
-            self._settle(request_id, responses.failed("cancelled by its client", "user"))
+            self._settle(request_id, Outcome.failure("cancelled by its client", "user"))
 
     @contextmanager
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:
@@ -282,7 +281,7 @@ class SamplerService:
     @property
     def alive(self) -> bool:
         """Whether what is accepted will be run."""
-        return self.pump.alive
+        return self.loop.alive
 
     def readings(self) -> SamplingReadings:
         polls = 0 if self.completions is None else self.completions.polls

@@ -3,14 +3,14 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from twinkle.errors import OverloadedError, QuotaError
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import PROMISE_BYTES, Futures
-from twinkle.server.services.training.live_adapter import LiveAdapter
+from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants
 from twinkle.server.types import Budget, Op, Price
 
@@ -34,7 +34,7 @@ class OpAdmission:
         tenants: Tenants,
         scheduler: Scheduler,
         futures: Futures,
-        adapters: Mapping[str, LiveAdapter],
+        adapters: LiveAdapters,
         most_bytes: int = 2**62,
     ) -> None:
         """``most_bytes``: memory of the ops of all tenants together."""
@@ -124,13 +124,13 @@ class OpAdmission:
         """
         now = time.monotonic()
         if now - self._counted_at > _COUNT_SECONDS:
-            waiting = sum(op.price.held_bytes for each in self._adapters.values() for op in each.ops.values())
+            waiting = sum(op.price.held_bytes for each in self._adapters for op in each.ops.values())
             self._counted_bytes, self._counted_at = self._entering_bytes.total() + waiting, now
         return Budget("queued_ops", self._counted_bytes, self._most_bytes)
 
     def _queued(self, tenant_id: str) -> tuple[int, int]:
         """Bytes of the tenant's ops that wait, run or are being written down, and of the results they will have."""
-        own = (adapter for adapter in self._adapters.values() if adapter.run.tenant_id == tenant_id)
+        own = (adapter for adapter in self._adapters if adapter.run.tenant_id == tenant_id)
         prices = [op.price for each in own for op in each.ops.values()]
         held = self._entering_bytes[tenant_id] + sum(price.held_bytes for price in prices)
         return held, self._entering_results[tenant_id] + sum(price.result_bytes for price in prices)

@@ -68,7 +68,7 @@ class CustomLosses:
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError("request", loss_id)
         if record.error is not None:
-            return responses.failed(record.error, "user")
+            return Outcome.failure(record.error, "user")
         return responses.created_loss(record.loss_id)
 
 

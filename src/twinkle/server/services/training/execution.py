@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.services.training.measurements import RunMeasurements, counted
 from twinkle.server.services.training.native_measuring import measure_pass, measure_verb
 from twinkle.server.telemetry.recording import TrainingRecorder
@@ -45,6 +46,7 @@ class Execution:
         self._measurements = measurements
         self._recorder = recorder
 
+    @compute_thread
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
         return _to_the_end(self._in_steps(ops, None))
@@ -137,10 +139,12 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
             return unexpected(error, op.request_id)
 
+    @compute_thread
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
         """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer, native verbs."""
         return [self._guarded(op) for op in ops]
 
+    @compute_thread
     def drop_window(self, adapter_id: str) -> None:
         """Forget the gradient of a window that failed."""
         if adapter_id in self._trainer.adapter_ids():
@@ -165,14 +169,12 @@ class Execution:
             case CreateNative(spec, config, accumulation):
                 if op.adapter_id not in self._trainer.adapter_ids():
                     self._trainer.create_adapter(op.adapter_id, spec)
-                self._native.adapters.add_adapter_to_model(
-                    op.adapter_id, config, gradient_accumulation_steps=accumulation
-                )
+                self._native.adapters.add(op.adapter_id, config, accumulation)
                 return responses.created(op.adapter_id)
             case NativeVerb() as asked:
                 native = self._native.adapters
                 result = native.run(op.adapter_id, asked)
-                measure_verb(self._measurements, op, asked.verb, native.optimizer_group[op.adapter_id])
+                measure_verb(self._measurements, op, asked.verb, native.group(op.adapter_id))
                 return answered(result)
             case OptimStep(params):
                 try:
@@ -182,12 +184,12 @@ class Execution:
                     # such as parameters that are refused, the gradient is still there.
                     self.drop_window(op.adapter_id)
                     message = f"{error}; the gradient since the last optim_step is dropped"
-                    return replace(responses.failed(message, "user"), ending=Ending.DROPPED)
+                    return Outcome.failure(message, "user", Ending.DROPPED)
                 norm = metrics.get(_GRAD_NORM)
                 self._measurements.stepped(op.adapter_id, op.seq, params.learning_rate, norm)
                 return responses.stepped(metrics)
             case Refused(message):
-                return responses.failed(message, "user")
+                return Outcome.failure(message, "user")
             case _:
                 raise AssertionError(f"{op.kind} is not a short barrier")
 
@@ -241,11 +243,11 @@ def _rounds(ops: Sequence[Op]) -> list[list[int]]:
 def failure_of(error: TwinkleError, request_id: str) -> Outcome:
     """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
     if isinstance(error, UserError):
-        return responses.failed(str(error), "user")
+        return Outcome.failure(str(error), "user")
     logger.error("request %s failed: %s", request_id, error, extra={"request_id": request_id})
-    return responses.failed(f"{error} (request {request_id})", "server")
+    return Outcome.failure(f"{error} (request {request_id})", "server")
 
 
 def unexpected(error: Exception, request_id: str) -> Outcome:
     logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
-    return responses.failed(f"internal error; the server's log has the details under request {request_id}", "server")
+    return Outcome.failure(f"internal error; the server's log has the details under request {request_id}", "server")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twinkle.model.csr import listed
+from twinkle.server.backends.compute_thread import compute_thread, event_loop
 from twinkle.server.metric_points import MeasuredStep
 from twinkle.server.state import DatabaseUnavailableError, RunMetrics, StorageFullError
 from twinkle.server.types import TrainPass
@@ -51,6 +52,7 @@ class RunMeasurements:
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
+    @compute_thread
     def passed(self, run_id: str, loss: float, count: float, tokens: int) -> None:
         """A pass with a gradient. ``count``: what ``loss`` is a sum over."""
         window = self._windows.setdefault(run_id, _Window())
@@ -58,9 +60,11 @@ class RunMeasurements:
         window.count += count
         window.tokens += tokens
 
+    @compute_thread
     def clipped(self, run_id: str, norm: float) -> None:
         self._windows.setdefault(run_id, _Window()).grad_norm = norm
 
+    @compute_thread
     def stepped(self, run_id: str, seq: int, learning_rate: float | None, grad_norm: float | None = None) -> None:
         """The step closed the window, with the norm of its gradient before clipping, where it is known."""
         window = self._windows.pop(run_id, _Window())
@@ -73,12 +77,14 @@ class RunMeasurements:
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         self._pending.append(MeasuredStep(run_id, seq, time.time(), known))
 
+    @compute_thread
     def dropped(self, run_id: str) -> None:
         """The window's gradient is gone, and so is what was measured of it."""
         self._windows.pop(run_id, None)
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 
+    @event_loop
     def write_soon(self) -> None:
         if self._pending and (self._writing is None or self._writing.done()):
             self._writing = asyncio.create_task(self._write_until_done())

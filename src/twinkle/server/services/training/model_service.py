@@ -10,33 +10,34 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from twinkle.errors import NotFoundError, UserError
+from twinkle.errors import NotFoundError
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import is_native_run, split_request_id
+from twinkle.server.scheduling.scheduler import Scheduler
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.futures import Delivery, Futures
 from twinkle.server.services.running_ops import RunningOps
-from twinkle.server.services.service_loop import Pump
-from twinkle.server.services.training.adapter_status import AdapterStatus, QueueStatus
+from twinkle.server.services.service_loop import BackgroundTasks, ServiceLoop
+from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place, QueueStatus
 from twinkle.server.services.training.admission import Entry, OpAdmission
 from twinkle.server.services.training.custom_losses import LossGraphs
-from twinkle.server.services.training.eviction import Parking
+from twinkle.server.services.training.execution import Execution
 from twinkle.server.services.training.journal_quota import JournalQuota
-from twinkle.server.services.training.live_adapter import LiveAdapter, Place, whereabouts
-from twinkle.server.services.training.live_versions import LiveVersion, LiveVersions
+from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.recovery import plan_replay
 from twinkle.server.services.training.refused_ops import journalled
 from twinkle.server.services.training.replay_feed import ReplayFeed
 from twinkle.server.services.training.runner import OpRunner
+from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshot_choice import usable_snapshot
+from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state import DamagedRecordError, JournalError, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry import request_context
@@ -47,10 +48,8 @@ from twinkle.server.tenancy.recent_rate import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.verbs.base_model import BaseModelPasses
-from twinkle.server.verbs.codec import refused_op, verb_op
-from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
+from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
-from twinkle.server.wire import responses
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ logger = logging.getLogger(__name__)
 _REFUSED_FROM = 10**18
 # Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
 _FURTHEST_AHEAD = 10_000
-_SMALL_BODY = 16_384  # bytes: what is shorter is understood in a fraction of a millisecond
+_CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
 
 
 class ModelService:
@@ -98,34 +97,59 @@ class ModelService:
         self._recorder = recorder or TrainingRecorder(model.name)
         self._compute = compute
         self._files = files
-        self._runner = OpRunner(
+        self._scheduler = Scheduler(
+            model.tokens_per_batch,
+            merge=merge,
+            gap_timeout=gap_seconds,
+            contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
+        )
+        self._native = NativeHost(model, templates)
+        self._measurements = RunMeasurements(store.run_metrics)
+        self.journal = JournalQuota(store, self._tenants)
+        background = BackgroundTasks()
+        snapshots = Snapshots(model, self._native, store, compute, files)
+        checkpoints = Checkpoints(model, self._native, store, compute, files, self._tenants, allowed_dirs)
+        settlement = Settlement(
+            store, self._futures, self._tenants.usage, self._recorder, snapshots, self.journal, background
+        )
+        self._settle = settlement.settle
+        self.adapters = LiveAdapters(
             model,
-            templates,
+            self._native,
             store,
             compute,
             files,
-            self._futures,
             self._tenants,
-            merge=merge,
-            allowed_dirs=allowed_dirs,
-            recorder=self._recorder,
-            adapter_bytes=memory.adapter_bytes,
-            running=RunningOps(files.root / "running" / quote(replica or model.name, safe="")),
-            gap_seconds=gap_seconds,
+            self._scheduler,
+            snapshots,
+            checkpoints,
+            self._measurements,
+            background,
+            settle=settlement.settle,
+            most_bytes=memory.adapter_bytes,
         )
-        self._adapters = self._runner.adapters
-        self._parking = Parking(self._runner, store, files)
-        self._scheduler = self._runner.scheduler
+        self._running = RunningOps(files.root / "running" / quote(replica or model.name, safe=""))
+        self._runner = OpRunner(
+            model,
+            store,
+            compute,
+            self._scheduler,
+            self.adapters,
+            settlement,
+            snapshots,
+            checkpoints,
+            self._measurements,
+            Execution(model, self._native, self._measurements, self._recorder),
+            self._futures,
+            self._recorder,
+            self._running,
+            background,
+        )
         self._loss_graphs = LossGraphs(store, self._tenants.pools.reading)
-        self._feed = ReplayFeed(store, self._loss_graphs, self._runner, self._runner.running)
-        self._runner.on_settled = self._feed.ended
-        self.journal = JournalQuota(store, self._tenants)
-        self._runner.on_recorded = self.journal.add
-        self._admission = OpAdmission(
-            self._tenants, self._scheduler, self._futures, self._adapters, memory.queued_bytes
-        )
-        self._live_versions = LiveVersions(model, self._runner, compute)
-        self.base_model = BaseModelPasses(model, self._runner.native, compute, self._tenants)
+        self._feed = ReplayFeed(store, self._loss_graphs, self.adapters, self._running, self._runner.enqueue)
+        settlement.on_settled = self._feed.ended
+        self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self.adapters, memory.queued_bytes)
+        self.base_model = BaseModelPasses(model, self._native, compute, self._tenants)
         self._refused_ids = itertools.count(_REFUSED_FROM)
         self._rate = RecentRate(time.time())
         self._feeding: asyncio.Task[None] | None = None
@@ -143,15 +167,15 @@ class ModelService:
                 except JournalError as error:  # it names our directories, which are not for clients
                     logger.error("damaged: run %s: %s", run.run_id, error)
                     await self._leave_out(run, "its journal on the server's disk is damaged")
-        left = (replay.without_body() for adapter in self._adapters.values() for replay in adapter.replays.values())
-        self._runner.running.keep_only([op.request_id for op in left])
+        left = (replay.without_body() for adapter in self.adapters for replay in adapter.replays.values())
+        self._running.keep_only([op.request_id for op in left])
         await self._free_journal()
         self._runner.start()
         self._feeding = asyncio.create_task(self._feed.run())
 
     async def stop(self) -> None:
         """Finish what is on the device, put every changed adapter on disk, and end."""
-        self._runner.stopping = True
+        self.adapters.stopping = True
         self._feed.stop()
         await self._runner.stop()
         if self._feeding is not None:
@@ -169,8 +193,7 @@ class ModelService:
         """Fail an adapter that damage keeps from coming back."""
         note = await self._store.damage.fail_run(run.run_id, run.tenant_id, what)
         logger.error("damaged: run %s (tenant %s): %s", run.run_id, run.tenant_id, note)
-        if self._adapters.pop(run.run_id, None) is not None:
-            self._scheduler.remove_adapter(run.run_id)
+        self.adapters.drop(run.run_id)
         await self._store.runs.set_state(run.run_id, "failed", note)
 
     async def _recover(self, run: RunRecord) -> None:
@@ -180,21 +203,16 @@ class ModelService:
         failed_seq = None if snapshot is None else snapshot.failed_seq
         if not plan.replays and plan.last > applied and not any(passed.given_up for passed in plan.passed):
             await self._store.snapshots.advance(run.run_id, plan.last, failed_seq)  # nothing but answered passes
-        # Without a snapshot its creation is among the ops to replay.
-        place = Place.NOWHERE if snapshot is None else Place.DISK
-        adapter = LiveAdapter(run, place, highest_seq=max(plan.last, 0))
-        self._adapters[run.run_id] = adapter
-        self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
-        self._scheduler.add_adapter(
-            run.run_id,
-            run.tenant_id,
+        adapter = self.adapters.add(
+            run,
+            Place.NOWHERE if snapshot is None else Place.DISK,  # without one, its creation is among the ops to replay
             next_seq=applied + 1,
             failed_seq=failed_seq,
             passed=plan.passed,
-            owed=[replay.seq for replay in plan.replays],
+            replays={replay.seq: replay for replay in plan.replays},
+            highest_seq=max(plan.last, 0),
         )
         for replay in plan.replays:
-            adapter.replays[replay.seq] = replay
             if not replay.ended:
                 self._futures.promise(replay.without_body().request_id, run.tenant_id)
         self._feed.add(adapter)
@@ -205,9 +223,9 @@ class ModelService:
 
     async def create(self, run: RunRecord, op: Op) -> str:
         """A new adapter. The same run may arrive again, when a client did not hear our answer."""
-        if run.run_id not in self._adapters:
-            self._runner.adapter_memory.check()
-            self._guard.check(op.price.held_bytes + self._runner.adapter_memory.growth(run.spec))
+        if run.run_id not in self.adapters:
+            self.adapters.memory.check()
+            self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
         with self._recorder.journalling(op):
             limits = self._tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
@@ -222,22 +240,16 @@ class ModelService:
         if accepted.record is None and accepted.run.state == "parked":
             return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
         if accepted.created:
-            adapter = LiveAdapter(run, Place.NOWHERE)
-            self._adapters[run.run_id] = adapter
-            self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
-            self._scheduler.add_adapter(run.run_id, run.tenant_id)
-            self._runner.enqueue(adapter, op)
+            self._runner.enqueue(self.adapters.add(run, Place.NOWHERE), op)
         return op.request_id
 
     async def submit(self, op: Op) -> str:
         """Accept an op; returns the id of its future once the op is safe on disk."""
-        adapter = self._adapters.get(op.adapter_id)
-        if adapter is None:
-            raise NotFoundError("model", op.adapter_id)
+        adapter = self._adapter(op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
         op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
-        if self._adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
+        if self.adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
             raise NotFoundError("model", op.adapter_id)
         with self._admission.entering(adapter, op) as entry:
             return await self._submit(adapter, op, entry)
@@ -261,72 +273,51 @@ class ModelService:
             adapter.last_request_at = time.time()
             self._futures.promise(op.request_id, adapter.run.tenant_id)
             message = (
-                self._runner.enqueue(adapter, op) if op.adapter_id in self._adapters else "the model was just removed"
+                self._runner.enqueue(adapter, op) if op.adapter_id in self.adapters else "the model was just removed"
             )
             if message is not None:
-                refusal = replace(responses.failed(message, "user"), ending=Ending.REFUSED)
-                self._runner.settle(adapter, op, refusal)
+                refusal = Outcome.failure(message, "user", Ending.REFUSED)
+                self._settle(adapter, op, refusal)
         return op.request_id
 
-    async def submit_verb(
-        self, run_id: str, seq: int | None, verb: str, sent: bytes, fields: Callable[[], Awaitable[Mapping[str, Any]]]
-    ) -> str:
-        """A native request; ``fields`` finds out what it means, with rows of tokens for its inputs.
+    # --- for requests whose numbers are optional, and whose rows the server encodes -----------------------------------
 
-        Without a number it gets the next one. A number that is used again gets its answer without asking ``fields``: a
-        batch that was meant may be gone by then.
-        """
-        adapter = self._adapters.get(run_id)
+    async def was_accepted(self, run_id: str, seq: int, sent: bytes) -> bool:
+        """Return whether this request was accepted before; SequenceConflictError if another one has its number."""
+        record = await self._store.ops.get(run_id, seq)
+        if record is not None and record.digest != digest(sent):
+            raise SequenceConflictError(run_id, seq)
+        return record is not None
+
+    def check_room(self, run_id: str) -> None:
+        """Raise QuotaError if no op of this adapter's tenant would be taken now, however small."""
+        self._admission.check(self._adapter(run_id).run.tenant_id)
+
+    @asynccontextmanager
+    async def next_number(self, run_id: str) -> AsyncIterator[int]:
+        """Hold the next free sequence number of an adapter until its op is submitted."""
+        adapter = self._adapter(run_id)
+        async with adapter.numbering:
+            yield max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
+
+    async def encode(
+        self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int
+    ) -> list[Mapping[str, object]]:
+        """Return conversations as rows of tokens, encoded with the adapter's template."""
+        adapter = self._adapter(run_id)
+        while adapter.repeats and not self.adapters.stopping:
+            await adapter.next_end()  # its template may be among what is done again after a restart
+        with adapter.in_use():
+            if not await self.adapters.load(adapter):
+                raise NotFoundError("model", run_id)
+            encode = partial(self._native.adapters.encode, run_id, rows, max_tokens)
+            return await self._tenants.pools.text.in_thread(adapter.run.tenant_id, encode)
+
+    def _adapter(self, run_id: str) -> LiveAdapter:
+        adapter = self.adapters.get(run_id)
         if adapter is None:
             raise NotFoundError("model", run_id)
-        if seq is None:
-            self._admission.check(adapter.run.tenant_id)
-            meant = await fields()
-            async with adapter.numbering:
-                seq = max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
-                return await self.submit(await self._understood(adapter.run, seq, verb, meant, sent))
-        record = await self._store.ops.get(run_id, seq)
-        if record is not None:
-            if record.digest != digest(sent):
-                raise SequenceConflictError(run_id, seq)
-            return f"{run_id}:{seq}"
-        self._admission.check(adapter.run.tenant_id)
-        try:
-            op = await self._understood(adapter.run, seq, verb, await fields(), sent)
-        except UserError as error:  # its place in the sequence is taken all the same
-            op = refused_op(run_id, seq, verb, str(error), sent)
-        return await self.submit(op)
-
-    async def rows(self, run_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
-        """What to train on: conversations go through the adapter's template first."""
-        rows = as_rows(inputs)
-        run, text = self.run(run_id), self._tenants.pools.text
-        if run is None:
-            raise NotFoundError("model", run_id)
-        if not are_encoded(rows):
-            adapter = self._adapters.get(run_id)
-            while adapter is not None and adapter.repeats and not self._runner.stopping:
-                await adapter.next_end()  # its template may be among what is done again after a restart
-            if adapter is None:
-                raise NotFoundError("model", run_id)
-            with adapter.in_use():
-                if not await self._runner.load(adapter):
-                    raise NotFoundError("model", run_id)
-                encode = partial(self._runner.native.adapters.encode, run_id, rows, max_tokens)
-                rows = await text.in_thread(run.tenant_id, encode)
-        return await text.in_thread(run.tenant_id, partial(checked_rows, rows, max_tokens))
-
-    async def _understood(self, run: RunRecord, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
-        """Its body for the journal and its digest take a second for a million tokens: not on the event loop."""
-
-        def digested() -> Op:
-            op = verb_op(run.run_id, seq, verb, fields, sent)
-            assert op.digest, "it is kept"
-            return op
-
-        if "inputs" not in fields and len(sent) < _SMALL_BODY:
-            return digested()
-        return await self._tenants.pools.reading.in_thread(run.tenant_id, digested)
+        return adapter
 
     async def _comes_too_late(self, op: Op) -> bool:
         """Whether the op's number was given up as missing. Then it stays so in the journal, for replays to repeat."""
@@ -346,7 +337,7 @@ class ModelService:
                 damage = await self._store.damage.of_run(run.run_id)
                 if damage is None:
                     raise NotFoundError("request", request_id)
-                return responses.failed(damage.message, "server")
+                return Outcome.failure(damage.message, "server")
             self._futures.adopt(request_id, run.tenant_id, outcome, time.time())
             return outcome
         return await self._futures.wait(request_id, timeout)
@@ -367,43 +358,25 @@ class ModelService:
         except JournalError as error:
             logger.error("damaged: the result of request %s: %s", request_id, error)
             message = f"request {request_id}: its result was damaged on the server's disk; send the request again"
-            return responses.failed(message, "server")
-
-    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
-        """Take an adapter off the device and keep its last state; see :mod:`.eviction`."""
-        return await self._parking.park(run, why, keep_seconds)
+            return Outcome.failure(message, "server")
 
     async def finish_accepted(self, run_id: str) -> None:
         """Returns when all that was accepted for an adapter until now has ended, unless the server ends before."""
-        adapter = self._adapters.get(run_id)
+        adapter = self.adapters.get(run_id)
         accepted = set() if adapter is None else adapter.unfinished
-        while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self._runner.stopping:
+        while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self.adapters.stopping:
             await adapter.next_end()
 
-    async def live_version(self, run_id: str) -> LiveVersion | None:
-        """The adapter as it is now, for sampling; None if it is not (any more) here."""
-        adapter = self._adapters.get(run_id)
-        return None if adapter is None else await self._live_versions.of(adapter)
-
     def run(self, run_id: str) -> RunRecord | None:
-        adapter = self._adapters.get(run_id)
+        adapter = self.adapters.get(run_id)
         return None if adapter is None else adapter.run
 
     def adapters_by_tenant(self) -> dict[str, int]:
-        return dict(Counter(adapter.run.tenant_id for adapter in self._adapters.values()))
+        return dict(Counter(adapter.run.tenant_id for adapter in self.adapters))
 
     def busy_sessions(self) -> frozenset[str]:
         """Those of which something waits to run."""
-        return frozenset(adapter.run.session_id for adapter in self._adapters.values() if adapter.unfinished)
-
-    def adapter_statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
-        """Of the tenant's live adapters, by run id."""
-        resident = frozenset(self.model.trainer.resident_adapter_ids())
-        return {
-            run_id: AdapterStatus(whereabouts(adapter, run_id in resident), len(adapter.unfinished))
-            for run_id, adapter in self._adapters.items()
-            if adapter.run.tenant_id == tenant_id
-        }
+        return frozenset(adapter.run.session_id for adapter in self.adapters if adapter.unfinished)
 
     def queue_status(self, tenant_id: str) -> QueueStatus:
         waiting = self._scheduler.numbers().waiting
@@ -411,16 +384,16 @@ class ModelService:
 
     async def write_metrics(self) -> None:
         """Put on record what was measured so far."""
-        await self._runner.measurements.write()
+        await self._measurements.write()
 
     def last_requests(self) -> dict[str, float]:
         """When each adapter was last asked for something, as far as that is news."""
-        return {run_id: a.last_request_at for run_id, a in self._adapters.items() if a.last_request_at}
+        return {a.run.run_id: a.last_request_at for a in self.adapters if a.last_request_at}
 
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
         self._futures.sweep(now)
-        for tenant_id in {adapter.run.tenant_id for adapter in self._adapters.values()}:
+        for tenant_id in {adapter.run.tenant_id for adapter in self.adapters}:
             self._scheduler.set_standing(tenant_id, self._tenants.standing(tenant_id))
         self._rate.note(self._trained_tokens(), now)
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
@@ -434,27 +407,27 @@ class ModelService:
         self._admission.check_results(run.tenant_id)
         request_id = f"{run.run_id}:{next(self._refused_ids)}"
         self._futures.promise(request_id, run.tenant_id)
-        self._futures.settle(request_id, responses.failed(message, "user"), time.time())
+        self._futures.settle(request_id, Outcome.failure(message, "user"), time.time())
         return request_id
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
         """What adapters, queued ops and replayed ops take of the host's memory."""
-        return self._runner.adapter_memory.budget, self._admission.budget, self._feed.budget()
+        return self.adapters.memory.budget, self._admission.budget, self._feed.budget()
 
     @property
     def alive(self) -> bool:
         """Whether what is accepted will be run."""
-        return self.pump.alive
+        return self.loop.alive
 
     @property
-    def pump(self) -> Pump:
-        return self._runner.pump
+    def loop(self) -> ServiceLoop:
+        return self._runner.loop
 
     @property
     def recovering(self) -> bool:
         """Whether what had ended before a restart is still being done again."""
-        return any(adapter.repeats for adapter in self._adapters.values())
+        return any(adapter.repeats for adapter in self.adapters)
 
     @property
     def step_seconds(self) -> float:
@@ -466,7 +439,7 @@ class ModelService:
         return TrainingReadings(
             waiting=numbers.waiting,
             merge_ratio=numbers.merge_ratio,
-            adapters_on_disk=sum(adapter.place is Place.DISK for adapter in self._adapters.values()),
+            adapters_on_disk=sum(adapter.place is Place.DISK for adapter in self.adapters),
             busy_seconds=self._runner.busy_seconds,
             step_seconds=self.step_seconds,
             long_polls=self._futures.polls,
@@ -477,7 +450,7 @@ class ModelService:
     def status(self) -> dict[str, object]:
         numbers = self._scheduler.numbers()
         return {
-            "adapters": len(self._adapters),
+            "adapters": len(self.adapters),
             "queued_ops": sum(numbers.waiting.values()),
             "ops": numbers.ops,
             "batches": numbers.pass_batches,

@@ -1,7 +1,6 @@
 """What to run again after a restart: the ops behind an adapter's last snapshot, each decoded when its turn comes."""
 
 import asyncio
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -156,7 +155,7 @@ def _must_run(payload: Payload, record: OpRecord, outcome: Outcome) -> bool:
     """
     if outcome.failed:
         ran = outcome.ending is Ending.RAN and isinstance(payload, NativePass | NativeVerb)
-        return ran and bool(json.loads(outcome.body)["category"] == "user")
+        return ran and outcome.category == "user"
     return record.kind in _CHANGES or isinstance(payload, NativePass)
 
 

@@ -7,16 +7,15 @@ budget: a start never holds all bodies, however many there are.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from twinkle.server.services.running_ops import MOST_DEATHS, RunningOps
+from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
 from twinkle.server.services.training.custom_losses import LossGraphs
-from twinkle.server.services.training.live_adapter import LiveAdapter
 from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.state import Damage, DatabaseUnavailableError, Store
-from twinkle.server.types import Budget, Ending, Op
-from twinkle.server.wire import responses
+from twinkle.server.types import Budget, Ending, Op, Outcome
 
 __all__ = ["ReplayFeed"]
 
@@ -27,24 +26,22 @@ _RETRY_SECONDS = 5.0
 _MOST_BYTES = 64 * 2**20  # of all decoded ops; one that is larger is decoded alone
 
 
-class Runner(Protocol):
-    """What takes the ops: an :class:`~twinkle.server.services.training.runner.OpRunner`."""
-
-    adapters: dict[str, LiveAdapter]
-    stopping: bool
-
-    def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None: ...
-
-    def give_up(self, adapter: LiveAdapter, note: str) -> None: ...
-
-
 class ReplayFeed:
     """Belongs to one event loop."""
 
-    def __init__(self, store: Store, graphs: LossGraphs, runner: Runner, running: RunningOps) -> None:
+    def __init__(
+        self,
+        store: Store,
+        graphs: LossGraphs,
+        adapters: LiveAdapters,
+        running: RunningOps,
+        enqueue: Callable[[LiveAdapter, Op], str | None],
+    ) -> None:
+        """``enqueue`` hands an op to the scheduler, and returns why it was not taken, if so."""
         self._store = store
         self._graphs = graphs
-        self._runner = runner
+        self._adapters = adapters
+        self._enqueue = enqueue
         self._running = running
         self._lines: dict[str, tuple[LiveAdapter, list[Replay]]] = {}  # by run: what is not decoded yet, last first
         self._held: dict[str, int] = {}  # bytes of decoded ops, by request id
@@ -68,7 +65,7 @@ class ReplayFeed:
 
     async def run(self) -> None:
         """Returns when nothing is left to be brought back, or when the server ends."""
-        while self._lines and not self._runner.stopping:
+        while self._lines and not self._adapters.stopping:
             self._wake.clear()
             if not [run_id for run_id in list(self._lines) if await self._feed(run_id)]:
                 await self._wake.wait()
@@ -76,10 +73,10 @@ class ReplayFeed:
     async def _feed(self, run_id: str) -> bool:
         """Decode the next op of an adapter, if there is room; returns whether there is less to do now."""
         adapter, line = self._lines[run_id]
-        if not line or self._runner.adapters.get(run_id) is not adapter:
+        if not line or self._adapters.get(run_id) is not adapter:
             del self._lines[run_id]
             return True
-        if self._runner.stopping or len(adapter.ops.keys() & adapter.replays.keys()) >= _AHEAD:
+        if self._adapters.stopping or len(adapter.ops.keys() & adapter.replays.keys()) >= _AHEAD:
             return False
         replay = line[-1]
         held = sum(self._held.values())
@@ -87,11 +84,11 @@ class ReplayFeed:
             return False
         line.pop()
         op, replay = await self._read(adapter, replay)
-        if self._runner.adapters.get(run_id) is not adapter or replay.seq not in adapter.replays:
+        if self._adapters.get(run_id) is not adapter or replay.seq not in adapter.replays:
             return True  # it left meanwhile, and who waited was told
         adapter.replays[replay.seq] = replay
         self._held[op.request_id] = op.price.held_bytes
-        message = self._runner.enqueue(adapter, op)
+        message = self._enqueue(adapter, op)
         assert message is None, f"{op.request_id} has a place in the sequence: {message}"
         return True
 
@@ -117,10 +114,9 @@ class ReplayFeed:
         logger.error("damaged: request %s of tenant %s in the journal", op.request_id, run.tenant_id, exc_info=error)
         if replay.ended:
             what = f"its journal on the server's disk is damaged at op {op.seq}"
-            self._runner.give_up(adapter, await self._store.damage.fail_run(run.run_id, run.tenant_id, what))
+            self._adapters.fail(adapter, await self._store.damage.fail_run(run.run_id, run.tenant_id, what))
             return op, replay
         message = f"request {op.request_id}: its body in the journal is damaged; send it again"
         damage = Damage(f"request {op.request_id}", message, time.time(), run.tenant_id, run.run_id)
         await self._store.damage.note(damage)
-        failure = responses.failed(message, "server")
-        return op, replace(replay, repeated=replace(failure, ending=Ending.REFUSED))
+        return op, replace(replay, repeated=Outcome.failure(message, "server", Ending.REFUSED))

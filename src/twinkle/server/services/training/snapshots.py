@@ -6,7 +6,7 @@ import time
 
 from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir, write_snapshot
 from twinkle.server.types import SnapshotRecord
@@ -35,6 +35,7 @@ class Snapshots:
         self._writing: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # held from copying an adapter until it is written
 
+    @event_loop
     def note(self, adapter_id: str, now: float, *, urgent: bool = False, changed: bool = True) -> None:
         """An op of this adapter ended, and ``changed`` it or not."""
         due = now if urgent else now + _INTERVAL_SECONDS
@@ -42,9 +43,11 @@ class Snapshots:
         if changed:
             self._changed.add(adapter_id)
 
+    @event_loop
     def postpone(self, adapter_id: str, now: float) -> None:
         self._due_at[adapter_id] = now + _INTERVAL_SECONDS
 
+    @event_loop
     def forget(self, adapter_id: str) -> None:
         self._due_at.pop(adapter_id, None)
         self._changed.discard(adapter_id)
@@ -110,6 +113,7 @@ class Snapshots:
 
         self._writing = asyncio.create_task(write())
 
+    @compute_thread
     def _copy(self, adapter_id: str) -> tuple[AdapterSnapshot, bytes | None]:
         return self._model.trainer.snapshot(adapter_id), self._native.dump(adapter_id)
 

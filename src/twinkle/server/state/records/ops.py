@@ -221,9 +221,8 @@ class Ops:
             record = None if row is None else _record(row)
             if record is None or record.outcome is None or record.encoding is None:
                 return None
-            return Outcome(
-                record.encoding, self._outcomes.read(record.outcome), record.failed, record.ending or Ending.RAN
-            )
+            body = self._outcomes.read(record.outcome)
+            return Outcome.from_record(record.encoding, body, record.failed, record.ending)
 
         return await self._database.read(work)
 

@@ -1,13 +1,13 @@
-"""A batch in steps lets the pump go first: for a pass and its optimizer step, and no longer."""
+"""A batch in steps lets the loop go first: for a pass and its optimizer step, and no longer."""
 
 import asyncio
 
-from twinkle.server.services.training.turns import PumpTurns
+from twinkle.server.services.training.runner import LoopTurns
 
 
-def test_an_idle_pump_is_not_waited_for() -> None:
+def test_an_idle_loop_is_not_waited_for() -> None:
     async def main() -> None:
-        turns = PumpTurns()
+        turns = LoopTurns()
         await asyncio.wait_for(turns.others(), 5)
         turns.begin()
         turns.end(idle=True)
@@ -18,7 +18,7 @@ def test_an_idle_pump_is_not_waited_for() -> None:
 
 def test_two_turns_and_no_more() -> None:
     async def main() -> None:
-        turns = PumpTurns()
+        turns = LoopTurns()
         turns.begin()
         waiting = asyncio.create_task(turns.others())
         for _ in range(2):
@@ -31,9 +31,9 @@ def test_two_turns_and_no_more() -> None:
     asyncio.run(main())
 
 
-def test_a_pump_that_runs_dry_ends_the_wait() -> None:
+def test_a_loop_that_runs_dry_ends_the_wait() -> None:
     async def main() -> None:
-        turns = PumpTurns()
+        turns = LoopTurns()
         turns.begin()
         waiting = asyncio.create_task(turns.others())
         await asyncio.sleep(0)

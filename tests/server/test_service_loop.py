@@ -15,7 +15,7 @@ from twinkle.server.app import make_app
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockSampler, MockTrainer
 from twinkle.server.services.sampling.sampler_service import SamplerService
-from twinkle.server.services.service_loop import Pump
+from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.state.files.data_dir import DataDir
 
 
@@ -29,13 +29,13 @@ async def _wait(told: asyncio.Event) -> None:
 
 def test_a_bug_is_told_and_the_end_is_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        pump = Pump("training on m")
-        assert not pump.alive
-        pump.start(_raise())
-        assert pump.alive
-        assert await pump.broken() == "training on m"
-        assert (pump.alive, pump.failed) == (False, True)
-        await pump.ended()
+        loop = ServiceLoop("training on m")
+        assert not loop.alive
+        loop.start(_raise())
+        assert loop.alive
+        assert await loop.broken() == "training on m"
+        assert (loop.alive, loop.failed) == (False, True)
+        await loop.ended()
 
     asyncio.run(scenario())
     (record,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
@@ -46,14 +46,14 @@ def test_a_bug_is_told_and_the_end_is_not_raised(caplog: pytest.LogCaptureFixtur
 
 def test_a_loop_that_was_told_to_end_is_not_broken(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        pump, told = Pump("sampling"), asyncio.Event()
-        await pump.ended()  # it never began
-        pump.start(_wait(told))
-        broken = asyncio.create_task(pump.broken())
+        loop, told = ServiceLoop("sampling"), asyncio.Event()
+        await loop.ended()  # it never began
+        loop.start(_wait(told))
+        broken = asyncio.create_task(loop.broken())
         told.set()
-        await pump.ended()
+        await loop.ended()
         await asyncio.sleep(0)
-        assert (pump.alive, pump.failed, broken.done()) == (False, False, False)
+        assert (loop.alive, loop.failed, broken.done()) == (False, False, False)
         broken.cancel()
 
     asyncio.run(scenario())
@@ -67,7 +67,7 @@ def test_a_sampler_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(service, "_orders", lambda: 1 / 0)
         await service.start()
         service.sweep(0.0)  # a turn is due
-        assert await asyncio.wait_for(service.pump.broken(), 10) == "sampling"
+        assert await asyncio.wait_for(service.loop.broken(), 10) == "sampling"
         assert not service.alive
         await service.stop()
         compute.close()
@@ -75,19 +75,19 @@ def test_a_sampler_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scenario())
 
 
-def pump_of(*, alive: bool, failed: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(pump=SimpleNamespace(alive=alive, failed=failed))
+def loop_of(*, alive: bool, failed: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(loop=SimpleNamespace(alive=alive, failed=failed))
 
 
 @pytest.mark.parametrize(
     ("training", "sampling", "stopping", "status"),
     [
-        (pump_of(alive=True), pump_of(alive=True), False, 200),
-        (pump_of(alive=True), None, False, 200),
-        (pump_of(alive=False, failed=True), pump_of(alive=True), False, 503),
-        (pump_of(alive=True), pump_of(alive=False, failed=True), False, 503),
-        (pump_of(alive=False, failed=True), None, True, 503),  # it ends because of that
-        (pump_of(alive=False), pump_of(alive=False), True, 200),  # it ends
+        (loop_of(alive=True), loop_of(alive=True), False, 200),
+        (loop_of(alive=True), None, False, 200),
+        (loop_of(alive=False, failed=True), loop_of(alive=True), False, 503),
+        (loop_of(alive=True), loop_of(alive=False, failed=True), False, 503),
+        (loop_of(alive=False, failed=True), None, True, 503),  # it ends because of that
+        (loop_of(alive=False), loop_of(alive=False), True, 200),  # it ends
     ],
 )
 def test_health(training: Any, sampling: Any, stopping: bool, status: int) -> None:

@@ -1,0 +1,507 @@
+"""The adapters of one base model that live in this process, and how each comes, moves and leaves.
+
+    add       a new run, or one that a restart found           nowhere, or on disk
+    load      from its snapshot into the trainer               disk -> trainer
+    offload   out of the trainer, its snapshot up to date      trainer -> disk
+    evict     out of this process, its last state becomes a checkpoint
+    fail      out of this process, because it could not be created or read
+
+An adapter on disk is in its snapshot: weights, optimizer and open gradient alike. Its next op loads it, and its tenant
+cannot tell. Where the device is a CPU, adapters on the device are in host memory, too.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Literal
+
+from twinkle.errors import CheckpointError, OverloadedError, UnsupportedError, UserError
+from twinkle.model.types import AdapterSnapshot, LoraSpec
+from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
+from twinkle.server.scheduling.scheduler import Scheduler
+from twinkle.server.scheduling.sequence import Passed
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints
+from twinkle.server.services.service_loop import BackgroundTasks
+from twinkle.server.services.training.measurements import RunMeasurements
+from twinkle.server.services.training.recovery import Replay
+from twinkle.server.services.training.snapshots import Snapshots
+from twinkle.server.state import Store
+from twinkle.server.state.files.data_dir import DataDir, read_native_state, read_snapshot
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
+from twinkle.server.verbs.host import NativeHost
+
+__all__ = [
+    "AdapterMemory",
+    "AdapterStatus",
+    "LiveAdapter",
+    "LiveAdapters",
+    "LiveVersion",
+    "Place",
+    "QueueStatus",
+    "Residency",
+]
+
+logger = logging.getLogger(__name__)
+
+# Versions of earlier weights may still be wanted by requests that have not reached the sampler yet.
+_KEPT_VERSIONS = 3
+
+# "device": in a slot of the trainer; "host": paged out to the machine's memory; "disk": in its snapshot until its next
+# request; "nowhere": not created yet; "parked": it was evicted, a checkpoint has it; "failed": never created.
+Residency = Literal["device", "host", "disk", "nowhere", "parked", "failed"]
+
+
+@dataclass(frozen=True)
+class AdapterStatus:
+    """What a tenant may know of a live adapter of its own."""
+
+    where: Residency
+    queued_ops: int  # accepted and not ended
+
+
+@dataclass(frozen=True)
+class QueueStatus:
+    """Ops of one base model that wait: those of one tenant, and those of all tenants."""
+
+    own: int
+    all: int
+
+
+class Place(StrEnum):
+    """Where an adapter is."""
+
+    NOWHERE = "nowhere"  # it was not created yet, or could not be
+    DISK = "disk"  # in its snapshot only
+    TRAINER = "trainer"
+
+
+@dataclass
+class LiveAdapter:
+    """One adapter: its run, its place, and its ops on the way."""
+
+    run: RunRecord
+    place: Place
+    last_request_at: float = 0.0
+    highest_seq: int = 0
+    unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written down yet
+    ops: dict[int, Op] = field(default_factory=dict)  # accepted and not finished, by sequence number
+    replays: dict[int, Replay] = field(default_factory=dict)  # what a restart left to do (again), in order
+    op_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever one of its ops ends
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it comes from disk
+    numbering: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an op without a number gets one
+    changed_seq: int = 0  # the last op that gave it other weights
+    used_at: float = 0.0  # when it was last brought to the trainer or an op of it ended, by the monotonic clock
+    users: int = 0  # requests beside its ops that rely on its being in the trainer
+    versions: list[str] = field(default_factory=list)  # for sampling, of its newest weights last
+
+    @property
+    def repeats(self) -> bool:
+        """Whether ops that had ended before a restart are still to be done again."""
+        return any(replay.ended for replay in self.replays.values())
+
+    @property
+    def unfinished(self) -> set[int]:
+        """The numbers of all ops that were accepted and have not ended, or have to end once more after a restart."""
+        return {*self.ops, *self.replays}
+
+    def take_undecoded(self) -> list[Op]:
+        """Take out, without their bodies, the ops that a restart left to do and that were not decoded yet."""
+        left = [seq for seq in self.replays if seq not in self.ops]
+        return [self.replays.pop(seq).without_body() for seq in left]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the adapter in the trainer, once it is there."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
+    async def next_end(self) -> None:
+        """Return when one more of its ops has ended."""
+        self.op_ended.clear()
+        await self.op_ended.wait()
+
+    def residency(self, resident: bool) -> Residency:
+        """Return where it is, for its tenant. ``resident``: whether the trainer has it on the device."""
+        if self.place is Place.TRAINER:
+            return "device" if resident else "host"
+        return "disk" if self.place is Place.DISK else "nowhere"
+
+
+@dataclass(frozen=True)
+class LiveVersion:
+    """A version of an adapter's present weights. ``outdated``: versions that no new request will be sent to."""
+
+    version_id: str
+    outdated: tuple[str, ...]
+
+
+class AdapterMemory:
+    """Counts adapters in host memory and chooses which one is offloaded next. Belongs to the event loop."""
+
+    def __init__(self, trainer: TrainingBackend, limit: int) -> None:
+        self.limit = limit
+        self._trainer = trainer
+        self._stuck = False  # there was too much, and nothing could leave
+
+    @property
+    def budget(self) -> Budget:
+        return Budget("host_adapters", self._trainer.host_bytes(), self.limit)
+
+    def size_of(self, spec: LoraSpec) -> int:
+        """Return the host memory that an adapter of this shape takes at most; 0 for one that can never be."""
+        try:
+            return self._trainer.host_bytes_of(spec)
+        except UserError:
+            return 0
+
+    def growth(self, spec: LoraSpec) -> int:
+        """Return by how much memory grows with one more adapter, others having gone to disk where they must."""
+        return max(0, min(self.size_of(spec), self.limit - self._trainer.host_bytes()))
+
+    def lacks(self, size: int = 0) -> bool:
+        """Return whether ``size`` more bytes would pass the limit. One adapter may be there however large it is."""
+        used = self._trainer.host_bytes()
+        return used > 0 and used + size > self.limit
+
+    def check(self) -> None:
+        """Raise OverloadedError if no more adapters can be taken: the present ones cannot go to disk."""
+        budget = self.budget
+        if self._stuck and budget.used > budget.limit:
+            raise OverloadedError(
+                "bytes of adapters in host memory", budget.used, budget.limit, "max_host_adapter_bytes"
+            )
+
+    def next_to_leave(
+        self, adapters: Sequence[LiveAdapter], may_leave: Callable[[LiveAdapter], bool]
+    ) -> LiveAdapter | None:
+        """Return the adapter that is offloaded next: of the tenant with most adapters here, the longest unused."""
+        here = [adapter for adapter in adapters if adapter.place is Place.TRAINER]
+        counts = Counter(adapter.run.tenant_id for adapter in here)
+        candidates = [adapter for adapter in here if may_leave(adapter)]
+        self._stuck = not candidates
+        return min(candidates, key=lambda a: (-counts[a.run.tenant_id], a.used_at), default=None)
+
+
+@dataclass
+class _Leaving:
+    """An adapter that is being evicted: it takes no more ops."""
+
+    adapter: LiveAdapter
+    waiting: list[Op]  # ops that never began
+    note: str | None = None  # where it is kept, once it is
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class LiveAdapters:
+    """Owns the live adapters of one base model. Belongs to the event loop; the trainer is called in its own thread."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        native: NativeHost,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        tenants: Tenants,
+        scheduler: Scheduler,
+        snapshots: Snapshots,
+        checkpoints: Checkpoints,
+        measurements: RunMeasurements,
+        background: BackgroundTasks,
+        *,
+        settle: Callable[[LiveAdapter, Op, Outcome], None],
+        most_bytes: int,
+    ) -> None:
+        """``settle`` ends an op with an outcome. ``most_bytes`` of host memory are for adapters; others go to disk."""
+        self.memory = AdapterMemory(model.trainer, most_bytes)
+        self.stopping = False
+        self._adapters: dict[str, LiveAdapter] = {}
+        self._leaving: dict[str, _Leaving] = {}
+        self._model = model
+        self._native = native
+        self._store = store
+        self._compute = compute
+        self._files = files
+        self._tenants = tenants
+        self._scheduler = scheduler
+        self._snapshots = snapshots
+        self._checkpoints = checkpoints
+        self._measurements = measurements
+        self._background = background
+        self._settle = settle
+
+    def get(self, run_id: str) -> LiveAdapter | None:
+        return self._adapters.get(run_id)
+
+    def __contains__(self, run_id: str) -> bool:
+        return run_id in self._adapters
+
+    def __iter__(self) -> Iterator[LiveAdapter]:
+        return iter(list(self._adapters.values()))
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def statuses(self, tenant_id: str) -> dict[str, AdapterStatus]:
+        """Return the status of the tenant's live adapters, by run id."""
+        resident = frozenset(self._model.trainer.resident_adapter_ids())
+        return {
+            run_id: AdapterStatus(adapter.residency(run_id in resident), len(adapter.unfinished))
+            for run_id, adapter in self._adapters.items()
+            if adapter.run.tenant_id == tenant_id
+        }
+
+    # --- coming -------------------------------------------------------------------------------------------------------
+
+    @event_loop
+    def add(
+        self,
+        run: RunRecord,
+        place: Place,
+        *,
+        next_seq: int = 0,
+        failed_seq: int | None = None,
+        passed: Sequence[Passed] = (),
+        replays: Mapping[int, Replay] | None = None,
+        highest_seq: int = 0,
+    ) -> LiveAdapter:
+        """Take in an adapter whose next op has number ``next_seq``; ``replays`` are what a restart left to do."""
+        adapter = LiveAdapter(run, place, highest_seq=highest_seq, replays=dict(replays or {}))
+        self._adapters[run.run_id] = adapter
+        self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
+        self._scheduler.add_adapter(
+            run.run_id,
+            run.tenant_id,
+            next_seq=next_seq,
+            failed_seq=failed_seq,
+            passed=passed,
+            owed=list(adapter.replays),
+        )
+        return adapter
+
+    async def load(self, adapter: LiveAdapter) -> bool:
+        """Bring an adapter that is on disk into the trainer; return whether the trainer has it now."""
+        run_id = adapter.run.run_id
+        async with adapter.loading:
+            if adapter.place is Place.DISK:
+                try:
+                    record = await self._store.snapshots.get(run_id)
+                    assert record is not None, "an adapter that is on disk has a snapshot"
+                    directory = self._files.root / record.directory
+                    snapshot = await asyncio.to_thread(read_snapshot, directory)
+                    native = await asyncio.to_thread(read_native_state, directory)
+                    await self._compute.run(partial(self._restore, run_id, snapshot, native))
+                    adapter.place = Place.TRAINER
+                    adapter.used_at = time.monotonic()
+                except Exception as error:  # the service loop is an edge: ops of other adapters are in the same batch
+                    logger.exception("snapshot of %s cannot be restored", run_id)
+                    if isinstance(error, CheckpointError):
+                        what = "its snapshot on the server's disk is damaged"
+                        await self._store.damage.fail_run(run_id, adapter.run.tenant_id, what)
+        return adapter.place is Place.TRAINER
+
+    @compute_thread
+    def _restore(self, run_id: str, snapshot: AdapterSnapshot, native: bytes | None) -> None:
+        """Run in the compute thread."""
+        self._model.trainer.restore(run_id, snapshot)
+        if native is not None:
+            self._native.restore(run_id, native)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+    # All of this runs in the service loop, between batches: no op starts meanwhile.
+
+    async def make_room_for(self, adapter: LiveAdapter, *, creating: bool) -> bool:
+        """Make room for an adapter that an op brings to the trainer; return whether there is any now."""
+        comes = creating or adapter.place is Place.DISK
+        return not comes or await self.make_room(self.memory.size_of(adapter.run.spec))
+
+    async def make_room(self, size: int = 0) -> bool:
+        """Offload idle adapters until ``size`` more bytes fit into host memory; return whether they do."""
+        tried: set[str] = set()
+
+        def may_leave(adapter: LiveAdapter) -> bool:
+            return adapter.run.run_id not in tried and self._may_leave(adapter)
+
+        while self.memory.lacks(size):
+            adapter = self.memory.next_to_leave(list(self._adapters.values()), may_leave)
+            if adapter is None:
+                return False
+            tried.add(adapter.run.run_id)
+            await self.offload(adapter)
+        return True
+
+    def _may_leave(self, adapter: LiveAdapter) -> bool:
+        """Return False while an op of it runs, or while something of it is only in memory and in no snapshot."""
+        run_id = adapter.run.run_id
+        is_idle = self._scheduler.position(run_id) is not None and not adapter.users and not adapter.repeats
+        return is_idle and not adapter.unrecorded and self._native.is_settled(run_id)
+
+    async def offload(self, adapter: LiveAdapter) -> None:
+        """Bring the snapshot up to date and take the adapter out of the trainer; it stays if that fails."""
+        run_id = adapter.run.run_id
+        async with adapter.loading:
+            try:
+                await self._snapshots.finish_writing()
+                position = self._scheduler.position(run_id)
+                if position is not None and run_id in self._snapshots.noted():
+                    await self._snapshots.bring_up_to(run_id, position.seq, position.failed_seq)
+                    await self._snapshots.finish_writing()
+                has_snapshot = await self._store.snapshots.get(run_id) is not None
+                if not has_snapshot or run_id in self._snapshots.noted() or not self._may_leave(adapter):
+                    return
+                await self._compute.run(partial(self._take_out, run_id))
+                adapter.place = Place.DISK
+                logger.debug("%s went to disk: host memory for adapters is full", run_id)
+            except Exception:  # the service loop is an edge; the adapter is where it was
+                logger.exception("%s could not go to disk", run_id)
+
+    @compute_thread
+    def _take_out(self, run_id: str) -> None:
+        """Run in the compute thread."""
+        self._model.trainer.remove_adapter(run_id)
+        self._native.remove(run_id)
+
+    async def snapshot(self, run_id: str) -> None:
+        """Write an adapter's snapshot, if it is in the trainer and no op of it is half done; else look again later."""
+        adapter = self._adapters.get(run_id)
+        if adapter is None or adapter.place is not Place.TRAINER:
+            self._snapshots.forget(run_id)
+            return
+        position = self._scheduler.position(run_id)
+        # One of its ops is running and may change it, or has an outcome that only a replay could bring back; or a
+        # forward pass waits for its backward pass, which needs both.
+        if position is None or adapter.unrecorded or not self._native.is_settled(run_id):
+            self._snapshots.postpone(run_id, time.monotonic())
+            return
+        try:
+            await self._snapshots.bring_up_to(run_id, position.seq, position.failed_seq)
+        except Exception:  # the service loop is an edge; the journal still has everything
+            logger.exception("no snapshot of %s", run_id)
+            self._snapshots.postpone(run_id, time.monotonic())
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    @event_loop
+    def fail(self, adapter: LiveAdapter, note: str) -> None:
+        """Remove an adapter that could not be created or brought back; what waits for it fails with the note."""
+        run_id = adapter.run.run_id
+        if self._adapters.get(run_id) is not adapter:
+            return  # its session ended meanwhile
+        for op in self._remove(adapter):
+            self._settle(adapter, op, Outcome.failure(note, "user", Ending.REFUSED))
+        self._snapshots.forget(run_id)
+        self._background.start(self._store.runs.set_state(run_id, "failed", note))
+
+    @event_loop
+    def drop(self, run_id: str) -> None:
+        """Forget an adapter that damage keeps from coming back at a start. Nothing of it waits yet."""
+        if self._adapters.pop(run_id, None) is not None:
+            self._scheduler.remove_adapter(run_id)
+
+    def _remove(self, adapter: LiveAdapter) -> list[Op]:
+        """Take an adapter out; return its ops that never began."""
+        run_id = adapter.run.run_id
+        del self._adapters[run_id]
+        waiting = [adapter.ops.pop(ticket.seq) for ticket in self._scheduler.remove_adapter(run_id)]
+        return [*waiting, *adapter.take_undecoded()]
+
+    async def evict(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
+        """Take an adapter off the device and keep its last state as a checkpoint; ``why`` says what happened.
+
+        What was done before a restart is done again first, what runs is finished, what still waits fails. If this is
+        interrupted, whoever asks again goes on from there. Returns the versions of the adapter that the sampler may
+        still hold: no new request will be sent to them.
+        """
+        adapter = self._adapters.get(run.run_id)
+        while adapter is not None and adapter.repeats and not self.stopping:
+            await adapter.next_end()
+        if self.stopping:
+            return ()
+        leaving = self._leaving.get(run.run_id) or self._begin_leaving(run.run_id)
+        if leaving is None:
+            return ()
+        async with leaving.turn:
+            if self._leaving.get(run.run_id) is leaving:  # nobody finished it meanwhile
+                await self._finish_leaving(leaving, why, keep_seconds)
+                del self._leaving[run.run_id]
+        return leaving.adapter.versions
+
+    def _begin_leaving(self, run_id: str) -> _Leaving | None:
+        adapter = self._adapters.get(run_id)
+        if adapter is None:
+            return None
+        leaving = self._leaving[run_id] = _Leaving(adapter, self._remove(adapter))
+        return leaving
+
+    async def _finish_leaving(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:
+        run_id = leaving.adapter.run.run_id
+        if leaving.note is None:
+            await self._keep(leaving, why, keep_seconds)
+        if leaving.note is None:  # its journal and snapshot stay: the next start tries again
+            logger.error("%s could not be kept as a checkpoint: %s", run_id, why)
+            return
+        await self._store.runs.set_state(run_id, "parked", leaving.note)
+        await self._compute.run(partial(self._measurements.dropped, run_id))
+        self._snapshots.forget(run_id)
+        await self._snapshots.finish_writing()
+        last = await self._store.snapshots.delete(run_id)
+        await asyncio.to_thread(self._files.remove_snapshots, run_id, None if last is None else last.directory)
+        logger.info("%s left the device: %s", run_id, why)
+
+    async def _keep(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:
+        """Save a checkpoint of an adapter that leaves; ops that wait for it are failed in any case."""
+        adapter = leaving.adapter
+        try:
+            while adapter.ops:
+                await adapter.next_end()
+            if await self.load(adapter):
+                leaving.note = await self._checkpoints.park(adapter.run, why, keep_seconds)
+        finally:
+            message = leaving.note or f"{why}, and its adapter could not be kept"
+            while leaving.waiting:
+                self._settle(adapter, leaving.waiting.pop(0), Outcome.failure(message, "user"))
+
+    # --- sampling from it ---------------------------------------------------------------------------------------------
+
+    async def live_version(self, run_id: str) -> LiveVersion | None:
+        """Return a version of the adapter's present weights, made when it is asked for; None if it is not here."""
+        adapter = self._adapters.get(run_id)
+        if adapter is None:
+            return None
+        if self._model.sampler is None:
+            raise UnsupportedError(f"{self._model.name} is served for training only")
+        # Not created yet, or not yet again what it was before a restart.
+        while (adapter.repeats or (adapter.place is Place.NOWHERE and 0 in adapter.unfinished)) and not self.stopping:
+            await adapter.next_end()
+        with adapter.in_use():
+            if not await self.load(adapter):
+                return None
+            version_id = f"{run_id}@{adapter.changed_seq}"
+            if not await self._compute.run(partial(self._publish, version_id, run_id)):
+                return None
+        if version_id not in adapter.versions:
+            adapter.versions.append(version_id)
+        outdated, adapter.versions = adapter.versions[:-_KEPT_VERSIONS], adapter.versions[-_KEPT_VERSIONS:]
+        return LiveVersion(version_id, tuple(outdated))
+
+    @compute_thread
+    def _publish(self, version_id: str, run_id: str) -> bool:
+        """Run in the compute thread, where no optimizer step is half done."""
+        sampler = self._model.sampler
+        assert sampler is not None, "checked before"
+        if run_id not in self._model.trainer.adapter_ids():
+            return False
+        if version_id not in sampler.version_ids():
+            sampler.publish(version_id, run_id)
+        return True
