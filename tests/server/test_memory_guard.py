@@ -10,7 +10,7 @@ from running import Server, Tenant, mock_config, sample_body, training_body
 from twinkle.errors import OverloadedError
 from twinkle.model.host_memory import HostMemory
 from twinkle.server.tenancy import memory_guard
-from twinkle.server.tenancy.memory_guard import MemoryGuard
+from twinkle.server.tenancy.memory import MemoryGuard
 
 MIB = 2**20
 LIMIT = 4096 * MIB

@@ -27,11 +27,10 @@ from twinkle.server.config.serving import known_name
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
 from twinkle.server.gateway.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.gateway.hub_uploads import Uploads
-from twinkle.server.gateway.identity import Identity
+from twinkle.server.gateway.identity import Identity, SignedUrls
 from twinkle.server.gateway.long_polls import LongPolls
 from twinkle.server.gateway.running_time import RunningTime
 from twinkle.server.gateway.sampling_clients import SamplingClients
-from twinkle.server.gateway.signed_urls import SignedUrls
 from twinkle.server.gateway.silent_sessions import SilentSessions
 from twinkle.server.gateway.unloading import Unloading
 from twinkle.server.gateway.usage_recorder import Bookkeeping
@@ -44,9 +43,9 @@ from twinkle.server.services.training.custom_losses import CustomLosses
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import SAMPLING_SESSION_ROWS, SESSION_ROWS, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import (
     Budget,
     CheckpointRecord,

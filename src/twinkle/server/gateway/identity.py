@@ -1,24 +1,25 @@
-"""Who is asking: API keys, and the short-lived tokens that clients exchange them for.
+"""Who is asking: API keys, the short-lived tokens that clients exchange them for, and signed addresses.
 
-A token (``auth.jwt``) stands for the key that it was issued for: once the key is revoked, it is worth nothing.
+A token (``auth.jwt``) stands for the key that it was issued for: once the key is revoked, the token is refused. A
+signed address can be fetched without a key for a while, and opens only what it names; it too ends with its key.
 """
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from twinkle.errors import UnauthorizedError, UnsupportedError
+from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
 from twinkle.server.gateway.signed_tokens import TOKEN_PREFIX, read_token, write_token
-from twinkle.server.state import Keys
+from twinkle.server.state import Keys, Store
 
-_PURPOSE = "tokens of clients"
+_TOKEN_PURPOSE = "tokens of clients"
 
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """What the holder of a key may know of it. ``key_id`` is None where keys are not issued."""
+    """What the holder of a key may know about it. ``key_id`` is None where keys are not issued."""
 
     key_id: str | None
     name: str
@@ -26,7 +27,7 @@ class KeyDescription:
 
     @property
     def number(self) -> int:
-        """Tells keys apart where a client wants a number."""
+        """Return the key's id as a number, for clients that want one."""
         return int((self.key_id or self.tenant_id).rpartition("-")[2][:15], 16)
 
 
@@ -34,10 +35,10 @@ class Identity:
     def __init__(self, auth: AuthConfig, keys: Keys) -> None:
         self._auth = auth
         self._keys = keys
-        self._secret = keys.secret_for(_PURPOSE)
+        self._secret = keys.secret_for(_TOKEN_PURPOSE)
 
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
-        """The owner of an API key or token; without configured keys every key is a tenant of its own."""
+        """Return the owner of an API key or token; in open mode every key is a tenant of its own."""
         if key is not None and self._is_token(key):
             return str((await self._claims(key))["sub"])
         return (await self._described(key, prefix)).tenant_id
@@ -59,7 +60,7 @@ class Identity:
         return key_id is not None and await self._keys.find_by_id(key_id) is not None
 
     async def describe(self, key: str | None) -> KeyDescription:
-        """Of a key itself: a token says nothing of its key, and is not exchanged for another one."""
+        """Describe a key. A token is refused: it says nothing about its key, and is not exchanged for another token."""
         if key is not None and self._is_token(key):
             raise UnauthorizedError("the API key itself, not a token that was issued for it")
         return await self._described(key, "tml-")
@@ -108,3 +109,33 @@ class Identity:
         if record is None:
             raise UnauthorizedError("a key of this server (twinkle-server keys create)")
         return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
+
+
+Use = Literal["archive", "external_weights", "trace"]
+
+_URL_PURPOSE = "addresses"
+_VALID_SECONDS = 3600.0
+
+
+class SignedUrls:
+    """The signed part of addresses. ``use`` keeps one kind of address from being taken for another."""
+
+    def __init__(self, store: Store, identity: Identity) -> None:
+        self._secret = store.keys.secret_for(_URL_PURPOSE)
+        self._identity = identity
+
+    def sign(self, use: Use, key_id: str | None, claims: Mapping[str, str]) -> tuple[str, float]:
+        """Return a token and until when it is good. ``key_id``: of the key that asked for it."""
+        expires = float(int(time.time() + _VALID_SECONDS))
+        return write_token({**claims, "use": use, "key_id": key_id, "exp": expires}, self._secret), expires
+
+    async def read(self, use: Use, token: str) -> Mapping[str, Any]:
+        """Return the claims of a token of ours; ForbiddenError if it has expired or its key was revoked."""
+        claims = read_token(token, self._secret)
+        if claims is None or claims["use"] != use:
+            raise ForbiddenError("this address was not signed by this server, or was changed: ask for a new one")
+        if claims["exp"] <= time.time():
+            raise ForbiddenError("this address has expired: ask for a new one")
+        if not await self._identity.is_valid(claims.get("key_id")):  # addresses of earlier versions name no key
+            raise ForbiddenError("this address was made with a key that was revoked: ask for a new one")
+        return claims

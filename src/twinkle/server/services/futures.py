@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from twinkle.server.tenancy.result_memory import HeldResult, ResultMemory
+from twinkle.server.tenancy.memory import HeldResult, ResultMemory
 from twinkle.server.types import Outcome
 
 PROMISE_BYTES = 1024  # what a promise takes beside its outcome, in round figures: a million empty ones are not nothing

@@ -1,15 +1,18 @@
-"""What each tenant may take and has taken: limits, place in line, tokens a minute, usage. One for all services."""
+"""What each tenant may use and has used: limits, share, tokens per minute, usage. One object for all services."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from twinkle.server.scheduling.share import Standing
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.sections import LimitsConfig
+from twinkle.server.config.tenants import SpecialLimits, TenantConfig
+from twinkle.server.scheduling.share import Priority, Standing
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools
 from twinkle.server.usage import Usage
 
-__all__ = ["TenantLimits", "TenantTerms", "Tenants"]
+__all__ = ["TenantLimits", "TenantTerms", "Tenants", "configured_tenants"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,35 @@ class Tenants:
     def know_keys(self, keys: Iterable[tuple[str, str]]) -> None:
         """The names of all keys there are now, each with the tenant it belongs to."""
         self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
+
+
+def configured_tenants(config: ServerConfig) -> Tenants:
+    """Return the tenants with the limits and shares that the configuration gives them."""
+    default = TenantTerms(_limits(config.limits, SpecialLimits()))
+    return Tenants(default, {name: _terms(config.limits, tenant) for name, tenant in config.tenants.items()})
+
+
+def _terms(limits: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
+    standing = Standing(tenant.weight, Priority[tenant.priority.upper()])
+    return TenantTerms(_limits(limits, tenant.limits), standing)
+
+
+def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
+    given = {name: value for name, value in special.model_dump().items() if value is not None}
+    limits = general.model_copy(update=given)
+    return TenantLimits(
+        sessions=limits.max_sessions_per_tenant,
+        adapters=limits.max_adapters_per_tenant,
+        session_rows=limits.max_session_rows_per_tenant,
+        sampling_session_rows=limits.max_sampling_session_rows_per_tenant,
+        queued_ops=limits.max_queued_ops_per_tenant,
+        queued_bytes=limits.max_queued_bytes_per_tenant,
+        waiting_samples=limits.max_waiting_samples_per_tenant,
+        unfetched_bytes=limits.max_unfetched_result_bytes,
+        uploading_bytes=limits.max_uploading_bytes_per_tenant,
+        long_polls=limits.max_long_polls_per_tenant,
+        training_tokens_per_minute=limits.max_training_tokens_per_minute,
+        sampling_tokens_per_minute=limits.max_sampling_tokens_per_minute,
+        checkpoint_bytes=limits.max_checkpoint_bytes_per_tenant,
+        journal_bytes=limits.max_journal_bytes_per_tenant,
+    )

@@ -3,20 +3,25 @@
 Work of one kind never waits for work of another kind. Within a kind a tenant has a few threads at a time, never all of
 them, and tenants take turns. The event loop's default threads are left to the server itself: snapshots, adapters that
 come back from disk, start and end.
+
+:class:`TenantTurns` limits how many pieces of a tenant's work are under way where a piece spans several awaits.
 """
 
 import asyncio
 import contextlib
 import contextvars
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from twinkle.errors import ShuttingDownError
 
-__all__ = ["FairPool", "WorkPools"]
+__all__ = ["FairPool", "TenantTurns", "WorkPools"]
+
 
 T = TypeVar("T")
 
@@ -61,7 +66,7 @@ class FairPool:
 
     @property
     def waiting(self) -> int:
-        """How many pieces of work wait for a thread, of all tenants."""
+        """Return how many pieces of work wait for a thread, of all tenants."""
         return sum(map(len, self._waiting.values()))
 
     async def _enter(self, tenant_id: str) -> None:
@@ -128,3 +133,29 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     """Call it on the event loop, from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a turn any more
         loop.call_soon_threadsafe(call)
+
+
+@dataclass
+class _Line:
+    turns: asyncio.Semaphore
+    length: int = 0  # how many wait or work
+
+
+class TenantTurns:
+    """A few pieces of work at a time for each tenant: one that sends much waits for itself. Used on one event loop."""
+
+    def __init__(self, at_once: int = 2) -> None:
+        self._at_once = at_once
+        self._lines: dict[str, _Line] = {}  # of tenants that have something here
+
+    @asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        line = self._lines.setdefault(tenant_id, _Line(asyncio.Semaphore(self._at_once)))
+        line.length += 1
+        try:
+            async with line.turns:
+                yield
+        finally:
+            line.length -= 1
+            if not line.length:
+                del self._lines[tenant_id]

@@ -13,8 +13,7 @@ from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.protocols.native.sampling_inputs import Row, plain
 from twinkle.server.protocols.openai.choices import Choice
-from twinkle.server.services.sampling.sample_many import generate_together, results_of
-from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.services.sampling.sampler_service import SamplerService, generate_together, results_of
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord
 from twinkle.server.verbs.templates import SamplingTemplate

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from twinkle.server.backends.text_codec import TextCodec
-from twinkle.server.protocols.openai.choices import Delta, TokenLogprob
-from twinkle.server.protocols.openai.tool_calls import ToolCall
+from twinkle.server.protocols.openai.choices import Delta, TokenLogprob, ToolCall
 
 Json = dict[str, object]
 _IMPOSSIBLE = -9999.0

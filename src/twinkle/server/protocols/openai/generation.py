@@ -11,8 +11,7 @@ from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.protocols.openai.bodies import Format, Json, Usage
 from twinkle.server.protocols.openai.choices import Choice, Delta
-from twinkle.server.services.sampling.sample_many import generate_together, results_of
-from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.services.sampling.sampler_service import SamplerService, generate_together, results_of
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord
 

@@ -1,14 +1,147 @@
-"""The two requests: chat completions and text completions."""
+"""The bodies of chat and text completion requests, and how they are read.
 
-from typing import Annotated, Any, Literal
+Reading is strict: a field that is unknown, or that this server does not offer, is named in the refusal.
+"""
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from twinkle.sampler.types import SamplingParams
 from twinkle.server.protocols.openai.errors import RequestError
-from twinkle.server.protocols.openai.fields import Fields, neutral
-from twinkle.server.protocols.openai.messages import Message, Tool
-from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed, short
+
+_CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+
+
+class Fields(BaseModel):
+    """What all parts of a request have in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
+
+
+def parse(request_type: type[FieldsT], body: bytes) -> FieldsT:
+    """Read a request, or raise :class:`RequestError` with the first thing that is wrong."""
+    try:
+        return request_type.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, request_type) from None
+
+
+def neutral(*values: object) -> Callable[[object], object]:
+    """For fields that are not offered here: null and ``values`` ask for nothing, all else is refused."""
+
+    def check(value: object) -> object:
+        if value is not None and value not in values:
+            allowed = " or ".join(["null", *(repr(each) for each in values)])
+            raise ValueError(f"allowed: {allowed} (this server does not offer it)")
+        return value
+
+    return check
+
+
+def _refusal(error: ValidationError, request_type: type[Fields]) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        known = f"; known: {', '.join(request_type.model_fields)}" if len(first["loc"]) == 1 else ""
+        message = f"unknown field{known}"
+    elif first["type"] not in ("missing", "json_invalid"):
+        message = f"got {short(first['input'])}, {message}"
+    return RequestError(f"{path or 'body'}: {message}", path or None, _CODES.get(first["type"], "invalid_value"))
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _content(value: object) -> object:
+    """A text, or parts of one."""
+    if value is None:
+        return ""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"allowed: parts of type 'text' (one is {short(kind)}; the models here read text only)")
+    return "".join(part["text"] for part in value)
+
+
+def _arguments(value: object) -> object:
+    """Templates want what the text means, and the tokenizer what can be written as UTF-8."""
+    try:
+        arguments = json.loads(value) if isinstance(value, str) else None
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("allowed: the text of a JSON object")
+    return arguments
+
+
+class CalledFunction(Fields):
+    name: Name
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class CalledTool(Fields):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # left in by those who put streamed pieces together
+
+
+class Message(Fields):
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_content)] = ""
+    name: Name | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    # An answer of ours comes back with these, empty:
+    annotations: Annotated[Any, AfterValidator(neutral([]))] = None
+    audio: Annotated[Any, AfterValidator(neutral())] = None
+    function_call: Annotated[Any, AfterValidator(neutral())] = None
+    refusal: Annotated[Any, AfterValidator(neutral())] = None
+
+    def for_template(self) -> dict[str, object]:
+        """``developer`` is a newer name for ``system`` that templates do not know."""
+        read: dict[str, object] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        if self.name is not None:
+            read["name"] = self.name
+        if self.tool_calls:
+            read["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            read["tool_call_id"] = self.tool_call_id
+        return read
+
+
+class OfferedFunction(Fields):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Any, AfterValidator(neutral(False))] = None
+
+
+class Tool(Fields):
+    """A function that the assistant may ask for."""
+
+    function: OfferedFunction
+    type: Literal["function"]
+
+    def for_template(self) -> dict[str, object]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
 
 MAX_SAMPLES = 128
 MAX_PROMPTS = 256

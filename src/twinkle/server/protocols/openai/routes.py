@@ -29,9 +29,15 @@ from twinkle.server.http.requests import (
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
 from twinkle.server.protocols.openai.errors import INTERNAL, Refusal, RequestError, refusal_of
-from twinkle.server.protocols.openai.fields import Fields, parse
 from twinkle.server.protocols.openai.generation import Generation
-from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
+from twinkle.server.protocols.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Fields,
+    GenerationFields,
+    Prompt,
+    parse,
+)
 
 logger = logging.getLogger(__name__)
 router = APIRouter()

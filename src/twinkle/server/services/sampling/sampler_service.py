@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -26,17 +26,16 @@ from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.ids import split_request_id
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.services.futures import Delivery, Futures
-from twinkle.server.services.sampling.admission import SampleAdmission
 from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
-from twinkle.server.services.sampling.jobs import Event, Happening, Orders, SampleJob, price_of
+from twinkle.server.services.sampling.jobs import Event, Happening, Orders, SampleAdmission, SampleJob, price_of
 from twinkle.server.services.sampling.versions import SamplerVersions
 from twinkle.server.services.service_loop import Pump
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.readings import SamplingReadings
 from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
-from twinkle.server.tenancy.memory_guard import ProcessMemory
-from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.memory import ProcessMemory
+from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Outcome, SamplingSessionRecord
 from twinkle.server.wire import responses
@@ -157,7 +156,7 @@ class SamplerService:
             self._withdraw(job)
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
-        request_context.about(request_id)
+        note_request_id(request_id)
         if request_id not in self._futures:
             raise GoneError(
                 f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
@@ -381,7 +380,7 @@ class SamplerService:
 
     def _end(self, job: SampleJob, event: SampleResult | TwinkleError | Outcome) -> None:
         self._leave(job)
-        self._recorder.ended(job.request_id, Outcomes.of_sample(event))
+        self._recorder.ended(job.request_id, Outcomes.label(event))
         if isinstance(event, Outcome):
             self._settle(job.request_id, event)
         elif isinstance(job.into, asyncio.Queue):
@@ -470,3 +469,47 @@ def _result_bytes(request: SampleRequest) -> int:
     targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
     tables = len(request.prompt) * (request.topk_prompt_logprobs + request.prompt_alt_tokens)
     return 8 * (tables + targets + len(request.prompt))
+
+
+async def generate_together(
+    sampling: SamplerService, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
+) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
+    """What the sampler says of each request, by its place in ``requests``, as it comes. The first error is raised."""
+    queue: asyncio.Queue[tuple[int, Progress | SampleResult | BaseException | None]] = asyncio.Queue()
+
+    async def drain(number: int, request: SampleRequest) -> None:
+        try:
+            async with aclosing(sampling.generate(session, request)) as items:
+                async for item in items:
+                    queue.put_nowait((number, item))
+            queue.put_nowait((number, None))
+        except Exception as error:  # noqa: BLE001 - handed over: it is raised below
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(drain(number, request)) for number, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def results_of(
+    sampling: SamplerService, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
+) -> list[SampleResult]:
+    """All results, in the order of the requests, none of which may be streamed."""
+    results: dict[int, SampleResult] = {}
+    async with aclosing(generate_together(sampling, session, requests)) as items:
+        async for number, item in items:
+            assert isinstance(item, SampleResult), "nothing is streamed that was not asked for"
+            results[number] = item
+    return [results[number] for number in range(len(requests))]

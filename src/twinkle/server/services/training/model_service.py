@@ -39,11 +39,11 @@ from twinkle.server.services.training.runner import OpRunner
 from twinkle.server.services.training.snapshot_choice import usable_snapshot
 from twinkle.server.state import DamagedRecordError, JournalError, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
-from twinkle.server.tenancy.memory_guard import ProcessMemory
-from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.memory import ProcessMemory
+from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.verbs.base_model import BaseModelPasses
@@ -339,7 +339,7 @@ class ModelService:
 
         It counts as fetched once :meth:`delivering` has ended well.
         """
-        request_context.about(request_id)
+        note_request_id(request_id)
         if request_id not in self._futures:
             outcome = await self._on_record(request_id, run.run_id, seq)
             if outcome is None:
