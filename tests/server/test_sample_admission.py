@@ -6,7 +6,7 @@ import pytest
 from test_sampler_service import ScriptedSampler, request, running, session, turns
 
 from twinkle.errors import QuotaError, RateLimitError
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.futures import PROMISE_BYTES
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
@@ -136,8 +136,8 @@ def test_what_never_reached_the_engine_costs_nothing() -> None:
 def test_weights_and_priorities_decide_who_is_next() -> None:
     sampler = ScriptedSampler()
     special = {
-        "heavy": TenantTerms(standing=Standing(3.0)),
-        "first": TenantTerms(standing=Standing(priority=Priority.HIGH)),
+        "heavy": TenantTerms(share=TenantShare(3.0)),
+        "first": TenantTerms(share=TenantShare(priority=Priority.HIGH)),
     }
 
     async def check(service: SamplerService) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.config.tenants import SpecialLimits, TenantConfig
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools
 from twinkle.server.usage import Usage
@@ -38,7 +38,7 @@ class TenantLimits:
 @dataclass(frozen=True)
 class TenantTerms:
     limits: TenantLimits = field(default_factory=TenantLimits)
-    standing: Standing = field(default_factory=Standing)
+    share: TenantShare = field(default_factory=TenantShare)
 
 
 class Tenants:
@@ -65,8 +65,8 @@ class Tenants:
     def limits(self, tenant_id: str) -> TenantLimits:
         return self.terms(tenant_id).limits
 
-    def standing(self, tenant_id: str) -> Standing:
-        return self.terms(tenant_id).standing
+    def share(self, tenant_id: str) -> TenantShare:
+        return self.terms(tenant_id).share
 
     @property
     def needs_key_names(self) -> bool:
@@ -84,8 +84,8 @@ def configured_tenants(config: ServerConfig) -> Tenants:
 
 
 def _terms(limits: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
-    standing = Standing(tenant.weight, Priority[tenant.priority.upper()])
-    return TenantTerms(_limits(limits, tenant.limits), standing)
+    share = TenantShare(tenant.weight, Priority[tenant.priority.upper()])
+    return TenantTerms(_limits(limits, tenant.limits), share)
 
 
 def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:

@@ -86,7 +86,7 @@ class SamplerService:
         self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
         self._asking: Counter[str] = Counter()  # long polls that wait now, by sampling session
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
-        self._queue: FairQueue[SampleJob] = FairQueue(tenants.standing)  # those that the engine was not given yet
+        self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # those that the engine was not given yet
         self._cancelled: list[str] = []
         self._given_up: list[str] = []
         self._wake = asyncio.Event()
@@ -356,7 +356,7 @@ class SamplerService:
                 self._hand_over(each)
 
     def _can_start(self) -> bool:
-        return self._queue.has(self.admission.may_start)
+        return self._queue.has_item(self.admission.may_start)
 
     def _orders(self) -> Orders:
         fresh = []

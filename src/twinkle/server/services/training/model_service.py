@@ -184,7 +184,6 @@ class ModelService:
         place = Place.NOWHERE if snapshot is None else Place.DISK
         adapter = LiveAdapter(run, place, highest_seq=max(plan.last, 0))
         self._adapters[run.run_id] = adapter
-        self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
         self._scheduler.add_adapter(
             run.run_id,
             run.tenant_id,
@@ -224,7 +223,6 @@ class ModelService:
         if accepted.created:
             adapter = LiveAdapter(run, Place.NOWHERE)
             self._adapters[run.run_id] = adapter
-            self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
             self._scheduler.add_adapter(run.run_id, run.tenant_id)
             self._runner.enqueue(adapter, op)
         return op.request_id
@@ -420,8 +418,6 @@ class ModelService:
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
         self._futures.sweep(now)
-        for tenant_id in {adapter.run.tenant_id for adapter in self._adapters.values()}:
-            self._scheduler.set_standing(tenant_id, self._tenants.standing(tenant_id))
         self._rate.note(self._trained_tokens(), now)
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
         return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]

@@ -72,6 +72,7 @@ class OpRunner:
         self.adapters: dict[str, LiveAdapter] = {}
         self.scheduler = Scheduler(
             model.tokens_per_batch,
+            tenants.share,
             merge=merge,
             gap_timeout=gap_seconds,
             contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
