@@ -474,8 +474,8 @@ def test_versions_are_pinned_while_in_use_and_come_back_from_disk(tmp_path: Path
         sampler.finish |= {"s:sample:0:0", "s:sample:0:2"}
         await turns(service)
         assert set(sampler.versions) == {"b", "c"}  # a was used least recently of those that are idle
-        service.give_up_version("b")
-        service.give_up_version("c")
+        service.release_version("b")
+        service.release_version("c")
         await turns(service)
         assert sampler.versions == ["b"]  # its request is not done
         service.cancel("s:sample:0:1")

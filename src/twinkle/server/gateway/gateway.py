@@ -262,7 +262,7 @@ class Gateway:
         if sampling.version_id is None or sampling.directory is None or entry is None or entry.sampling is None:
             return
         if not await self.store.sampling_sessions.refer_to(sampling.directory):
-            entry.sampling.give_up_version(sampling.version_id)
+            entry.sampling.release_version(sampling.version_id)
 
     async def end_what_was_ending(self) -> None:
         """Adapters whose session ended while something came in between: this server's end, or a database away."""
@@ -279,7 +279,7 @@ class Gateway:
             outdated = await entry.training.park(run, why, self.config.limits.parked_adapter_seconds)
             if entry.sampling is not None:
                 for version_id in outdated:
-                    entry.sampling.give_up_version(version_id)
+                    entry.sampling.release_version(version_id)
 
     async def park_anywhere(self, run: RunRecord, why: str) -> None:
         """Park an adapter on whichever replica has it."""

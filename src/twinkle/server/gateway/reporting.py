@@ -23,10 +23,11 @@ from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
-from twinkle.server.telemetry.readings import machine_readings
+from twinkle.server.telemetry.readings import SamplingReadings, TrainingReadings, machine_readings
 from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
-from twinkle.server.telemetry.tenant_series import TenantSeries, UsageTotals
+from twinkle.server.telemetry.tenant_series import TenantSeries
 from twinkle.server.telemetry.tracing import NO_TRACING
+from twinkle.server.usage import Usage
 
 __all__ = ["Telemetry", "read_process", "read_state"]
 
@@ -41,13 +42,13 @@ _SHORTEST_TOKEN = 16
 
 
 class Telemetry:
-    """``usage``: who counts what tenants use; None: nobody does. ``replica``: this process, where there are several."""
+    """``usage`` counts what tenants use, if it is counted. ``replica``: this process, where there are several."""
 
     def __init__(self, config: TelemetryConfig | None = None) -> None:
-        """Raises for what can be known to be wrong before the slow part of a start."""
+        """Raise for mistakes of the configuration before the slow part of a start."""
         self.config = config or TelemetryConfig()
         self.metrics = Metrics()
-        self.usage: UsageTotals | None = None
+        self.usage: Usage | None = None
         self.replica: str | None = None
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
@@ -63,7 +64,7 @@ class Telemetry:
         return SamplingRecorder(model, self.metrics, self.tracing)
 
     def has_token(self, given: str | None) -> bool:
-        """Whether a scraper's token is the configured one."""
+        """Return whether a scraper's token is the configured one."""
         if self._token is None or given is None:
             return False
         return hmac.compare_digest(self._token.encode(), given.encode())
@@ -91,7 +92,7 @@ class Telemetry:
             self._task = asyncio.create_task(self._send_metrics(self._export, gateway))
 
     async def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the spans that wait, within seconds."""
         if self._task is not None:
             self._task.cancel()
         if self._export is not None:
@@ -133,11 +134,11 @@ def _read_token(file: Path | None) -> str | None:
 _DATABASE_SECONDS = 1.0  # a scrape does not wait for a database that is away
 
 
-async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: UsageTotals | None) -> list[Reading]:
+async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Usage | None) -> list[Reading]:
     """Read what this process knows. ``tenants`` is None where metrics do not tell tenants apart."""
     readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
     for name, entry in gateway.services.items():
-        readings += _of_model(name, entry)
+        readings += _model_readings(name, entry)
     for budget in gateway.budgets:
         readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
         readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
@@ -152,26 +153,29 @@ async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Us
     return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
 
 
-def _of_model(model: str, entry: Services) -> Iterator[Reading]:
+def _model_readings(model: str, entry: Services) -> Iterator[Reading]:
     training = entry.training.readings()
-    yield Reading(instruments.QUEUE_DEPTH, sum(training.waiting.values()), (model, "training"))
-    yield Reading(instruments.LONG_POLLS, training.long_polls, (model, "training"))
-    yield Reading(instruments.UNFETCHED, training.unfetched_bytes, (model, "training"))
-    yield Reading(instruments.COMPUTE_SECONDS, training.busy_seconds, (model, "training"))
+    yield from _queue_readings((model, "training"), sum(training.waiting.values()), training)
     yield Reading(instruments.COMPUTE_STEP, training.step_seconds, (model,))
     yield Reading(instruments.MERGE_RATIO, training.merge_ratio, (model,))
     yield Reading(instruments.ADAPTERS, training.adapters_on_disk, (model, "disk"))
     if training.trainer is not None:
-        yield from _of_trainer(model, training.trainer)
+        yield from _trainer_readings(model, training.trainer)
     if entry.sampling is not None:
         sampling = entry.sampling.readings()
-        yield Reading(instruments.QUEUE_DEPTH, sampling.waiting, (model, "sampling"))
-        yield Reading(instruments.LONG_POLLS, sampling.long_polls, (model, "sampling"))
-        yield Reading(instruments.UNFETCHED, sampling.unfetched_bytes, (model, "sampling"))
-        yield Reading(instruments.COMPUTE_SECONDS, sampling.busy_seconds, (model, "sampling"))
+        yield from _queue_readings((model, "sampling"), sampling.waiting, sampling)
 
 
-def _of_trainer(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
+def _queue_readings(
+    labels: tuple[str, str], waiting: int, service: TrainingReadings | SamplingReadings
+) -> Iterator[Reading]:
+    yield Reading(instruments.QUEUE_DEPTH, waiting, labels)
+    yield Reading(instruments.LONG_POLLS, service.long_polls, labels)
+    yield Reading(instruments.UNFETCHED, service.unfetched_bytes, labels)
+    yield Reading(instruments.COMPUTE_SECONDS, service.busy_seconds, labels)
+
+
+def _trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
     yield Reading(instruments.ADAPTERS, numbers.resident_adapters, (model, "device"))
     yield Reading(instruments.ADAPTERS, numbers.paged_adapters, (model, "host"))
     rows = numbers.token_rows + numbers.padding_rows

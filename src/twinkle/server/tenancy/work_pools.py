@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 import contextvars
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from twinkle.errors import ShuttingDownError
 
@@ -135,27 +134,14 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
 
 
-@dataclass
-class _Line:
-    turns: asyncio.Semaphore
-    length: int = 0  # how many wait or work
-
-
 class TenantTurns:
     """A few pieces of work at a time for each tenant: one that sends much waits for itself. Used on one event loop."""
 
     def __init__(self, at_once: int = 2) -> None:
         self._at_once = at_once
-        self._lines: dict[str, _Line] = {}  # of tenants that have something here
+        # Whoever waits or works holds the semaphore: tenants that have nothing here are forgotten.
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    @asynccontextmanager
-    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
-        line = self._lines.setdefault(tenant_id, _Line(asyncio.Semaphore(self._at_once)))
-        line.length += 1
-        try:
-            async with line.turns:
-                yield
-        finally:
-            line.length -= 1
-            if not line.length:
-                del self._lines[tenant_id]
+    def turn(self, tenant_id: str) -> asyncio.Semaphore:
+        """Return what to enter with ``async with`` around a piece of the tenant's work."""
+        return self._turns.setdefault(tenant_id, asyncio.Semaphore(self._at_once))

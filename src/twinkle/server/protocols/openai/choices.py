@@ -20,7 +20,7 @@ _LONGEST = 16  # tokens: what is no character by then never becomes one, and dec
 
 
 class Detokenizer:
-    """Text of tokens that come one by one. All that was handed out is the text of all tokens together."""
+    """Turns tokens that come one by one into text. What it returned in all is the text of all tokens together."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -46,13 +46,13 @@ class Detokenizer:
         return new
 
     def close(self) -> str:
-        """What never became complete."""
+        """Return what never became a complete character."""
         rest, self._text = self._text[self._shown :], ""
         return rest
 
 
 class StopFilter:
-    """Lets text through up to the first stop string; what may be the beginning of one waits."""
+    """Passes text up to the first stop string; what may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -65,21 +65,13 @@ class StopFilter:
         self._held += text
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         self.stopped = bool(found)
-        keep = min(found) if found else len(self._held) - self._possible_beginning()
+        keep = min(found) if found else len(self._held) - _possible_beginning(self._stops, self._held)
         passed, self._held = self._held[:keep], self._held[keep:]
         return passed
 
     def close(self) -> str:
         rest, self._held = self._held, ""
         return "" if self.stopped else rest
-
-    def _possible_beginning(self) -> int:
-        """How many characters at the end may grow into a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -106,13 +98,13 @@ class ToolCallFilter:
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text and the calls that are complete now."""
+        """Return the text and the calls that are complete now."""
         self._held += text
         passed, calls = "", []
         while True:
             start = self._held.find(_OPEN)
             if start < 0:
-                keep = len(self._held) - _beginning_of(_OPEN, self._held)
+                keep = len(self._held) - _possible_beginning((_OPEN,), self._held)
                 passed += self._spaced(self._held[:keep])
                 self._held = self._held[keep:]
                 break
@@ -132,13 +124,13 @@ class ToolCallFilter:
         return passed, calls
 
     def close(self) -> str:
-        """A call without an end is text; blanks after the last call are nothing."""
+        """Return the rest: a call without an end is text, and blanks after the last call are dropped."""
         rest = self._spaced(self._held)
         self._held = ""
         return rest if self.calls else rest + self._blanks
 
     def _spaced(self, text: str) -> str:
-        """Text without its last blanks, which wait: a call may follow them."""
+        """Return text without its last blanks, which are held back: a call may follow them."""
         text = self._blanks + text
         kept = text.rstrip()
         self._blanks = text[len(kept) :]
@@ -158,9 +150,11 @@ def _call(text: str) -> ToolCall | None:
     return ToolCall(content["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def _beginning_of(mark: str, text: str) -> int:
-    """How many characters at the end of ``text`` may grow into ``mark``."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+def _possible_beginning(marks: Sequence[str], text: str) -> int:
+    """Return how many characters at the end of ``text`` may grow into one of the marks."""
+    longest = max((len(mark) - 1 for mark in marks), default=0)
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -180,10 +174,10 @@ class TokenLogprob:
 class Delta:
     """What became final of a sample."""
 
-    text: str
-    calls: tuple[ToolCall, ...]
-    tokens: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason | None
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    tokens: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
 
     @property
     def empty(self) -> bool:
@@ -191,6 +185,8 @@ class Delta:
 
 
 class Choice:
+    """One sample: takes its tokens in, and returns what the client can be sent of it."""
+
     def __init__(self, codec: TextCodec, stops: Sequence[str], *, tools: bool) -> None:
         self._detokenizer = Detokenizer(codec)
         self._stop = StopFilter(stops)

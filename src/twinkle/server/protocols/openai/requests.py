@@ -17,7 +17,7 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 
 
 class Fields(BaseModel):
-    """What all parts of a request have in common."""
+    """The settings that all parts of a request share."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -34,7 +34,7 @@ def parse(request_type: type[FieldsT], body: bytes) -> FieldsT:
 
 
 def neutral(*values: object) -> Callable[[object], object]:
-    """For fields that are not offered here: null and ``values`` ask for nothing, all else is refused."""
+    """Return a check for a field that is not offered: null and ``values`` ask for nothing, all else is refused."""
 
     def check(value: object) -> object:
         if value is not None and value not in values:
@@ -61,7 +61,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _content(value: object) -> object:
-    """A text, or parts of one."""
+    """Return the text of a message, which may come in parts."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -74,7 +74,7 @@ def _content(value: object) -> object:
 
 
 def _arguments(value: object) -> object:
-    """Templates want what the text means, and the tokenizer what can be written as UTF-8."""
+    """Return the arguments as a dict, which templates want; the tokenizer wants what can be written as UTF-8."""
     try:
         arguments = json.loads(value) if isinstance(value, str) else None
         json.dumps(arguments, ensure_ascii=False).encode()
@@ -177,7 +177,7 @@ def _is_tokens(value: object) -> bool:
 
 
 def _prompts(value: object) -> list[Prompt]:
-    """One prompt is a list of one."""
+    """Return the prompts of a request; a single prompt becomes a list of one."""
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if isinstance(prompts, list) and 0 < len(prompts) <= MAX_PROMPTS:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -192,7 +192,7 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """What both requests have."""
+    """The fields that both requests have."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: MaxTokens | None = None
@@ -220,11 +220,22 @@ class GenerationFields(Fields):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def params(self, max_tokens: int | None) -> SamplingParams:
+    @property
+    def limit(self) -> int | None:
+        """Return the most tokens of a sample; None: up to the end of the context."""
+        raise NotImplementedError
+
+    @property
+    def top(self) -> int | None:
+        """Return how many tokens are wanted at each place beside the sampled one; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def params(self) -> SamplingParams:
         if self.top_k == 0:
             raise RequestError("top_k: got 0, allowed: -1 (off) or at least 1", "top_k", "invalid_value")
         return SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=self.limit,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=-1 if self.top_k is None else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -263,7 +274,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def top(self) -> int | None:
-        """How many tokens are wanted at each place beside the sampled one; None: no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
             message = f"top_logprobs: got {self.top_logprobs}, allowed: null unless logprobs is true"
             raise RequestError(message, "top_logprobs", "invalid_value")
@@ -271,7 +281,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def limit(self) -> int | None:
-        """None: up to the end of the context."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             message = "max_tokens: got a number beside max_completion_tokens, allowed: one of the two"
             raise RequestError(message, "max_tokens", "invalid_value")
@@ -289,3 +298,7 @@ class CompletionRequest(GenerationFields):
     @property
     def limit(self) -> int:
         return self.max_tokens or _COMPLETION_TOKENS
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs

@@ -16,7 +16,7 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
 from twinkle.server.wire.sampling import Encode
 
-__all__ = ["Event", "Happening", "Orders", "SampleAdmission", "SampleJob", "price_of"]
+__all__ = ["Event", "SampleAdmission", "SampleEvent", "SampleJob", "TurnInput", "price_of"]
 
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ Event = Progress | SampleResult | TwinkleError
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """A request until it is done. It ends in a future, encoded, or in a queue of events, as it is."""
+    """A request until it is done. Its result goes to a future, encoded, or to a queue of events, as it is."""
 
     request: SampleRequest
     session: SamplingSessionRecord
@@ -40,12 +40,12 @@ class SampleJob:
 
     @property
     def cost(self) -> int:
-        """What it counts in shares and against a minute's tokens."""
+        """Return what the request counts in shares and against the tenant's tokens per minute."""
         return max(self.price.tokens, self.price.work)
 
     @property
     def extra_cost(self) -> int:
-        """What it takes beside its tokens, however few of them are sampled in the end."""
+        """Return what the request costs beside its tokens, however few of them are sampled in the end."""
         return self.cost - self.price.tokens
 
     @property
@@ -54,12 +54,12 @@ class SampleJob:
 
     @property
     def client(self) -> tuple[str, int, int] | None:
-        """(sampling session, client, sequence number); None for a request that has no number."""
+        """Return (sampling session, client, sequence number); None for a request that has no number."""
         parts = split_request_id(self.request_id)
         return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
 
     def failed(self, error: Exception) -> TwinkleError | Outcome:
-        """As the request is to hear of it. What is ours is logged."""
+        """Return the error as the client gets it. An error of the server is logged."""
         streamed = isinstance(self.into, asyncio.Queue)
         if isinstance(error, TwinkleError):
             return error if streamed else failure_of(error, self.request_id)
@@ -70,29 +70,29 @@ class SampleJob:
 
 
 @dataclass(frozen=True)
-class Orders:
+class TurnInput:
     """What a turn has to do before it samples."""
 
     cancelled: Sequence[str]
-    given_up: Sequence[str]  # versions
+    released: Sequence[str]  # versions
     fresh: Sequence[SampleJob]
 
 
 @dataclass(frozen=True)
-class Happening:
-    """What came of a job in a turn. ``sampled_tokens``: of one that ended well."""
+class SampleEvent:
+    """What a turn has brought a job. ``sampled_tokens``: of a job that succeeded."""
 
     job: SampleJob
-    event: Event | Outcome
+    result: Event | Outcome
     sampled_tokens: int = 0
 
     @property
     def failed(self) -> bool:
-        return isinstance(self.event, TwinkleError) or (isinstance(self.event, Outcome) and self.event.failed)
+        return isinstance(self.result, TwinkleError) or (isinstance(self.result, Outcome) and self.result.failed)
 
 
 def price_of(request: SampleRequest, context: int) -> Price:
-    """The prompt and all that may be sampled after it; and what is asked for of each token beside it."""
+    """Return the price of the prompt, of all that may be sampled after it, and of the log-probabilities asked for."""
     prompt = len(request.prompt)
     longest = request.params.max_tokens
     sampled = request.num_samples * (max(context - prompt, 0) if longest is None else longest)
@@ -110,7 +110,10 @@ def price_of(request: SampleRequest, context: int) -> Price:
 
 
 class SampleAdmission:
-    """Counts what is under way by tenant. Nothing here waits: between check and count nobody else gets in."""
+    """Decides which samples are accepted and how many the engine has: no more than each tenant may.
+
+    Nothing here awaits: between check and count no other request gets in.
+    """
 
     def __init__(self, tenants: Tenants, futures: Futures, engine_samples: int) -> None:
         self._tenants = tenants
@@ -135,7 +138,7 @@ class SampleAdmission:
         self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:
-        """With what it may cost at most held back, but no more than all there is: hardly any takes that much."""
+        """Accept a job and charge the most that it may cost, but no more than a minute's tokens."""
         self.check(job.tenant_id)
         limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
         if limit is not None:
@@ -151,17 +154,17 @@ class SampleAdmission:
                 del counts[job.tenant_id]
 
     def give_back(self, job: SampleJob, used: int) -> None:
-        """Of what was held back, all but what it used."""
+        """Refund all that was charged but what the job used."""
         if job.charged:
             limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
             self._tenants.sampling_rate.give_back(job.tenant_id, job.charged - used, limit)
 
-    def count(self, happening: Happening) -> None:
-        """What a request cost that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
-        job, sampled = happening.job, happening.sampled_tokens
+    def count(self, event: SampleEvent) -> None:
+        """Charge a request that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
+        job, sampled = event.job, event.sampled_tokens
         prompt = len(job.request.prompt)
         self.give_back(job, prompt + sampled + job.extra_cost)
-        if not happening.failed:
+        if not event.failed:
             self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
@@ -170,7 +173,7 @@ class SampleAdmission:
         """Return whether the engine is given one more request of this tenant.
 
         Not while the tenant leaves too many results unfetched, those on their way included: what waits here could not
-        be refused any more. Of the engine a tenant gets three quarters at most. A tenant that has nothing in the engine
+        be refused any more. A tenant gets three quarters of the engine at most. A tenant that has nothing in the engine
         is let in even when it is full, unless many tenants are there: the engine shares its places among them, and only
         what it was given can get one.
         """
@@ -186,6 +189,6 @@ class SampleAdmission:
         self._coming[job.tenant_id] += job.price.result_bytes
 
     def stop(self, job: SampleJob) -> None:
-        """The engine is done with it."""
+        """Note that the engine is done with the job."""
         self._in_engine[job.tenant_id] -= job.request.num_samples
         self._coming[job.tenant_id] -= job.price.result_bytes
