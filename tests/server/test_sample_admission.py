@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_sampler_service import ScriptedSampler, request, running, session, turns
+from test_sampler_service import ScriptedSampler, generated, request, running, session, turns
 
 from twinkle.errors import QuotaError, RateLimitError
 from twinkle.server.scheduling.shares import Priority, TenantShare
@@ -39,7 +39,7 @@ def test_waiting_samples_are_as_many_as_they_may_be() -> None:
     async def check(service: SamplerService) -> None:
         async def one(number: int) -> bool:
             try:
-                await asyncio.wait_for(anext(service.generate(session(), request(number))), 0.5)
+                await asyncio.wait_for(anext(generated(service, session(), request(number))), 0.5)
             except QuotaError:
                 return False
             except TimeoutError:

@@ -13,7 +13,7 @@ from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.protocols.openai.bodies import Format, Json, Usage
 from twinkle.server.protocols.openai.choices import Choice
 from twinkle.server.protocols.openai.requests import GenerationFields
-from twinkle.server.services.sampling.sampler_service import SamplerService, generate_together, results_of
+from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord
 
@@ -36,7 +36,7 @@ class Generation:
 
     async def answer(self) -> bytes:
         """Return the whole answer as JSON."""
-        results = await results_of(self.sampling, self.session, self._requests(stream=False))
+        results = await self.sampling.results(self.session, self._requests(stream=False))
         return await self.text.in_thread(self.session.tenant_id, partial(self._assemble, results))
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
@@ -44,7 +44,7 @@ class Generation:
         choices = self._choices()
         opened: set[int] = set()
         cached = 0
-        async with aclosing(generate_together(self.sampling, self.session, self._requests(stream=True))) as items:
+        async with aclosing(self.sampling.generate(self.session, self._requests(stream=True))) as items:
             async for number, item in items:
                 if isinstance(item, SampleResult):
                     cached += item.cached_prompt_tokens

@@ -16,12 +16,13 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
 from twinkle.server.wire.sampling import Encode
 
-__all__ = ["Event", "SampleAdmission", "SampleEvent", "SampleJob", "TurnInput", "price_of"]
+__all__ = ["Event", "EventQueue", "SampleAdmission", "SampleEvent", "SampleJob", "TurnInput", "price_of"]
 
 
 logger = logging.getLogger(__name__)
 
 Event = Progress | SampleResult | TwinkleError
+EventQueue = asyncio.Queue[tuple[str, Event]]  # with the id of the request
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class SampleJob:
 
     request: SampleRequest
     session: SamplingSessionRecord
-    into: Encode | asyncio.Queue[Event]
+    into: Encode | EventQueue
     price: Price  # of all that it may take at most
     charged: int = 0  # of them, those that count against its tenant's minute until it has ended
 
@@ -58,12 +59,21 @@ class SampleJob:
         parts = split_request_id(self.request_id)
         return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
 
+    @property
+    def streamed(self) -> bool:
+        """Return whether events are read from a queue, in the connection that the request came with."""
+        return isinstance(self.into, asyncio.Queue)
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the reader of the queue; a request that ends in a future has none."""
+        if isinstance(self.into, asyncio.Queue):
+            self.into.put_nowait((self.request_id, event))
+
     def failed(self, error: Exception) -> TwinkleError | Outcome:
         """Return the error as the client gets it. An error of the server is logged."""
-        streamed = isinstance(self.into, asyncio.Queue)
         if isinstance(error, TwinkleError):
-            return error if streamed else failure_of(error, self.request_id)
-        if not streamed:
+            return error if self.streamed else failure_of(error, self.request_id)
+        if not self.streamed:
             return unexpected(error, self.request_id)
         logger.error("request %s failed", self.request_id, exc_info=error, extra={"request_id": self.request_id})
         return TwinkleServerError(f"internal error; the server's log has the details under request {self.request_id}")

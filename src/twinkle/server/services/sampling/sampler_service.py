@@ -27,7 +27,14 @@ from twinkle.server.ids import split_request_id
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.services.futures import Delivery, Futures
 from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
-from twinkle.server.services.sampling.jobs import Event, SampleAdmission, SampleEvent, SampleJob, TurnInput, price_of
+from twinkle.server.services.sampling.jobs import (
+    EventQueue,
+    SampleAdmission,
+    SampleEvent,
+    SampleJob,
+    TurnInput,
+    price_of,
+)
 from twinkle.server.services.sampling.versions import SamplerVersions
 from twinkle.server.services.service_loop import Pump
 from twinkle.server.state.files.data_dir import DataDir
@@ -135,27 +142,37 @@ class SamplerService:
             raise InvalidInputError("seq_id", int(number), "a number that no other request of this sampler has used")
 
     async def generate(
-        self, session: SamplingSessionRecord, request: SampleRequest
-    ) -> AsyncGenerator[Progress | SampleResult, None]:
-        """Yield the events of one request: its progress if ``request.stream`` is set, and the result last.
+        self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
+        """Sample the prompts of one HTTP request together; yield events with the place of their request.
 
-        An error is raised as a TwinkleError in the place of an event. A caller that leaves before the end cancels the
-        request.
+        A request has progress if its ``stream`` is set, and its result last. The first error of any of them is raised
+        as a TwinkleError. A caller that leaves before the end cancels all of them.
         """
         if self._closed:
             raise ShuttingDownError
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        job = self._accept(request, session, events)
+        events: EventQueue = asyncio.Queue()
+        jobs: dict[str, SampleJob] = {}
         try:
-            while True:
-                event = await events.get()
+            for request in requests:
+                jobs[request.request_id] = self._accept(request, session, events)
+            places = {request_id: place for place, request_id in enumerate(jobs)}
+            running = len(jobs)
+            while running:
+                request_id, event = await events.get()
                 if isinstance(event, TwinkleError):
                     raise event
-                yield event
-                if isinstance(event, SampleResult):
-                    return
+                running -= isinstance(event, SampleResult)
+                yield places[request_id], event
         finally:
-            self._withdraw(job)
+            for job in jobs.values():
+                self._withdraw(job)
+
+    async def results(self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Return the results of requests that are sampled together, none of which may be streamed, in their order."""
+        async with aclosing(self.generate(session, requests)) as events:
+            results = {place: event async for place, event in events if isinstance(event, SampleResult)}
+        return [results[place] for place in range(len(requests))]
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
         note_request_id(request_id)
@@ -177,7 +194,7 @@ class SamplerService:
     def cancel(self, request_id: str) -> None:
         """Stop the work on a sample. One that is done stays as it is."""
         job = self._jobs.get(request_id)
-        if job is not None and not isinstance(job.into, asyncio.Queue):
+        if job is not None and not job.streamed:
             self._withdraw(job)
             self._settle(request_id, responses.failed("cancelled by its client", "user"))
 
@@ -213,7 +230,7 @@ class SamplerService:
     def _unasked(self, seconds: float) -> list[SampleJob]:
         """Return the jobs that nobody asked for; requests that are answered in their own connection end with it."""
         before = time.monotonic() - seconds
-        waiting = (job for job in self._jobs.values() if not isinstance(job.into, asyncio.Queue))
+        waiting = (job for job in self._jobs.values() if not job.streamed)
         named = ((job, job.session.sampling_session_id) for job in waiting)
         return [job for job, name in named if name not in self._asking and self._asked.get(name, 0.0) < before]
 
@@ -276,9 +293,9 @@ class SamplerService:
             self.completions.close()
         self._closed = True
         for job in list(self._jobs.values()):
-            if isinstance(job.into, asyncio.Queue):
+            if job.streamed:
                 self._withdraw(job)
-                job.into.put_nowait(ShuttingDownError())
+                job.send(ShuttingDownError())
 
     @property
     def alive(self) -> bool:
@@ -304,9 +321,7 @@ class SamplerService:
 
     # --- the service loop ---------------------------------------------------------------------------------------------
 
-    def _accept(
-        self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | asyncio.Queue[Event]
-    ) -> SampleJob:
+    def _accept(self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | EventQueue) -> SampleJob:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
         self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
@@ -377,16 +392,16 @@ class SamplerService:
             self.admission.stop(job)
             self.admission.count(event)
             self._end(job, result)
-        elif isinstance(job.into, asyncio.Queue):
-            job.into.put_nowait(result)
+        else:
+            job.send(result)
 
     def _end(self, job: SampleJob, event: SampleResult | TwinkleError | Outcome) -> None:
         self._leave(job)
         self._recorder.ended(job.request_id, Outcomes.label(event))
         if isinstance(event, Outcome):
             self._settle(job.request_id, event)
-        elif isinstance(job.into, asyncio.Queue):
-            job.into.put_nowait(event)
+        else:
+            job.send(event)
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
@@ -471,50 +486,3 @@ def _result_bytes(request: SampleRequest) -> int:
     targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
     tables = len(request.prompt) * (request.topk_prompt_logprobs + request.prompt_alt_tokens)
     return 8 * (tables + targets + len(request.prompt))
-
-
-async def generate_together(
-    sampling: SamplerService, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
-) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
-    """Sample the prompts of one HTTP request together; yield events with the place of their request in ``requests``.
-
-    The first error is raised. A caller that leaves early cancels all of them.
-    """
-    queue: asyncio.Queue[tuple[int, Progress | SampleResult | BaseException | None]] = asyncio.Queue()
-
-    async def drain(number: int, request: SampleRequest) -> None:
-        try:
-            async with aclosing(sampling.generate(session, request)) as items:
-                async for item in items:
-                    queue.put_nowait((number, item))
-            queue.put_nowait((number, None))
-        except Exception as error:  # noqa: BLE001 - handed over: it is raised below
-            queue.put_nowait((number, error))
-
-    tasks = [asyncio.create_task(drain(number, request)) for number, request in enumerate(requests)]
-    try:
-        running = len(tasks)
-        while running:
-            number, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield number, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def results_of(
-    sampling: SamplerService, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
-) -> list[SampleResult]:
-    """Return all results, in the order of the requests, none of which may be streamed."""
-    results: dict[int, SampleResult] = {}
-    async with aclosing(generate_together(sampling, session, requests)) as items:
-        async for number, item in items:
-            assert isinstance(item, SampleResult), "nothing is streamed that was not asked for"
-            results[number] = item
-    return [results[number] for number in range(len(requests))]
