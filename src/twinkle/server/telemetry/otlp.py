@@ -67,17 +67,16 @@ class Export:
             {"service.name": config.service_name, "service.version": twinkle.__version__, **config.resource_attributes}
         )
         self._started = time.time_ns()
-        self._metric_exporter: MetricExporter | None = None
-        self._metric_watch = _Watch("metrics", config.otlp_endpoint)
-        self._span_exporter: SpanExporter = _LoggedSpans()
-        if not config.debug:
-            self._span_exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, timeout=_TIMEOUT_SECONDS)
-            self._metric_exporter = OTLPMetricExporter(endpoint=config.otlp_endpoint, timeout=_TIMEOUT_SECONDS)
+        endpoint = config.otlp_endpoint
+        span_exporter = None if config.debug else OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        self._spans = _Spans(span_exporter, _Watch("traces", endpoint))
         self._processor = BatchSpanProcessor(
-            _WatchedSpans(self._span_exporter, _Watch("traces", config.otlp_endpoint)),
-            max_queue_size=_QUEUED_SPANS,
-            schedule_delay_millis=_SPAN_DELAY_MS,
+            self._spans, max_queue_size=_QUEUED_SPANS, schedule_delay_millis=_SPAN_DELAY_MS
         )
+        self._metric_exporter: MetricExporter | None = None
+        if not config.debug:
+            self._metric_exporter = OTLPMetricExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        self._metric_watch = _Watch("metrics", endpoint)
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         self.tracing = Tracing(provider.get_tracer(_SCOPE, twinkle.__version__))
@@ -95,7 +94,7 @@ class Export:
 
     def close(self) -> None:
         """Send the spans that wait. Blocks, for ``_CLOSING_SECONDS`` or a little longer."""
-        timer = threading.Timer(_CLOSING_SECONDS, self._span_exporter.shutdown)
+        timer = threading.Timer(_CLOSING_SECONDS, self._spans.shutdown)
         timer.daemon = True
         timer.start()
         self._processor.shutdown()
@@ -124,28 +123,26 @@ class _Watch:
         self._away = not arrived
 
 
-class _WatchedSpans(SpanExporter):
-    def __init__(self, exporter: SpanExporter, watch: _Watch) -> None:
+class _Spans(SpanExporter):
+    """Hands spans to an exporter, or writes them to the log where there is none (``telemetry.debug``)."""
+
+    def __init__(self, exporter: SpanExporter | None, watch: _Watch) -> None:
         self._exporter = exporter
         self._watch = watch
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._exporter is None:
+            for span in spans:
+                start, end = span.start_time or 0, span.end_time or 0
+                logger.info("span %s %.3f ms %s", span.name, (end - start) / 1e6, dict(span.attributes or {}))
+            return SpanExportResult.SUCCESS
         result = self._exporter.export(spans)
         self._watch.note(result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-
-class _LoggedSpans(SpanExporter):
-    """Writes spans to the log (``telemetry.debug``)."""
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        for span in spans:
-            start, end = span.start_time or 0, span.end_time or 0
-            logger.info("span %s %.3f ms %s", span.name, (end - start) / 1e6, dict(span.attributes or {}))
-        return SpanExportResult.SUCCESS
+        if self._exporter is not None:
+            self._exporter.shutdown()
 
 
 def _metrics_data(families: Iterable[Family], resource: Resource, start: int, now: int) -> MetricsData:

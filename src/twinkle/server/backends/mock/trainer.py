@@ -34,7 +34,7 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
-from twinkle.model.csr import dense, listed
+from twinkle.model.csr import dense
 from twinkle.model.peft_config import peft_config
 from twinkle.model.types import (
     EMPTY,
@@ -50,6 +50,7 @@ from twinkle.model.types import (
     TrainItem,
     TrainResult,
 )
+from twinkle.model.validation import check_data
 
 SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
@@ -63,20 +64,26 @@ _CLIP = ("clip_low_threshold", "clip_high_threshold")
 
 @dataclass(frozen=True)
 class _Loss:
+    name: str
     inputs: tuple[str, ...]
     optional_inputs: tuple[str, ...]
     config: tuple[str, ...]
 
+    @property
+    def allows_topk(self) -> bool:
+        return self.name == "cross_entropy"
+
 
 # As the real losses in names and inputs; the objective is cross-entropy's, or importance sampling's for all others.
-LOSSES: Mapping[str, _Loss] = {
-    "cross_entropy": _Loss((), ("weights",), ()),
-    "importance_sampling": _Loss(_POLICY_INPUTS, (), ()),
-    "ppo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
-    "cispo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
-    "dro": _Loss(_POLICY_INPUTS, (), ("beta",)),
-    "gspo": _Loss((*_POLICY_INPUTS, "sequence_ratio_mask"), _CLIP, _CLIP),
-}
+_LOSSES = (
+    _Loss("cross_entropy", (), ("weights",), ()),
+    _Loss("importance_sampling", _POLICY_INPUTS, (), ()),
+    _Loss("ppo", _POLICY_INPUTS, _CLIP, _CLIP),
+    _Loss("cispo", _POLICY_INPUTS, _CLIP, _CLIP),
+    _Loss("dro", _POLICY_INPUTS, (), ("beta",)),
+    _Loss("gspo", (*_POLICY_INPUTS, "sequence_ratio_mask"), _CLIP, _CLIP),
+)
+LOSSES: Mapping[str, _Loss] = {loss.name: loss for loss in _LOSSES}
 
 Doubles = NDArray[np.float64]
 
@@ -332,7 +339,7 @@ def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
 
 
 def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
-    """The checks of :mod:`twinkle.model.validation`, which needs torch."""
+    """Check what :func:`twinkle.model.validation.check_item` does, which needs torch for the losses."""
     if item.loss not in LOSSES:
         raise UnknownNameError("loss", item.loss, LOSSES)
     loss = LOSSES[item.loss]
@@ -341,35 +348,7 @@ def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
             raise UnknownNameError(f"config key of loss {item.loss}", key, loss.config or ("none",))
         if not math.isfinite(value):
             raise InvalidInputError(f"loss_config.{key}", value, "a finite number")
-    if not item.data:
-        raise InvalidInputError("data", item.data, "a sequence of at least one datum")
-    for index, datum in enumerate(item.data):
-        _check_datum(datum, f"data[{index}]", item.loss, vocab_size, max_length)
-
-
-def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_length: int) -> None:
-    length, shape = len(datum.tokens), datum.targets.shape
-    if not 0 < length <= max_length:
-        raise InvalidInputError(f"{where}.tokens", f"shape {datum.tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
-    if shape[:1] != (length,) or len(shape) > (2 if loss == "cross_entropy" else 1) or datum.targets.size == 0:
-        raise InvalidInputError(
-            f"{where}.targets", f"shape {shape}", f"({length},) or, for cross_entropy, ({length}, K)"
-        )
-    if datum.width > vocab_size:
-        raise InvalidInputError(
-            f"{where}.targets", f"{datum.width} a token", f"at most {vocab_size}: there are no more tokens"
-        )
-    for name, ids in (("tokens", datum.tokens), ("targets", listed(datum.targets))):
-        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-            raise InvalidInputError(f"{where}.{name}", f"{ids.min()} to {ids.max()}", f"token ids in [0, {vocab_size})")
-    given = dict(datum.extras) if datum.weights is None else {**datum.extras, "weights": datum.weights}
-    for name in (*LOSSES[loss].inputs, *LOSSES[loss].optional_inputs):
-        if name not in given and name in LOSSES[loss].inputs:
-            raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss!r} needs it")
-        if name in given and given[name].shape != shape:
-            raise InvalidInputError(f"{where}.{name}", f"shape {given[name].shape}", f"shape {shape}, as targets")
-        if name in given and not np.isfinite(listed(given[name])).all():
-            raise InvalidInputError(f"{where}.{name}", "NaN or infinity", "finite numbers")
+    check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length)
 
 
 def _check_spec(spec: LoraSpec) -> LoraSpec:
