@@ -7,7 +7,7 @@ signed address can be fetched without a key for a while, and opens only what it 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
@@ -39,19 +39,14 @@ class Identity:
 
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
         """Return the owner of an API key or token; in open mode every key is a tenant of its own."""
-        if key is not None and self._is_token(key):
-            return str((await self._claims(key))["sub"])
-        return (await self._described(key, prefix)).tenant_id
+        return (await self._identify(key, prefix)).tenant_id
 
     async def key_id(self, key: str | None, prefix: str = "tml-") -> str | None:
         """Return the id of the key that a request came with, or that its token was issued for.
 
         None where keys are not issued (``auth.mode: open``).
         """
-        if key is not None and self._is_token(key):
-            claimed: str | None = (await self._claims(key))["key_id"]
-            return claimed
-        return (await self._described(key, prefix)).key_id
+        return (await self._identify(key, prefix)).key_id
 
     async def is_valid(self, key_id: str | None) -> bool:
         """Return whether the key with this id still opens what was made with it; in open mode there are no keys."""
@@ -61,9 +56,9 @@ class Identity:
 
     async def describe(self, key: str | None) -> KeyDescription:
         """Describe a key. A token is refused: it says nothing about its key, and is not exchanged for another token."""
-        if key is not None and self._is_token(key):
+        if self._is_token(key):
             raise UnauthorizedError("the API key itself, not a token that was issued for it")
-        return await self._described(key, "tml-")
+        return await self._identify(key, "tml-")
 
     async def issue_token(self, key: str | None) -> str:
         described = await self.describe(key)
@@ -87,19 +82,21 @@ class Identity:
             raise UnsupportedError("auth/apikey/me: auth.mode is open, where any key will do: none can be revoked")
         await self._keys.revoke(described.key_id, time.time())
 
-    def _is_token(self, key: str) -> bool:
-        return self._auth.jwt and key.startswith(TOKEN_PREFIX)
+    def _is_token(self, key: str | None) -> TypeGuard[str]:
+        return self._auth.jwt and key is not None and key.startswith(TOKEN_PREFIX)
 
-    async def _claims(self, token: str) -> Mapping[str, Any]:
-        """Return what a token of ours says, while it and its key are valid."""
+    async def _read(self, token: str) -> KeyDescription:
+        """Return what one of our tokens says about its key, while both are valid."""
         claims = read_token(token, self._secret)
         if claims is None or claims["exp"] <= time.time():
             raise UnauthorizedError("a token of this server that has not expired (POST auth/token with an API key)")
         if not await self.is_valid(claims["key_id"]):
             raise UnauthorizedError("a token whose key is still valid")
-        return claims
+        return KeyDescription(claims["key_id"], "a token", str(claims["sub"]))
 
-    async def _described(self, key: str | None, prefix: str) -> KeyDescription:
+    async def _identify(self, key: str | None, prefix: str) -> KeyDescription:
+        if self._is_token(key):
+            return await self._read(key)
         if not key or not key.startswith(prefix):
             which = f"an API key that begins with {prefix}" if prefix else "an API key"
             raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")

@@ -71,11 +71,9 @@ class Batch:
 class SchedulerNumbers:
     """Counts since the start, and by tenant that is known now what waits and the tokens that were started."""
 
-    batches: int
     pass_batches: int
     ops: int
     pass_ops: int
-    refused: int
     all_tokens: int
     waiting: Mapping[str, int]
     tokens: Mapping[str, int]
@@ -182,7 +180,7 @@ class Scheduler:
         self._demanding: OrderedDict[str, _Tenant] = OrderedDict()  # had a ready pass lately, longest ago first
         self._ready_count = 0
         self._barriers_in_a_row = 0  # batches since the last one of passes
-        self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = self._tokens = 0
+        self._batches = self._pass_batches = self._ops = self._pass_ops = self._tokens = 0
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +260,6 @@ class Scheduler:
                 self._unplace(adapter)
                 self._place(adapter)
             refused += refusals
-        self._refused += len(refused)
         return refused
 
     def next_deadline(self) -> float | None:
@@ -272,11 +269,9 @@ class Scheduler:
 
     def numbers(self) -> SchedulerNumbers:
         return SchedulerNumbers(
-            batches=self._batches,
             pass_batches=self._pass_batches,
             ops=self._ops,
             pass_ops=self._pass_ops,
-            refused=self._refused,
             all_tokens=self._tokens,
             waiting={tenant.tenant_id: tenant.waiting for tenant in self._tenants.values()},
             tokens={tenant.tenant_id: tenant.tokens for tenant in self._tenants.values()},

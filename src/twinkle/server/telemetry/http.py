@@ -39,11 +39,19 @@ class ObservedRequests:
         started = time.perf_counter()
         span = self._tracing.start_request(scope["headers"], traced=_is_traced(scope["path"]))
         context = enter_request(_client_id(scope))
-        answer = _Answer(send, context.http_id)
+        status = 500
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (_HEADER, context.http_id.encode())]}
+            await send(message)
+
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, answer)
         finally:
-            self._end(scope, context, span, answer.status, time.perf_counter() - started)
+            self._end(scope, context, span, status, time.perf_counter() - started)
 
     def _end(self, scope: Scope, context: RequestContext, span: Span, status: int, seconds: float) -> None:
         matched = scope.get("route")
@@ -57,26 +65,8 @@ class ObservedRequests:
         logger.debug("%s %s %d %.1f ms", method, route, status, seconds * 1000)
 
 
-class _Answer:
-    """Notes the status of the answer on its way out, and adds the request's id."""
-
-    def __init__(self, send: Send, http_id: str) -> None:
-        self._send = send
-        self._http_id = http_id
-        self.status = 500
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), (_HEADER, self._http_id.encode())]}
-        await self._send(message)
-
-
 def _client_id(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == _HEADER:
-            return str(value, "latin-1")
-    return None
+    return next((str(value, "latin-1") for name, value in scope["headers"] if name == _HEADER), None)
 
 
 def _is_traced(path: str) -> bool:

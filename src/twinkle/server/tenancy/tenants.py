@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.sections import LimitsConfig
@@ -15,34 +16,46 @@ from twinkle.server.usage import Usage
 __all__ = ["TenantLimits", "TenantTerms", "Tenants", "configured_tenants"]
 
 
+def _limit(key: str, default: int | None) -> Any:
+    return field(default=default, metadata={"key": key})
+
+
 @dataclass(frozen=True)
 class TenantLimits:
-    """Of one tenant; None is no limit. Queues and results are counted for each base model by itself."""
+    """The limits of one tenant, each with its key in the configuration; None is no limit.
 
-    sessions: int = 1000
-    adapters: int = 30
-    session_rows: int = 5000  # sessions on record, ended or not; and as many runs
-    sampling_session_rows: int = 20_000
-    queued_ops: int = 1024
-    queued_bytes: int = 2**30  # of their memory
-    waiting_samples: int = 4096
-    unfetched_bytes: int = 2**30
-    uploading_bytes: int = 2**28  # of bodies that are being received and read
-    long_polls: int = 8192  # requests that wait for results
-    training_tokens_per_minute: int | None = None
-    sampling_tokens_per_minute: int | None = None
-    checkpoint_bytes: int | None = None
-    journal_bytes: int = 4 * 2**30
+    Queues and results are counted for each base model by itself.
+    """
+
+    sessions: int = _limit("max_sessions_per_tenant", 1000)
+    adapters: int = _limit("max_adapters_per_tenant", 30)
+    session_rows: int = _limit("max_session_rows_per_tenant", 5000)  # on record, ended or not; and as many runs
+    sampling_session_rows: int = _limit("max_sampling_session_rows_per_tenant", 20_000)
+    queued_ops: int = _limit("max_queued_ops_per_tenant", 1024)
+    queued_bytes: int = _limit("max_queued_bytes_per_tenant", 2**30)  # of memory that queued ops take
+    waiting_samples: int = _limit("max_waiting_samples_per_tenant", 4096)
+    unfetched_bytes: int = _limit("max_unfetched_result_bytes", 2**30)
+    uploading_bytes: int = _limit("max_uploading_bytes_per_tenant", 2**28)  # of bodies being received and read
+    long_polls: int = _limit("max_long_polls_per_tenant", 8192)  # requests that wait for results
+    training_tokens_per_minute: int | None = _limit("max_training_tokens_per_minute", None)
+    sampling_tokens_per_minute: int | None = _limit("max_sampling_tokens_per_minute", None)
+    checkpoint_bytes: int | None = _limit("max_checkpoint_bytes_per_tenant", None)
+    journal_bytes: int = _limit("max_journal_bytes_per_tenant", 4 * 2**30)
 
 
 @dataclass(frozen=True)
 class TenantTerms:
+    """What the configuration gives a tenant."""
+
     limits: TenantLimits = field(default_factory=TenantLimits)
     share: TenantShare = field(default_factory=TenantShare)
 
 
 class Tenants:
-    """Terms are by tenant id or by the name of one of the tenant's keys; the id counts more. One event loop."""
+    """Terms are given by tenant id or by the name of one of the tenant's keys; the id comes first.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -72,8 +85,8 @@ class Tenants:
     def needs_key_names(self) -> bool:
         return bool(self._special)
 
-    def know_keys(self, keys: Iterable[tuple[str, str]]) -> None:
-        """The names of all keys there are now, each with the tenant it belongs to."""
+    def set_key_names(self, keys: Iterable[tuple[str, str]]) -> None:
+        """Take the names of all keys that exist now, each with the tenant it belongs to."""
         self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
 
 
@@ -91,19 +104,4 @@ def _terms(limits: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
 def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
     given = {name: value for name, value in special.model_dump().items() if value is not None}
     limits = general.model_copy(update=given)
-    return TenantLimits(
-        sessions=limits.max_sessions_per_tenant,
-        adapters=limits.max_adapters_per_tenant,
-        session_rows=limits.max_session_rows_per_tenant,
-        sampling_session_rows=limits.max_sampling_session_rows_per_tenant,
-        queued_ops=limits.max_queued_ops_per_tenant,
-        queued_bytes=limits.max_queued_bytes_per_tenant,
-        waiting_samples=limits.max_waiting_samples_per_tenant,
-        unfetched_bytes=limits.max_unfetched_result_bytes,
-        uploading_bytes=limits.max_uploading_bytes_per_tenant,
-        long_polls=limits.max_long_polls_per_tenant,
-        training_tokens_per_minute=limits.max_training_tokens_per_minute,
-        sampling_tokens_per_minute=limits.max_sampling_tokens_per_minute,
-        checkpoint_bytes=limits.max_checkpoint_bytes_per_tenant,
-        journal_bytes=limits.max_journal_bytes_per_tenant,
-    )
+    return TenantLimits(**{each.name: getattr(limits, each.metadata["key"]) for each in fields(TenantLimits)})
