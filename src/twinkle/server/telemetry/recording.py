@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from prometheus_client import Counter
+from prometheus_client import Histogram
 
 from twinkle.errors import ShuttingDownError, TwinkleError, UserError
 from twinkle.model.csr import dense
@@ -30,12 +30,26 @@ __all__ = ["LogprobGap", "Outcomes", "SamplingRecorder", "TrainingRecorder", "ga
 
 @dataclass
 class _Live:
-    """Times are those of ``time.monotonic``."""
+    """An op or a sample from accepted to settled. Times are those of ``time.monotonic``."""
 
     span: OpSpan
-    accepted_at: float
+    accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     streamed: bool = False  # a first token was seen
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.accepted_at
+
+    def start(self, wait: Histogram) -> None:
+        """Note that it runs, and record how long it waited; once."""
+        if self.started_at is None:
+            self.started_at = time.monotonic()
+            wait.observe(self.started_at - self.accepted_at)
+            self.span.start()
+
+    def end(self, outcome: str) -> None:
+        self.span.end(outcome, failed=outcome == Outcomes.SERVER_ERROR)
 
 
 class _BatchSeries:
@@ -89,7 +103,6 @@ class TrainingRecorder:
         self._wait = {kind: metrics.histogram(instruments.OP_WAIT, model, kind) for kind in OpKind}
         self._duration = {kind: metrics.histogram(instruments.OP_SECONDS, model, kind) for kind in OpKind}
         self._batches = {kind: _BatchSeries(metrics, model, kind) for kind in BatchKind}
-        self._outcomes: dict[tuple[OpKind, str], Counter] = {}
         self._gap = metrics.histogram(instruments.LOGPROB_GAP, model)
         self._kl = metrics.histogram(instruments.LOGPROB_KL, model)
         self.trainer_numbers: TrainerNumbers | None = None  # after its last batch
@@ -109,34 +122,29 @@ class TrainingRecorder:
         if op.request_id not in self._live:
             attributes = {"twinkle.model": self._model, "twinkle.run_id": op.adapter_id, "twinkle.kind": op.kind.value}
             span = self._tracing.op(op.kind.value, op.request_id, attributes)
-            self._live[op.request_id] = _Live(span, time.monotonic())
+            self._live[op.request_id] = _Live(span)
 
     def settled(self, op: Op, outcome: Outcome, *, repeated: bool) -> None:
         """Note how the op ended. ``repeated``: it had ended before a restart, and was counted then."""
         live = self._live.pop(op.request_id, None)
         result = Outcomes.label(outcome)
         if live is not None:
-            live.span.end(result, failed=result == Outcomes.SERVER_ERROR)
+            live.end(result)
         if repeated:
             return
-        if (op.kind, result) not in self._outcomes:
-            counter = self._metrics.counter(instruments.OPS, self._model, op.kind.value, result)
-            self._outcomes[op.kind, result] = counter
-        self._outcomes[op.kind, result].inc()
+        self._metrics.counter(instruments.OPS, self._model, op.kind.value, result).inc()
         if isinstance(op.payload, Refused) and op.payload.limit is not None:
             self._metrics.counter(instruments.REFUSALS, op.payload.limit).inc()
         if live is not None:
-            self._duration[op.kind].observe(time.monotonic() - live.accepted_at)
+            self._duration[op.kind].observe(live.age)
 
     # --- anywhere -----------------------------------------------------------------------------------------------------
 
     def started(self, op: Op) -> None:
         """Note that the op runs, beside other batches or in one."""
         live = self._live.get(op.request_id)
-        if live is not None and live.started_at is None:
-            live.started_at = time.monotonic()
-            self._wait[op.kind].observe(live.started_at - live.accepted_at)
-            live.span.start()
+        if live is not None:
+            live.start(self._wait[op.kind])
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
@@ -144,7 +152,7 @@ class TrainingRecorder:
     def batch(self, ops: Sequence[Op], trainer: TrainingBackend) -> Iterator[None]:
         """Record a batch: the device works on these ops while the context is entered."""
         kind = BatchKind(ops[0].kind.value) if ops[0].kind.is_pass else BatchKind.BARRIERS
-        tokens = sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
+        tokens = _tokens(ops)
         started = time.perf_counter()
         for op in ops:
             self.started(op)
@@ -162,8 +170,7 @@ class TrainingRecorder:
 
     def stepped(self, ops: Sequence[Op], trainer: TrainingBackend, seconds: float) -> None:
         """Record a batch of passes that was computed in steps, with others between them; ``seconds``: its own time."""
-        tokens = sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
-        self._batches[BatchKind(ops[0].kind.value)].record(len(ops), tokens, seconds)
+        self._batches[BatchKind(ops[0].kind.value)].record(len(ops), _tokens(ops), seconds)
         self.trainer_numbers = trainer.numbers()
 
     def passed(self, item: TrainItem, result: TrainResult) -> None:
@@ -174,8 +181,15 @@ class TrainingRecorder:
             self._kl.observe(gap.divergence)
 
 
+def _tokens(ops: Sequence[Op]) -> int:
+    return sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
+
+
 class SamplingRecorder:
-    """Records the samples of one model. Called on the event loop, but for ``started`` and ``sampled``."""
+    """Records the samples of one model.
+
+    The compute thread calls ``started``, ``progressed`` and ``sampled``, the event loop all others.
+    """
 
     def __init__(self, model: str, metrics: Metrics | None = None, tracing: Tracing = NO_TRACING) -> None:
         self._model = model
@@ -201,22 +215,20 @@ class SamplingRecorder:
         if owner is not None:
             attributes["twinkle.sampling_session_id"] = owner[0]
         span = self._tracing.op("sample", request.request_id, attributes)
-        self._live[request.request_id] = _Live(span, time.monotonic())
+        self._live[request.request_id] = _Live(span)
 
     def started(self, request_id: str) -> None:
         """Note that the engine has the request."""
         live = self._live.get(request_id)
         if live is not None:
-            live.started_at = time.monotonic()
-            self._wait.observe(live.started_at - live.accepted_at)
-            live.span.start()
+            live.start(self._wait)
 
     def progressed(self, request_id: str) -> None:
         """Note that tokens were streamed."""
         live = self._live.get(request_id)
         if live is not None and not live.streamed:
             live.streamed = True
-            self._first_token.observe(time.monotonic() - live.accepted_at)
+            self._first_token.observe(live.age)
 
     def sampled(self, request: SampleRequest, result: SampleResult) -> None:
         tokens = sum(len(sequence.tokens) for sequence in result.sequences)
@@ -230,8 +242,8 @@ class SamplingRecorder:
     def ended(self, request_id: str, outcome: str) -> None:
         live = self._live.pop(request_id, None)
         if live is not None:
-            live.span.end(outcome, failed=outcome == Outcomes.SERVER_ERROR)
-            self._duration.observe(time.monotonic() - live.accepted_at)
+            live.end(outcome)
+            self._duration.observe(live.age)
             self._metrics.counter(instruments.SAMPLES, self._model, outcome).inc()
 
 
