@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
+from twinkle.errors import InvalidInputError
 from twinkle.sampler.types import SamplingParams
 from twinkle.server.protocols.openai.errors import RequestError
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed, short
@@ -233,7 +234,7 @@ class GenerationFields(Fields):
     @property
     def params(self) -> SamplingParams:
         if self.top_k == 0:
-            raise RequestError("top_k: got 0, allowed: -1 (off) or at least 1", "top_k", "invalid_value")
+            raise InvalidInputError("top_k", 0, "-1 (off) or at least 1")
         return SamplingParams(
             max_tokens=self.limit,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -275,15 +276,13 @@ class ChatRequest(GenerationFields):
     @property
     def top(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
-            message = f"top_logprobs: got {self.top_logprobs}, allowed: null unless logprobs is true"
-            raise RequestError(message, "top_logprobs", "invalid_value")
+            raise InvalidInputError("top_logprobs", self.top_logprobs, "null unless logprobs is true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "max_tokens: got a number beside max_completion_tokens, allowed: one of the two"
-            raise RequestError(message, "max_tokens", "invalid_value")
+            raise InvalidInputError("max_tokens", self.max_tokens, "null beside max_completion_tokens: one of the two")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
