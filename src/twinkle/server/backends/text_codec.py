@@ -21,22 +21,22 @@ _READS_TOOLS = re.compile(r"\btools\b")
 
 
 class TextCodec(Protocol):
-    """What the service needs to speak text with one model. Used from several threads at once."""
+    """Turns text into the tokens of one model, and back. Used in several threads at once."""
 
     def encode(self, text: str) -> list[int]:
-        """A text as it stands, with what this tokenizer puts before any text."""
+        """Encode a text as it stands, with what this tokenizer puts before any text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens are left out, incomplete characters are U+FFFD."""
+        """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
         ...
 
     def token_text(self, token: int) -> str:
-        """Of one token, special or not."""
+        """Return the text of one token, special or not."""
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
-        """A conversation up to where the assistant's next turn begins."""
+        """Encode a conversation up to where the assistant's next turn begins."""
         ...
 
 
@@ -86,13 +86,16 @@ Row = dict[str, Any]
 
 
 class CodecTemplate:
-    """As :class:`~twinkle.template.Template`, without options and without tool calls in what was generated."""
+    """A template for a model that has a codec and no tokenizer's files, as the mock has.
+
+    It works as :class:`~twinkle.template.Template`, without options and without tool calls in generated text.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
 
     def batch_encode(self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[Row]:
-        """A codec knows conversations only as they are before the assistant's turn, so that is what both are."""
+        """Encode conversations up to the assistant's turn, whatever was asked: a codec knows no other form."""
         return [self._encode(trajectory) for trajectory in trajectories]
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -73,14 +73,14 @@ class Telemetry:
         return [*await self._read_process(gateway), *await read_state(gateway)]
 
     async def families(self, gateway: Gateway) -> list[Metric]:
-        """Of the server: this process, the state, and all other processes that can be asked."""
+        """Return the metrics of the server: of this process, the state, and all other processes that answer."""
         own = self.metrics.families(await self.read(gateway))
         if self.replica is None:
             return own
         return of_all_replicas({self.replica: own, **await gateway.fleet.metrics()})
 
     async def families_of_process(self, gateway: Gateway) -> list[Metric]:
-        """Of this process, for another one that tells of all."""
+        """Return the metrics of this process, for another one that joins those of all."""
         return self.metrics.families(await self._read_process(gateway))
 
     async def _read_process(self, gateway: Gateway) -> list[Reading]:

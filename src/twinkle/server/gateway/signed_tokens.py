@@ -1,7 +1,7 @@
 """Text that only this server can have written: JSON Web Tokens, signed with HMAC-SHA256.
 
-They carry their claims in the open; whoever holds one shows that we said so. Anybody may read one, nobody may change
-it. There is one algorithm: a token that names another is not ours.
+Everyone who holds a token can read its claims, and no one can change them. There is one algorithm: a token that names
+another is not ours.
 """
 
 import base64
@@ -33,7 +33,7 @@ def write_token(claims: Mapping[str, object], secret: bytes) -> str:
 
 
 def read_token(token: str, secret: bytes) -> Mapping[str, Any] | None:
-    """What the token claims; None if it is not one that was written with this secret."""
+    """Return what the token claims; None if it was not written with this secret."""
     signed, _, signature = token.rpartition(".")
     header, _, payload = signed.partition(".")
     if header != _HEADER or not token.isascii():

@@ -334,7 +334,7 @@ class Scheduler:
     def _fill(self, lead: _Adapter) -> tuple[tuple[Ticket, ...], bool]:
         """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit.
 
-        Nobody joins a pass that is long, nor one that is larger than a batch. Returns whether it is so, too.
+        No other pass joins one that is long or larger than a batch. Return the passes, and whether it is such a batch.
         """
         tickets: list[Ticket] = []
         room = self._budget

@@ -8,7 +8,7 @@ runs: the ops waiting behind it, up to the next gap, are refused, and the adapte
 the missing number would have been is unknown, so it counts as a failed forward_backward. The next gap has its own age.
 
 Restarts. Numbers that ended before a restart and need not run again are passed over (:class:`Passed`); numbers that
-whoever replays the journal still owes are no gap.
+the replay of the journal will still bring are no gap.
 
 Windows. A window is what lies between two optim_steps, and it is atomic. A forward_backward that failed, ran or not,
 spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
@@ -67,7 +67,7 @@ class Ticket:
 
     @property
     def cost(self) -> int:
-        """What it counts in batches and shares."""
+        """Return what the op counts in batches and shares."""
         return max(self.tokens, self.work)
 
     @property
@@ -131,7 +131,7 @@ class Refusal:
 
     @property
     def drops_gradient(self) -> bool:
-        """Whether the adapter's accumulated gradient must go before its next op runs."""
+        """Return whether the adapter's accumulated gradient must be dropped before its next op runs."""
         return self.ticket.role is WindowRole.CLOSES
 
 
@@ -179,17 +179,17 @@ class OpSequence:
         self._pass_over()
 
     def __len__(self) -> int:
-        """How many ops wait."""
+        """Return how many ops wait."""
         return len(self._waiting)
 
     @property
     def position(self) -> Position | None:
-        """None while an op runs: then the adapter is between two states."""
+        """Return where the adapter stands; None while an op runs, when it is between two states."""
         return None if self.running else Position(self.next_seq - 1, self.failed_seq)
 
     @property
     def head(self) -> Ticket | None:
-        """The next op, if it is here and may run as soon as nothing runs."""
+        """Return the next op, if it is here and may run as soon as nothing runs."""
         if self.next_seq not in self._waiting:
             return None
         ticket, _ = self._waiting[self.next_seq]
@@ -197,7 +197,7 @@ class OpSequence:
 
     @property
     def refusal_time(self) -> float | None:
-        """From when on :meth:`refuse` has something; None if, as things stand, it never will."""
+        """Return the time from which on :meth:`refuse` has something; None if, as things stand, it never will."""
         if self.running or not self._waiting or self.head is not None:
             return None
         if self.next_seq in self._waiting:

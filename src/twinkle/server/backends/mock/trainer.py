@@ -148,7 +148,7 @@ class MockTrainer:
         return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
-        """As if each rank took a kilobyte."""
+        """Return a kilobyte for each rank."""
         return 1024 * spec.rank
 
     def numbers(self) -> TrainerNumbers:
@@ -176,7 +176,7 @@ class MockTrainer:
     def in_steps(
         self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """All in one step."""
+        """Compute everything in one step."""
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
 
@@ -310,7 +310,7 @@ class MockTrainer:
 
 
 def _written_out(datum: Datum) -> Datum:
-    """The datum without sparse arrays, and without those that no loss can read."""
+    """Return the datum without sparse arrays, and without those that no loss can read."""
     weights = None if datum.weights is None else dense(datum.weights)
     extras = {name: dense(array) for name, array in datum.extras.items() if array.shape == datum.targets.shape}
     return Datum(datum.tokens, dense(datum.targets), weights, extras)
@@ -322,13 +322,13 @@ def _features_of(datum: Datum) -> Doubles:
 
 
 def _values(lp: Doubles) -> TokenValues:
-    """The entropy of a choice between two; which token is likeliest nobody can say here."""
+    """Return log-probabilities and the entropies of a choice between two; the likeliest token is not known here."""
     entropies = -(np.exp(lp) * lp + -np.expm1(lp) * np.log(np.maximum(-np.expm1(lp), 1e-30)))
     return TokenValues(lp.astype(np.float32), entropies.astype(np.float32), np.zeros(len(lp), np.int64))
 
 
 def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
-    """The loss of each target and its derivative by lp."""
+    """Return the loss of each target and its derivative by lp."""
     if loss == "cross_entropy":
         weights = np.ones_like(lp) if datum.weights is None else dense(datum.weights).astype(np.float64)
         return -weights * lp, -weights

@@ -172,7 +172,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """What became final of a sample."""
+    """The part of a sample that has become final."""
 
     text: str = ""
     calls: tuple[ToolCall, ...] = ()

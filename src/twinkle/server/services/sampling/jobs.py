@@ -81,7 +81,7 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class TurnInput:
-    """What a turn has to do before it samples."""
+    """What a turn does before it samples: cancel, release, start."""
 
     cancelled: Sequence[str]
     released: Sequence[str]  # versions

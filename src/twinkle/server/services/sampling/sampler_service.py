@@ -211,11 +211,11 @@ class SamplerService:
                 del self._asking[sampling_session_id]
 
     def unasked_sessions(self, seconds: float) -> set[str]:
-        """Return the sessions of which samples are under way that nobody asked for in so many seconds."""
+        """Return the sessions with samples under way for which no poll came in so many seconds."""
         return {job.session.session_id for job in self._unasked(seconds)}
 
     def cancel_unasked(self, session_id: str, seconds: float) -> int:
-        """Stop the work on samples of a session that nobody asked for in so many seconds; returns how many.
+        """Stop the work on samples of a session for which no poll came in so many seconds; return how many.
 
         They are forgotten, not failed: a client that comes back for one is told to send it again, which SDKs do.
         """
@@ -228,7 +228,7 @@ class SamplerService:
         return len(cancelled)
 
     def _unasked(self, seconds: float) -> list[SampleJob]:
-        """Return the jobs that nobody asked for; requests that are answered in their own connection end with it."""
+        """Return jobs for which no poll came; requests that are answered in their own connection end with it."""
         before = time.monotonic() - seconds
         waiting = (job for job in self._jobs.values() if not job.streamed)
         named = ((job, job.session.sampling_session_id) for job in waiting)
