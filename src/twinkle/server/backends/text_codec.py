@@ -47,8 +47,7 @@ class HubTextCodec:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text)
-        return tokens
+        return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._text(tokens, special=False)
@@ -72,14 +71,11 @@ class HubTextCodec:
             )
         except TemplateError as error:
             raise InvalidInputError("messages", error.message, "what the chat template of this model takes") from error
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
-        return tokens
+        return list(self._tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
 
     def _text(self, tokens: Sequence[int], *, special: bool) -> str:
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(tokens), **options))
 
 
 Row = dict[str, Any]

@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from twinkle.errors import OverloadedError, QuotaError
 from twinkle.model.host_memory import HostMemory, host_memory_limit, read_host_memory
@@ -60,11 +61,9 @@ class _Share:
                 self.bytes -= result.size
 
     def first(self) -> HeldResult | None:
-        for results in (self.fetched, self.on_disk):
-            for result in results.values():
-                if not result.sending:
-                    return result
-        return None
+        """Return the result that leaves first; those that are being sent stay."""
+        results = chain(self.fetched.values(), self.on_disk.values())
+        return next((result for result in results if not result.sending), None)
 
 
 class ResultMemory:

@@ -37,12 +37,13 @@ class _Sequence:
     tops: list[tuple[IntArray, FloatArray]] = field(default_factory=list)  # of every token, (k,) each
     stop_reason: StopReason | None = None
 
-    def top_logprobs(self, k: int, start: int = 0) -> TopLogprobs | None:
-        if not k:
-            return None
-        rows = self.tops[start:]
-        token_ids = np.array([row[0] for row in rows], np.int64).reshape(-1, k)
-        return TopLogprobs(token_ids, np.array([row[1] for row in rows], np.float32).reshape(-1, k))
+    def arrays(self, k: int, start: int = 0) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
+        """Return tokens, log-probabilities and, where k > 0, the k likeliest tokens from ``start`` on."""
+        top = None
+        if k:
+            token_ids = np.array([row[0] for row in self.tops[start:]], np.int64).reshape(-1, k)
+            top = TopLogprobs(token_ids, np.array([row[1] for row in self.tops[start:]], np.float32).reshape(-1, k))
+        return np.array(self.tokens[start:], np.int64), np.array(self.logprobs[start:], np.float32), top
 
 
 @dataclass
@@ -121,7 +122,8 @@ class MockSampler:
                     if sequence.stop_reason is None:
                         self._extend(sampling, number, sequence, weights)
                 if request.stream and len(sequence.tokens) > start:
-                    events.append(_progress(request, number, sequence, start))
+                    new = sequence.arrays(request.topk_sample_logprobs, start)
+                    events.append(Progress(request.request_id, number, *new, sequence.stop_reason))
             if sampling.done:
                 del self._requests[request.request_id]
                 result = _result(sampling, weights, self._trainer.vocab_size, self.end_token)
@@ -183,28 +185,12 @@ def _likeliest(tokens: IntArray, lp: Doubles, k: int) -> tuple[IntArray, FloatAr
     return token_ids, logps
 
 
-def _progress(request: SampleRequest, number: int, sequence: _Sequence, start: int) -> Progress:
-    return Progress(
-        request.request_id,
-        number,
-        np.array(sequence.tokens[start:], np.int64),
-        np.array(sequence.logprobs[start:], np.float32),
-        sequence.top_logprobs(request.topk_sample_logprobs, start),
-        sequence.stop_reason,
-    )
-
-
 def _result(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token: int) -> SampleResult:
     request, prompt = sampling.request, sampling.request.prompt
-    sequences = [
-        SampledSequence(
-            np.array(s.tokens, np.int64),
-            np.array(s.logprobs, np.float32),
-            s.stop_reason or "length",
-            s.top_logprobs(request.topk_sample_logprobs),
-        )
-        for s in sampling.sequences
-    ]
+    sequences = []
+    for sequence in sampling.sequences:
+        tokens, drawn_logprobs, likeliest = sequence.arrays(request.topk_sample_logprobs)
+        sequences.append(SampledSequence(tokens, drawn_logprobs, sequence.stop_reason or "length", likeliest))
     positions = np.arange(len(prompt) - 1)
     skipped = 0 if request.prompt_logprobs_last_n is None else len(positions) - request.prompt_logprobs_last_n
     prompt_logprobs = top = targets = drawn = None

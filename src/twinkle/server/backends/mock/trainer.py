@@ -16,7 +16,8 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -105,6 +106,8 @@ def logprobs(weights: FloatArray, phi: Doubles) -> Doubles:
 
 @dataclass
 class _Adapter:
+    """An adapter with its optimizer; the fields are those of a snapshot."""
+
     spec: LoraSpec
     weights: FloatArray
     exp_avg: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
@@ -212,28 +215,13 @@ class MockTrainer:
         return 0.0 if gradient is None else float(np.linalg.norm(gradient.astype(np.float64), norm_type))
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        adapter = self._get(adapter_id)
-        return AdapterSnapshot(
-            spec=adapter.spec,
-            step=adapter.step,
-            layout=_LAYOUT,
-            weights=adapter.weights.copy(),
-            exp_avg=adapter.exp_avg.copy(),
-            exp_avg_sq=adapter.exp_avg_sq.copy(),
-            gradient=None if adapter.gradient is None else adapter.gradient.copy(),
-        )
+        return AdapterSnapshot(layout=_LAYOUT, **vars(deepcopy(self._get(adapter_id))))
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         if snapshot.layout != _LAYOUT:
             raise InvalidInputError("snapshot.layout", snapshot.layout, _LAYOUT)
-        self._adapters[adapter_id] = _Adapter(
-            _check_spec(snapshot.spec),
-            snapshot.weights.copy(),
-            snapshot.exp_avg.copy(),
-            snapshot.exp_avg_sq.copy(),
-            None if snapshot.gradient is None else snapshot.gradient.copy(),
-            snapshot.step,
-        )
+        own = {each.name: deepcopy(getattr(snapshot, each.name)) for each in fields(_Adapter)}
+        self._adapters[adapter_id] = _Adapter(**{**own, "spec": _check_spec(snapshot.spec)})
 
     def prepare_save(
         self,
