@@ -72,11 +72,12 @@ class Tracing:
 
     def op(self, name: str, request_id: str, attributes: Attributes) -> "OpSpan":
         """Start the span of an op or a sample below that of the present request, if there is one."""
+        if not self._enabled:
+            return _UNTRACED
         span = self._tracer.start_span(f"op {name}", attributes={"twinkle.request_id": request_id, **attributes})
-        if self._enabled:
-            self._ops[request_id] = span.get_span_context()
-            if len(self._ops) > _REMEMBERED:
-                self._ops.popitem(last=False)
+        self._ops[request_id] = span.get_span_context()
+        if len(self._ops) > _REMEMBERED:
+            self._ops.popitem(last=False)
         return OpSpan(self._tracer, span, request_id)
 
     @contextmanager
@@ -126,6 +127,7 @@ class OpSpan:
 
 
 NO_TRACING = Tracing()
+_UNTRACED = OpSpan(NoOpTracer(), INVALID_SPAN, "")  # for all ops: it holds nothing
 
 
 def current_trace_id() -> str | None:
