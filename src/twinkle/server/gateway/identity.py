@@ -4,6 +4,11 @@ A token (``auth.jwt``) stands for the key that it was issued for: once the key i
 signed address can be fetched without a key for a while, and opens only what it names; it too ends with its key.
 """
 
+import base64
+import binascii
+import hashlib
+import hmac
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +16,9 @@ from typing import Any, Literal, TypeGuard
 
 from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
-from twinkle.server.gateway.signed_tokens import TOKEN_PREFIX, read_token, write_token
 from twinkle.server.state import Keys, Store
+
+__all__ = ["Identity", "KeyDescription", "SignedUrls", "read_token", "write_token"]
 
 _TOKEN_PURPOSE = "tokens of clients"
 
@@ -83,7 +89,7 @@ class Identity:
         await self._keys.revoke(described.key_id, time.time())
 
     def _is_token(self, key: str | None) -> TypeGuard[str]:
-        return self._auth.jwt and key is not None and key.startswith(TOKEN_PREFIX)
+        return self._auth.jwt and key is not None and key.startswith(_TOKEN_PREFIX)
 
     async def _read(self, token: str) -> KeyDescription:
         """Return what one of our tokens says about its key, while both are valid."""
@@ -136,3 +142,45 @@ class SignedUrls:
         if not await self._identity.is_valid(claims.get("key_id")):  # addresses of earlier versions name no key
             raise ForbiddenError("this address was made with a key that was revoked: ask for a new one")
         return claims
+
+
+# --- JSON Web Tokens --------------------------------------------------------------------------------------------------
+# Signed with HMAC-SHA256 by a key that only this server has. Everyone who holds a token can read its claims, and no one
+# can change them. There is one algorithm: a token that names another is not ours.
+
+
+def _encode(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+
+
+_HEADER = _encode(json.dumps({"alg": "HS256", "typ": "JWT"}, separators=(",", ":")).encode())
+_TOKEN_PREFIX = "eyJ"
+
+
+def write_token(claims: Mapping[str, object], secret: bytes) -> str:
+    signed = f"{_HEADER}.{_encode(json.dumps(dict(claims), separators=(',', ':')).encode())}"
+    return f"{signed}.{_encode(_signature(signed, secret))}"
+
+
+def read_token(token: str, secret: bytes) -> Mapping[str, Any] | None:
+    """Return what the token claims; None if it was not written with this secret."""
+    signed, _, signature = token.rpartition(".")
+    header, _, payload = signed.partition(".")
+    if header != _HEADER or not token.isascii():
+        return None
+    try:
+        if not hmac.compare_digest(_decode(signature), _signature(signed, secret)):
+            return None
+        claims = json.loads(_decode(payload))
+    except (binascii.Error, ValueError):
+        return None
+    assert isinstance(claims, dict), "we signed it"
+    return claims
+
+
+def _signature(signed: str, secret: bytes) -> bytes:
+    return hmac.digest(secret, signed.encode(), hashlib.sha256)

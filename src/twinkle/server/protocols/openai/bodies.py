@@ -84,12 +84,12 @@ class ChatFormat(Format):
         self._calls: dict[int, int] = {}  # how many of each choice were sent
 
     def opening(self, index: int) -> Json:
-        said: dict[str, Json] = {"delta": {"role": "assistant", "content": ""}}
-        return self._body(self.chunk_kind, [self._with_logprobs(index, said, Delta())])
+        part: dict[str, Json] = {"delta": {"role": "assistant", "content": ""}}
+        return self._body(self.chunk_kind, [self._with_logprobs(index, part, Delta())])
 
     def _choice(self, index: int, delta: Delta, *, whole: bool) -> Json:
-        said = {"message": _message(delta)} if whole else {"delta": self._new_content(index, delta)}
-        return self._with_logprobs(index, said, delta)
+        part = {"message": _message(delta)} if whole else {"delta": self._new_content(index, delta)}
+        return self._with_logprobs(index, part, delta)
 
     def _new_content(self, index: int, delta: Delta) -> Json:
         content: Json = {"content": delta.text} if delta.text else {}
@@ -99,7 +99,7 @@ class ChatFormat(Format):
             content["tool_calls"] = [{"index": first + n, **_call(call)} for n, call in enumerate(delta.calls)]
         return content
 
-    def _with_logprobs(self, index: int, said: Mapping[str, Json], delta: Delta) -> Json:
+    def _with_logprobs(self, index: int, part: Mapping[str, Json], delta: Delta) -> Json:
         content = [
             {
                 **self._named(token.token, token.logprob),
@@ -108,7 +108,7 @@ class ChatFormat(Format):
             for token in (delta.tokens if self._logprobs else ())
         ]
         logprobs = {"content": content, "refusal": None} if self._logprobs else None
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
     def _named(self, token: int, logprob: float) -> Json:
         text = self._codec.token_text(token)
