@@ -193,7 +193,8 @@ class OpSequence:
         if self.next_seq not in self._waiting:
             return None
         ticket, _ = self._waiting[self.next_seq]
-        return None if self._closes_spoilt_window(ticket) else ticket
+        spoilt = self.failed_seq is not None and ticket.role is WindowRole.CLOSES
+        return None if spoilt else ticket
 
     @property
     def refusal_time(self) -> float | None:
@@ -211,9 +212,11 @@ class OpSequence:
     def submit(self, ticket: Ticket, now: float) -> Submitted:
         known = self._digests.get(ticket.seq)
         if known is not None:
-            return Duplicate() if known == ticket.digest else Conflict(self._reused(ticket.seq))
+            used = f"sequence number {ticket.seq} of {self.adapter_id} was used by a request with another body"
+            return Duplicate() if known == ticket.digest else Conflict(f"{used}: use a new number")
         if ticket.seq < self.next_seq:
-            return TooLate(self._late(ticket.seq))
+            late = f"sequence number {ticket.seq} came too late"
+            return TooLate(f"{late}: the next one of {self.adapter_id} is {self.next_seq}")
         self._owed.discard(ticket.seq)
         self._digests[ticket.seq] = ticket.digest
         self._waiting[ticket.seq] = (ticket, now)
@@ -295,9 +298,6 @@ class OpSequence:
         """The first failure of a window is the one to name; ops of one batch may finish in any order."""
         self.failed_seq = seq if self.failed_seq is None else min(seq, self.failed_seq)
 
-    def _closes_spoilt_window(self, ticket: Ticket) -> bool:
-        return ticket.role is WindowRole.CLOSES and self.failed_seq is not None
-
     def _window_message(self) -> str:
         return (
             f"optim_step {self.next_seq} was not applied: forward_backward {self.failed_seq} before it failed "
@@ -307,9 +307,3 @@ class OpSequence:
     def _gap_message(self, first: int, last: int) -> str:
         missing = f"number {first}" if first == last else f"numbers {first} to {last}"
         return f"sequence {missing} did not arrive within {self._gap_timeout:g} s, and this request had to follow"
-
-    def _late(self, seq: int) -> str:
-        return f"sequence number {seq} came too late: the next one of {self.adapter_id} is {self.next_seq}"
-
-    def _reused(self, seq: int) -> str:
-        return f"sequence number {seq} of {self.adapter_id} was used by a request with another body: use a new number"

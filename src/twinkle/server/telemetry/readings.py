@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +62,6 @@ def _memory() -> list[Reading]:
 def _size(directory: Path) -> int:
     total = 0
     for file in directory.glob("*"):
-        try:
+        with suppress(FileNotFoundError):  # it was just deleted
             total += file.stat().st_size
-        except FileNotFoundError:  # it was just deleted
-            continue
     return total

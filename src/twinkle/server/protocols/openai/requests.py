@@ -114,16 +114,11 @@ class Message(Fields):
 
     def for_template(self) -> dict[str, object]:
         """``developer`` is a newer name for ``system`` that templates do not know."""
-        read: dict[str, object] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content,
-        }
-        if self.name is not None:
-            read["name"] = self.name
+        read = self.model_dump(include={"role", "content", "name", "tool_call_id"}, exclude_none=True)
+        if self.role == "developer":
+            read["role"] = "system"
         if self.tool_calls:
             read["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            read["tool_call_id"] = self.tool_call_id
         return read
 
 
