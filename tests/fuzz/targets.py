@@ -21,8 +21,8 @@ from twinkle.errors import UserError
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
 from twinkle.server.protocols.native.requests import read_fields
-from twinkle.server.protocols.openai.fields import parse as parse_openai
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
+from twinkle.server.protocols.openai.requests import parse as parse_openai
 from twinkle.server.types import Op, OpKind, Refused
 from twinkle.server.verbs import codec
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows

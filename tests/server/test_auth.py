@@ -10,7 +10,7 @@ import pytest
 from running import Server, Tenant, mock_config
 
 from twinkle.server.cli import command_line as cli
-from twinkle.server.gateway.signed_tokens import read_token, write_token
+from twinkle.server.gateway.identity import read_token, write_token
 
 Keys = Callable[..., str]
 

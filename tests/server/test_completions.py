@@ -4,7 +4,7 @@ import asyncio
 
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
-from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.rate_limit import RecentRate
 
 SESSION = "s:sample:0"
 

@@ -10,9 +10,8 @@ import yaml
 from exposition import parse
 
 from twinkle.server.config import load_config
-from twinkle.server.telemetry.instruments import INSTRUMENTS
+from twinkle.server.telemetry.instruments import INSTRUMENTS, table
 from twinkle.server.telemetry.metrics import Metrics, Reading, render
-from twinkle.server.telemetry.reference import table
 
 ROOT = Path(__file__).parents[2]
 COOKBOOK = ROOT / "cookbook" / "observability"

@@ -7,10 +7,11 @@ import pytest
 
 from twinkle.errors import RateLimitError
 from twinkle.server import usage
-from twinkle.server.scheduling import fair_queue, scheduler
+from twinkle.server.scheduling import shares
 from twinkle.server.scheduling.fair_queue import FairQueue
-from twinkle.server.scheduling.scheduler import Scheduler, Ticket
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.scheduler import Scheduler
+from twinkle.server.scheduling.sequence import Ticket
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.training.admission import OpAdmission
 from twinkle.server.telemetry import instruments
@@ -25,7 +26,6 @@ from twinkle.server.usage import FORGOTTEN, Usage
 
 def visit(queue: Scheduler, tenant: str, tokens: int = 10) -> None:
     """An adapter comes, trains once and leaves."""
-    queue.set_standing(tenant, Standing())
     queue.add_adapter(f"{tenant}/a", tenant)
     queue.submit(Ticket(f"{tenant}/a", 0, OpKind.FORWARD_BACKWARD, tokens, b""), 0.0)
     run_all(queue)
@@ -42,7 +42,7 @@ def run_all(queue: Scheduler) -> list[str]:
 
 
 def test_the_scheduler_forgets_tenants_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_ABSENT", 20)
+    monkeypatch.setattr(shares, "_ABSENT", 20)
     queue = Scheduler(100)
     for number in range(200):
         visit(queue, f"t{number}")
@@ -65,17 +65,15 @@ def test_leaving_and_coming_back_clears_nothing() -> None:
 
 
 def test_one_without_adapters_who_would_start_anew_is_forgotten_at_once() -> None:
-    queue = Scheduler(100)
-    queue.set_standing("t", Standing(priority=Priority.HIGH))
+    queue = Scheduler(100, lambda _tenant: TenantShare(priority=Priority.HIGH))
     queue.add_adapter("a", "t")
     queue.remove_adapter("a")
     assert dict(queue.numbers().tokens) == {}
 
 
-def test_a_standing_holds_as_long_as_there_are_adapters() -> None:
-    queue = Scheduler(10)
-    for tenant, standing in (("low", Standing(priority=Priority.LOW)), ("high", Standing(priority=Priority.HIGH))):
-        queue.set_standing(tenant, standing)
+def test_a_higher_priority_goes_first() -> None:
+    queue = Scheduler(10, lambda tenant: TenantShare(priority=Priority[tenant.upper()]))
+    for tenant in ("low", "high"):
         queue.add_adapter(tenant, tenant)
         queue.submit(Ticket(tenant, 0, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
     assert run_all(queue) == ["high", "low"]
@@ -85,13 +83,13 @@ def test_a_standing_holds_as_long_as_there_are_adapters() -> None:
 
 
 def test_the_queue_forgets_tenants_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_queue, "_ABSENT", 20)
+    monkeypatch.setattr(shares, "_ABSENT", 20)
     queue: FairQueue[str] = FairQueue()
     for number in range(200):
         queue.push(f"t{number}", "a", "a")
         assert queue.pop() == "a"
-    assert len(queue._used) <= 21
-    assert len(queue._absent) <= 20
+    assert len(queue._shares._used) <= 21
+    assert len(queue._shares._absent) <= 20
 
 
 def test_a_tenant_of_the_queue_who_comes_back_is_remembered() -> None:
@@ -108,7 +106,7 @@ def test_one_who_withdrew_everything_is_forgotten() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("t", "a", "a")
     assert queue.remove("t", "a")
-    assert queue._used == {}
+    assert queue._shares._used == {}
 
 
 # --- rates, usage, admission ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from twinkle.errors import OverloadedError, QuotaError
 from twinkle.server.services.futures import PROMISE_BYTES, Futures
-from twinkle.server.tenancy.result_memory import ResultMemory
+from twinkle.server.tenancy.memory import ResultMemory
 from twinkle.server.types import Encoding, Outcome
 
 DONE = Outcome(Encoding.JSON, b"{}")

@@ -13,9 +13,7 @@ from running import Server, Tenant, environment
 from starlette.testclient import TestClient
 
 from twinkle.server.app import make_app
-from twinkle.server.telemetry import request_context
-from twinkle.server.telemetry.json_logs import JsonFormatter
-from twinkle.server.telemetry.tracing import UNTRACED
+from twinkle.server.telemetry.logs import JsonFormatter, enter_request
 
 KEY = "tml-secret-of-a-tenant"
 
@@ -104,7 +102,7 @@ def test_errors_are_one_line(record: logging.LogRecord) -> None:
 
 @pytest.mark.parametrize("sent", ["a b", "x" * 129, 'a"b', "ü", ""])
 def test_ids_of_no_form_are_not_repeated(sent: str) -> None:
-    assert request_context.enter(sent, UNTRACED).client_id is None
+    assert enter_request(sent).client_id is None
 
 
 def test_a_bug_is_found_by_the_id_of_its_answer() -> None:

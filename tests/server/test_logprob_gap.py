@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from twinkle.model.types import Datum
-from twinkle.server.telemetry.logprob_gap import gap_of
+from twinkle.server.telemetry.recording import gap_of
 
 
 def row(sampled: list[float] | None) -> Datum:

@@ -9,8 +9,8 @@ from running import Server, Tenant, mock_config, sample_body, training_body
 
 from twinkle.errors import OverloadedError
 from twinkle.model.host_memory import HostMemory
-from twinkle.server.tenancy import memory_guard
-from twinkle.server.tenancy.memory_guard import MemoryGuard
+from twinkle.server.tenancy import memory
+from twinkle.server.tenancy.memory import MemoryGuard
 
 MIB = 2**20
 LIMIT = 4096 * MIB
@@ -42,7 +42,7 @@ def test_the_default_reserve_is_a_part_of_the_limit() -> None:
 
 
 def test_caches_go_before_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_guard, "_SECONDS", 0.01)
+    monkeypatch.setattr(memory, "_SECONDS", 0.01)
     machine = Machine(LIMIT - 400 * MIB)
     guard = MemoryGuard(256 * MIB, machine.read)
 

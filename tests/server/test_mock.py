@@ -397,10 +397,10 @@ class TestSampler:
         ("request_", "complaint"),
         [
             (_request(version_id="x"), "version_id: got 'x'"),
-            (_request(prompt=()), "prompt: got '0 tokens'"),
+            (_request(prompt=()), "prompt: got 'shape (0,)'"),
             (_request(prompt=[1] * 100), "prompt: got '100 tokens'"),
             (_request(prompt=[70_000]), "token ids in [0, 65536)"),
-            (_request(max_tokens=98), "max_tokens: got 98, allowed: at most 97"),
+            (_request(max_tokens=98), "max_tokens: got 98, allowed: an integer in [1, 97]"),
         ],
     )
     def test_what_can_never_be_done(self, request_, complaint):

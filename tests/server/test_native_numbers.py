@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from twinkle.errors import InvalidInputError
-from twinkle.server.tenancy.text_sizes import max_characters, text_groups
+from twinkle.server.backends.text_codec import max_characters, text_groups
 from twinkle.server.types import NativePass
 from twinkle.server.verbs.codec import finite, journal_body, read_op, succeeded, verb_op
 from twinkle.server.verbs.features import checked_rows, numbers

@@ -11,9 +11,7 @@ from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.sampler.types import Progress, SampledSequence, TopLogprobs
 from twinkle.server.backends.text_codec import HubTextCodec
-from twinkle.server.protocols.openai.choices import Choice
-from twinkle.server.protocols.openai.text_stream import Detokenizer, StopFilter
-from twinkle.server.protocols.openai.tool_calls import ToolCallFilter
+from twinkle.server.protocols.openai.choices import Choice, Detokenizer, StopFilter, ToolCallFilter
 
 MODEL = "random://llama-tiny"  # its tokens are bytes
 

@@ -164,9 +164,10 @@ def test_debug_writes_to_the_log(own_server: Callable[..., Server]) -> None:
 
 
 def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("opentelemetry", "twinkle.server.telemetry.otlp"))]:
+    hidden = "opentelemetry.sdk", "twinkle.server.telemetry.otlp"
+    for name in [name for name in sys.modules if name.startswith(hidden)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     Telemetry(TelemetryConfig())  # needs none of it
     with pytest.raises(MissingDependencyError, match=r"telemetry\.enabled: true needs .* extra 'telemetry'"):
         Telemetry(TelemetryConfig(enabled=True))

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from test_sampler_service import ScriptedSampler, request, running, session, turns
+from test_sampler_service import ScriptedSampler, generated, request, running, session, turns
 
 from twinkle.errors import QuotaError, RateLimitError
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.futures import PROMISE_BYTES
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
@@ -39,7 +39,7 @@ def test_waiting_samples_are_as_many_as_they_may_be() -> None:
     async def check(service: SamplerService) -> None:
         async def one(number: int) -> bool:
             try:
-                await asyncio.wait_for(anext(service.generate(session(), request(number))), 0.5)
+                await asyncio.wait_for(anext(generated(service, session(), request(number))), 0.5)
             except QuotaError:
                 return False
             except TimeoutError:
@@ -136,8 +136,8 @@ def test_what_never_reached_the_engine_costs_nothing() -> None:
 def test_weights_and_priorities_decide_who_is_next() -> None:
     sampler = ScriptedSampler()
     special = {
-        "heavy": TenantTerms(standing=Standing(3.0)),
-        "first": TenantTerms(standing=Standing(priority=Priority.HIGH)),
+        "heavy": TenantTerms(share=TenantShare(3.0)),
+        "first": TenantTerms(share=TenantShare(priority=Priority.HIGH)),
     }
 
     async def check(service: SamplerService) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -86,6 +86,15 @@ def request(number: int | str = 0, version: str | None = None, **fields) -> Samp
     return SampleRequest(f"s:sample:0:{number}", version, np.array([5, 6, 7]), SamplingParams(**params), **fields)
 
 
+async def generated(
+    service: SamplerService, of: SamplingSessionRecord, wanted: SampleRequest
+) -> AsyncGenerator[Progress | SampleResult, None]:
+    """The events of one request."""
+    async with aclosing(service.generate(of, [wanted])) as events:
+        async for _, event in events:
+            yield event
+
+
 def running(sampler, check: Callable[[SamplerService], Awaitable[None]], root: Path = Path("/none"), **options) -> None:
     async def main() -> None:
         compute = Compute()
@@ -122,7 +131,7 @@ def mock_sampler() -> MockSampler:
 def test_generate_hands_over_tokens_as_they_come() -> None:
     async def check(service: SamplerService) -> None:
         wanted = request(num_samples=2, stream=True, topk_sample_logprobs=3)
-        events = [event async for event in service.generate(session(), wanted)]
+        events = [event async for event in generated(service, session(), wanted)]
         *progress, last = events
         assert len(progress) == 6  # two sequences of 40 tokens, 16 at a time
         for index, sequence in enumerate(last.sequences):
@@ -132,7 +141,7 @@ def test_generate_hands_over_tokens_as_they_come() -> None:
             top = np.concatenate([event.topk_logprobs.logprobs for event in own])
             np.testing.assert_array_equal(top, sequence.topk_logprobs.logprobs)
             assert [event.stop_reason for event in own] == [None, None, "length"]
-        (whole,) = [event async for event in service.generate(session(), request(1, num_samples=2))]
+        (whole,) = [event async for event in generated(service, session(), request(1, num_samples=2))]
         np.testing.assert_array_equal(whole.sequences[1].tokens, last.sequences[1].tokens)
         assert service.tokens_sampled == 160
 
@@ -144,7 +153,7 @@ def test_leaving_early_cancels_in_the_engine() -> None:
 
     async def check(service: SamplerService) -> None:
         async def listen() -> None:
-            async with aclosing(service.generate(session(), request())) as events:
+            async with aclosing(generated(service, session(), request())) as events:
                 async for _ in events:
                     raise AssertionError("nothing comes")
 
@@ -158,7 +167,7 @@ def test_leaving_early_cancels_in_the_engine() -> None:
         assert sampler.cancelled == ["s:sample:0:0"]
         assert service.status()["waiting_samples"] == 0
         sampler.finish.add("s:sample:0:0")  # and the id may be used again
-        assert len([event async for event in service.generate(session(), request())]) == 1
+        assert len([event async for event in generated(service, session(), request())]) == 1
 
     running(sampler, check)
 
@@ -167,7 +176,7 @@ def test_leaving_after_some_events() -> None:
     sampler = mock_sampler()
 
     async def check(service: SamplerService) -> None:
-        async with aclosing(service.generate(session(), request(stream=True, params={"max_tokens": 4000}))) as events:
+        async with aclosing(generated(service, session(), request(stream=True, params={"max_tokens": 4000}))) as events:
             async for event in events:
                 assert isinstance(event, Progress)
                 break
@@ -183,7 +192,7 @@ def test_failures_of_generate_are_raised() -> None:
 
     async def check(service: SamplerService) -> None:
         async def ask(wanted: SampleRequest) -> object:
-            return [event async for event in service.generate(session(), wanted)]
+            return [event async for event in generated(service, session(), wanted)]
 
         with pytest.raises(InvalidInputError, match="max_tokens"):
             await ask(request(params={"max_tokens": 10**6}))
@@ -200,7 +209,7 @@ def test_generate_counts_with_the_samples_of_its_tenant() -> None:
         with pytest.raises(QuotaError):
             service.sample(session(), request(1))
         with pytest.raises(QuotaError):
-            await anext(service.generate(session(), request(1)))
+            await anext(generated(service, session(), request(1)))
         service.sample(session("other"), request(2))
         service.cancel("s:sample:0:0")
         service.sample(session(), request(3))
@@ -213,7 +222,7 @@ def test_stopping_lets_listeners_go() -> None:
         compute = Compute()
         service = SamplerService(ScriptedSampler(), compute, DataDir(Path("/none")))
         await service.start()
-        listener = asyncio.create_task(anext(service.generate(session(), request())))
+        listener = asyncio.create_task(anext(generated(service, session(), request())))
         await turns(service)
         await service.stop()
         with pytest.raises(TwinkleError, match="shutting down"):
@@ -282,7 +291,7 @@ def test_samples_that_nobody_asks_for_are_cancelled() -> None:
     async def check(service: SamplerService) -> None:
         for number in range(3):
             service.sample(session(), request(number))
-        streamed = asyncio.create_task(anext(service.generate(session("streaming"), request("x"))))
+        streamed = asyncio.create_task(anext(generated(service, session("streaming"), request("x"))))
         await turns(service)
         later(service, 59)
         assert not service.unasked_sessions(60)
@@ -421,7 +430,7 @@ def test_shutting_down_lets_readers_go_at_once() -> None:
     sampler = ScriptedSampler()
 
     async def check(service: SamplerService) -> None:
-        listener = asyncio.create_task(anext(service.generate(session(), request())))
+        listener = asyncio.create_task(anext(generated(service, session(), request())))
         await turns(service)
         service.release_waiters()
         with pytest.raises(ShuttingDownError):
@@ -429,7 +438,7 @@ def test_shutting_down_lets_readers_go_at_once() -> None:
         await turns(service)
         assert sampler.cancelled == ["s:sample:0:0"]
         with pytest.raises(ShuttingDownError):
-            await anext(service.generate(session(), request()))
+            await anext(generated(service, session(), request()))
 
     running(sampler, check)
 
@@ -474,8 +483,8 @@ def test_versions_are_pinned_while_in_use_and_come_back_from_disk(tmp_path: Path
         sampler.finish |= {"s:sample:0:0", "s:sample:0:2"}
         await turns(service)
         assert set(sampler.versions) == {"b", "c"}  # a was used least recently of those that are idle
-        service.give_up_version("b")
-        service.give_up_version("c")
+        service.release_version("b")
+        service.release_version("c")
         await turns(service)
         assert sampler.versions == ["b"]  # its request is not done
         service.cancel("s:sample:0:1")
@@ -512,6 +521,6 @@ def test_weights_that_are_gone(tmp_path: Path) -> None:
         assert "gone" in outcome["error"]
         assert str(tmp_path) not in outcome["error"]
         with pytest.raises(CheckpointError):
-            await anext(service.generate(session(version="v", directory="v"), request(1, "v")))
+            await anext(generated(service, session(version="v", directory="v"), request(1, "v")))
 
     running(ScriptedSampler(), check, tmp_path)

@@ -2,19 +2,18 @@
 
 import pytest
 
-from twinkle.server.scheduling.scheduler import (
+from twinkle.server.scheduling.scheduler import Batch, BatchKind, Scheduler
+from twinkle.server.scheduling.sequence import (
+    REMEMBERED_DIGESTS,
     Accepted,
-    Batch,
-    BatchKind,
     Conflict,
     Duplicate,
+    Passed,
     Position,
     RefusalReason,
-    Scheduler,
     Ticket,
     TooLate,
 )
-from twinkle.server.scheduling.sequence import REMEMBERED_DIGESTS, Passed
 from twinkle.server.types import OpKind
 
 FORWARD, BACKWARD, OPTIM = OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP

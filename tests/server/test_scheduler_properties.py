@@ -10,19 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from twinkle.server.scheduling.scheduler import (
-    Accepted,
-    Batch,
-    BatchKind,
-    Conflict,
-    Duplicate,
-    Position,
-    RefusalReason,
-    Scheduler,
-    Ticket,
-    TooLate,
-)
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.scheduler import Batch, BatchKind, Scheduler
+from twinkle.server.scheduling.sequence import Accepted, Conflict, Duplicate, Position, RefusalReason, Ticket, TooLate
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.types import OpKind
 
 BUDGET, GAP_TIMEOUT, MAX_SKIPS = 10, 100.0, 3
@@ -94,7 +84,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(BUDGET, merge=self.merge, gap_timeout=GAP_TIMEOUT, max_skips=MAX_SKIPS)
+        self.given = dict.fromkeys(TENANTS, TenantShare())
+        self.scheduler = Scheduler(
+            BUDGET, self.given.__getitem__, merge=self.merge, gap_timeout=GAP_TIMEOUT, max_skips=MAX_SKIPS
+        )
         self.adapters: dict[str, ModelAdapter] = {}
         self.now = 0.0
         self.added = 0
@@ -105,7 +98,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.barriers_in_a_row = 0
         self.ready: dict[str, int] = {}  # adapters with a ready pass, longest-ready first: batches when it became ready
         self.shares = dict.fromkeys(TENANTS, 0.0)
-        self.standings = dict.fromkeys(TENANTS, Standing())
         self.floors = dict.fromkeys(Priority, 0.0)
         self.turns = dict.fromkeys(TENANTS, 0)  # batches when the longest-ready pass of a tenant last started
         self.passed_over: dict[str, tuple[str, int]] = {}  # a tenant's longest-ready pass, batches that went by it
@@ -114,9 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- what may happen ----------------------------------------------------------------------------------------------
 
     @rule(tenant=st.sampled_from(TENANTS), weight=st.sampled_from([0.5, 1.0, 4.0]), priority=st.sampled_from(Priority))
-    def set_standing(self, tenant: str, weight: float, priority: Priority) -> None:
-        self.standings[tenant] = Standing(weight, priority)
-        self.scheduler.set_standing(tenant, self.standings[tenant])
+    def set_share(self, tenant: str, weight: float, priority: Priority) -> None:
+        self.given[tenant] = TenantShare(weight, priority)
 
     @precondition(lambda self: len(self.adapters) < 6)
     @rule(tenant=st.sampled_from(TENANTS), next_seq=st.integers(0, 3), spoilt=st.booleans())
@@ -203,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert adapter.waiting.pop(ticket.seq) == ticket
         assert ticket.seq == adapter.next_seq
         adapter.next_seq += 1
-        self.shares[adapter.tenant] += ticket.tokens / self.standings[adapter.tenant].weight
+        self.shares[adapter.tenant] += ticket.tokens / self.given[adapter.tenant].weight
         if self.firsts().get(adapter.tenant) == ticket.adapter_id:
             self.turns[adapter.tenant] = self.batches
         self.ready.pop(ticket.adapter_id, None)
@@ -301,10 +292,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if barriers and self.barriers_in_a_row < (1 if overdue else 2):
             return None
         for priority in Priority:
-            shares = [self.shares[tenant] for tenant in firsts if self.standings[tenant].priority is priority]
+            shares = [self.shares[tenant] for tenant in firsts if self.given[tenant].priority is priority]
             self.floors[priority] = max(self.floors[priority], min(shares, default=0.0))
-        highest = max(self.standings[tenant].priority for tenant in firsts)
-        leads = [tenant for tenant in firsts if self.standings[tenant].priority is highest]
+        highest = max(self.given[tenant].priority for tenant in firsts)
+        leads = [tenant for tenant in firsts if self.given[tenant].priority is highest]
         least = min(leads, key=self.shares.__getitem__)
         return firsts[max(firsts, key=waits.__getitem__) if overdue else least]
 
@@ -330,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if name in heads and heads[name].kind.is_pass and name not in self.ready:
                 tenant = self.adapters[name].tenant
                 if tenant not in self.firsts():
-                    floor = self.floors[self.standings[tenant].priority]
+                    floor = self.floors[self.given[tenant].priority]
                     self.shares[tenant] = max(self.shares[tenant], floor)
                 self.ready[name] = self.batches
 
@@ -476,9 +467,9 @@ def test_tenants_with_work_get_equal_tokens_whatever_their_number_of_adapters(
 )
 def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], adapters: list[int]):
     """Never more than one op apart, as long as nobody is overdue."""
-    scheduler = Scheduler(10, max_skips=1000)
-    for tenant, weight in enumerate(weights):
-        scheduler.set_standing(f"t{tenant}", Standing(weight))
+    shares = {f"t{tenant}": TenantShare(weight) for tenant, weight in enumerate(weights)}
+    scheduler = Scheduler(10, shares.__getitem__, max_skips=1000)
+    for tenant in range(len(weights)):
         for i in range(adapters[tenant]):
             scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
             for seq in range(20):
@@ -502,9 +493,9 @@ def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], ada
 )
 def test_nobody_starves_whatever_weights_and_priorities(priorities: list[Priority], weights: list[float], skips: int):
     """Everybody always has work of which one op fills a batch; each leads again within the bound."""
-    scheduler = Scheduler(10, max_skips=skips)
-    for tenant, priority in enumerate(priorities):
-        scheduler.set_standing(f"t{tenant}", Standing(weights[tenant], priority))
+    shares = {f"t{tenant}": TenantShare(weights[tenant], priority) for tenant, priority in enumerate(priorities)}
+    scheduler = Scheduler(10, shares.__getitem__, max_skips=skips)
+    for tenant in range(len(priorities)):
         scheduler.add_adapter(f"a{tenant}", f"t{tenant}")
         for seq in range(120):
             scheduler.submit(Ticket(f"a{tenant}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
@@ -531,9 +522,9 @@ def test_beside_others_a_tenant_gets_a_portion_of_a_batch(
     adapters: list[int], weights: list[float], sizes: list[int], contended: int
 ):
     """As many tokens as anybody else asks for, by weight, or the portion that everybody has; and at least one op."""
-    scheduler = Scheduler(1000, contended_tokens=contended)
+    shares = {f"t{tenant}": TenantShare(weights[tenant]) for tenant in range(len(adapters))}
+    scheduler = Scheduler(1000, shares.__getitem__, contended_tokens=contended)
     for tenant, count in enumerate(adapters):
-        scheduler.set_standing(f"t{tenant}", Standing(weights[tenant]))
         for i in range(count):
             scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
             for seq in range(4):

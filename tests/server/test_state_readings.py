@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from twinkle.server.config import TelemetryConfig
-from twinkle.server.gateway import state_readings
+from twinkle.server.gateway import reporting
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
@@ -83,7 +83,7 @@ async def hangs() -> int:
 def test_a_database_that_is_away_costs_only_its_own_numbers(
     tmp_path: Path, active: Callable[[], Awaitable[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_readings, "_DATABASE_SECONDS", 0.05)
+    monkeypatch.setattr(reporting, "_DATABASE_SECONDS", 0.05)
     seen = values(Telemetry(), gateway(tmp_path, active))
     assert seen["twinkle_state_up",] == 0
     assert ("twinkle_sessions_active",) not in seen

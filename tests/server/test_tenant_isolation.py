@@ -16,7 +16,7 @@ from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server import ids
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockTrainer, mock_model
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import Store
@@ -125,9 +125,9 @@ async def quiet(counted: Counted, run_id: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "noisy", [Standing(), Standing(weight=4.0, priority=Priority.HIGH)], ids=["alike", "heavier and before it"]
+    "noisy", [TenantShare(), TenantShare(weight=4.0, priority=Priority.HIGH)], ids=["alike", "heavier and before it"]
 )
-def test_a_flood_of_steps_keeps_nobody_waiting_for_more_than_a_few_batches(tmp_path: Path, noisy: Standing) -> None:
+def test_a_flood_of_steps_keeps_nobody_waiting_for_more_than_a_few_batches(tmp_path: Path, noisy: TenantShare) -> None:
     limits = TenantLimits(queued_ops=100)
     tenants = Tenants(TenantTerms(limits), {"noisy": TenantTerms(limits, noisy)})
 
@@ -148,5 +148,5 @@ def test_a_flood_of_steps_keeps_nobody_waiting_for_more_than_a_few_batches(tmp_p
     assert all("queued ops: 100 of 100" in each for each in refused)
     # The next batch is of optimizer steps at most twice; then comes one of passes, which it leads, and then its own
     # optimizer step is due. Behind a priority it waits until it is overdue, which is eight batches.
-    assert max(waited) <= (2 + 1 + 1 if noisy == Standing() else 8 + 2 + 1 + 1)
+    assert max(waited) <= (2 + 1 + 1 if noisy == TenantShare() else 8 + 2 + 1 + 1)
     assert min(waited) >= 2

@@ -11,7 +11,7 @@ from typing import Any
 
 from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.mock import MockSampler, MockTrainer
-from twinkle.server.gateway import signed_urls
+from twinkle.server.gateway import identity
 from twinkle.server.runtime import embedded
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.services.training import snapshots
@@ -118,7 +118,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "snapshot": lambda seconds: setattr(snapshots, "_INTERVAL_SECONDS", seconds),
     "key_cache": lambda seconds: setattr(keys, "_CACHE_SECONDS", seconds),
     "otlp": lambda seconds: setattr(import_module("twinkle.server.telemetry.otlp"), "_TIMEOUT_SECONDS", seconds),
-    "signed_url": lambda seconds: setattr(signed_urls, "_VALID_SECONDS", seconds),
+    "signed_url": lambda seconds: setattr(identity, "_VALID_SECONDS", seconds),
     "outage": lambda seconds: setattr(database, "_OUTAGE_SECONDS", seconds),
     "full_at": fill_disk_at,
     "bug": _break_in_batch,

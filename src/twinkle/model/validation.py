@@ -5,17 +5,35 @@ What passes here cannot fail another tenant: shapes agree, token ids exist, numb
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinkle.errors import InvalidInputError
-from twinkle.loss import TokenLoss, get_loss, resolve_config
 from twinkle.model.csr import Csr, dense, listed
 from twinkle.model.types import Datum, FloatArray, IntArray, Objective, TrainItem
 
+if TYPE_CHECKING:
+    from twinkle.loss import TokenLoss
+
 _HOTTEST = 1e4  # beyond it every distribution is flat, and a typing mistake likelier than a wish
+
+
+class LossInputs(Protocol):
+    """What a loss needs of each datum; :class:`~twinkle.loss.TokenLoss` is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]: ...
+
+    @property
+    def allows_topk(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class CheckedItem:
     """A request that is safe to compute."""
 
     adapter_id: str
-    loss: TokenLoss
+    loss: "TokenLoss"
     config: Mapping[str, float]
     data: tuple[CheckedDatum, ...]
     objective: Objective | None = None  # in the place of loss
@@ -52,19 +70,28 @@ class CheckedItem:
 
 
 def check_item(item: TrainItem, *, vocab_size: int, max_length: int) -> CheckedItem:
+    from twinkle.loss import get_loss, resolve_config  # torch; check_data does without
+
     for field, expected in (("loss", str), ("loss_config", Mapping)):
         if not isinstance(vars(item)[field], expected):
             raise InvalidInputError(field, vars(item)[field], f"a {expected.__name__}")
     loss = get_loss(item.loss)
     config = resolve_config(loss, item.loss_config)
-    if not isinstance(item.data, Sequence) or len(item.data) == 0:
-        raise InvalidInputError("data", item.data, "a sequence of at least one datum")
-    data = tuple(
-        _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length) for index, datum in enumerate(item.data)
-    )
+    data = check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length)
     _check_options(item, data)
     return CheckedItem(
         item.adapter_id, loss, config, data, item.objective, float(item.temperature), bool(item.statistics)
+    )
+
+
+def check_data(
+    data: Sequence[Datum], loss: LossInputs, *, vocab_size: int, max_length: int
+) -> tuple[CheckedDatum, ...]:
+    """Check the data of a request for a loss; without torch."""
+    if not isinstance(data, Sequence) or len(data) == 0:
+        raise InvalidInputError("data", data, "a sequence of at least one datum")
+    return tuple(
+        _check_datum(datum, f"data[{index}]", loss, vocab_size, max_length) for index, datum in enumerate(data)
     )
 
 
@@ -81,7 +108,7 @@ def _check_options(item: TrainItem, data: Sequence[CheckedDatum]) -> None:
         raise InvalidInputError("targets", "several a token", "one a token with statistics")
 
 
-def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max_length: int) -> CheckedDatum:
+def _check_datum(datum: Datum, where: str, loss: LossInputs, vocab_size: int, max_length: int) -> CheckedDatum:
     if not isinstance(datum, Datum):
         raise InvalidInputError(where, datum, "a Datum")
     if not isinstance(datum.extras, Mapping):
@@ -103,7 +130,7 @@ def _check_datum(datum: Datum, where: str, loss: TokenLoss, vocab_size: int, max
     return CheckedDatum(tokens, _rows_of(targets), inputs, targets.shape)
 
 
-def _loss_inputs(datum: Datum, where: str, loss: TokenLoss, shape: tuple[int, ...]) -> dict[str, FloatArray | Csr]:
+def _loss_inputs(datum: Datum, where: str, loss: LossInputs, shape: tuple[int, ...]) -> dict[str, FloatArray | Csr]:
     given = dict(datum.extras)
     if datum.weights is not None:
         given["weights"] = datum.weights

@@ -24,10 +24,10 @@ from twinkle.server.backends.text_codec import TextCodec
 
 
 class TrainingBackend(Protocol):
-    """Many adapters on one frozen model. The last four are for the library's verbs."""
+    """Many adapters on one frozen model. Called in the compute thread, where a method does not say otherwise."""
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """Raises for an adapter that can never be; in any thread."""
+        """Raise for an adapter that can never exist. Called in any thread."""
         ...
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
@@ -37,19 +37,19 @@ class TrainingBackend(Protocol):
     def adapter_ids(self) -> list[str]: ...
 
     def resident_adapter_ids(self) -> list[str]:
-        """Those on the device now; the others wait in host memory. In any thread."""
+        """Return the adapters on the device; the others wait in host memory. Called in any thread."""
         ...
 
     def host_bytes(self) -> int:
-        """Host memory that adapters take now, on a CPU also those on the device. In any thread."""
+        """Return the host memory that adapters take, on a CPU also those on the device. Called in any thread."""
         ...
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
-        """Host memory that an adapter of this shape takes at most. In any thread."""
+        """Return the host memory that an adapter of this shape takes at most. Called in any thread."""
         ...
 
     def numbers(self) -> TrainerNumbers:
-        """How it is doing, without waiting for the device."""
+        """Return counts and memory of the trainer, without waiting for the device."""
         ...
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
@@ -59,7 +59,7 @@ class TrainingBackend(Protocol):
     def in_steps(
         self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """One micro-batch a step, of at most ``limit()`` tokens where that can be; between steps others may compute."""
+        """Compute one micro-batch a step, of at most ``limit()`` tokens if possible; others compute between steps."""
         ...
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...

@@ -54,7 +54,7 @@ def _begin_computing() -> None:
 
 
 class Lane(Enum):
-    """Who is asking. Of the same lane, first come is first served."""
+    """Whose work it is. Work of one lane runs in the order in which it came."""
 
     TRAINING = auto()  # batches, saves, loads and snapshots
     SAMPLING = auto()
@@ -71,7 +71,7 @@ class Compute:
         self._executor = ThreadPoolExecutor(1, "compute", initializer=_begin_computing)
         self._lanes: dict[Lane, deque[tuple[Callable[[], Any], Future[Any]]]] = {lane: deque() for lane in Lane}
         self._next_lane = Lane.TRAINING  # of the compute thread
-        self._step_began: float | None = None  # likewise; others read it
+        self._step_began: float | None = None  # written by the compute thread, read by others
 
     async def run(self, work: Callable[[], T], lane: Lane = Lane.TRAINING) -> T:
         done: Future[T] = Future()
@@ -81,7 +81,7 @@ class Compute:
 
     @property
     def step_seconds(self) -> float:
-        """For how long the present piece of work runs; 0 if none does. Asks nobody."""
+        """Return for how long the present piece of work has run; 0 if none runs. Does not wait for the thread."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 

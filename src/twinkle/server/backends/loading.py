@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ def load_served_model(served: ServedModelConfig) -> ServedModel:
 
 
 def _load_transformers(served: ServedModelConfig) -> ServedModel:
-    """The trainer and, where the configuration asks for one, a sampler."""
+    """Load the trainer and, where the configuration asks for one, a sampler."""
     logger.info("loading %s", served.model.model_id)
     from twinkle import hub
     from twinkle.model import Trainer
@@ -68,9 +67,9 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
 
 
 def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":
-    """The sampler alone, on a copy of the base model: for a process whose devices nobody else uses.
+    """Load the sampler alone, on a copy of the base model, for a process whose devices nobody else uses.
 
-    gpus: over so many vLLM divides the model, if engine_args do not say how.
+    gpus: the number over which vLLM divides the model, unless engine_args say it.
     """
     from twinkle import hub
     from twinkle.model import Trainer
@@ -81,7 +80,10 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
         engine_args = {**({"tensor_parallel_size": gpus} if gpus > 1 else {}), **(sampler.engine_args or {})}
         sampler = sampler.model_copy(update={"engine_args": engine_args})
         _check_vllm(sampler)
-        budget = _memory_beside_vllm(engine_args) if device == "cuda" else None
+        if device == "cuda":
+            from twinkle.sampler.vllm.engine_args import memory_beside
+
+            budget = memory_beside(engine_args)
     trainer = Trainer.from_pretrained(
         args.model_id,
         device=device,
@@ -95,7 +97,7 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
 def _make_sampler(
     args: SamplerArgs, trainer: "Trainer", tokenizer: "Tokenizer | None", budget: int | None
 ) -> "TorchSampler | VllmSampler":
-    """torch: on the trainer's own weights. vllm: in processes of its own, which end with this one."""
+    """Make a sampler. torch: on the trainer's own weights. vllm: in processes of its own, which end with this one."""
     if args.sampler_type == "torch":
         from twinkle.sampler import TorchSampler
 
@@ -112,14 +114,8 @@ def _make_sampler(
     return sampler
 
 
-def _memory_beside_vllm(engine_args: Mapping[str, object]) -> int:
-    from twinkle.sampler.vllm.engine_args import memory_beside
-
-    return memory_beside(engine_args)
-
-
 def _check_vllm(args: SamplerArgs) -> None:
-    """Raises for what can be known to be wrong without a model."""
+    """Raise for arguments that are wrong whatever the model is."""
     from twinkle.sampler.vllm.engine_args import check_engine_args
 
     check_engine_args(args.engine_args or {})

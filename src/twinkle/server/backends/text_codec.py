@@ -1,32 +1,42 @@
-"""Text in and out of a model: its tokenizer and its chat template. Tenants who send tokens need neither."""
+"""Text in and out of a model: its tokenizer, its chat template, and how much text is tokenised at a time.
+
+Tenants that send tokens need none of this.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.template.labels import IGNORE, shift_labels, unshift_labels
+from twinkle.template.messages import conversation, plain_text, refuse_media
+
+__all__ = ["check_characters", "max_characters", "text_groups"]
+
 
 # A chat template says nothing about what it reads; one that knows tools names them.
 _READS_TOOLS = re.compile(r"\btools\b")
 
 
 class TextCodec(Protocol):
-    """What the service needs to speak text with one model. Used from several threads at once."""
+    """Turns text into the tokens of one model, and back. Used in several threads at once."""
 
     def encode(self, text: str) -> list[int]:
-        """A text as it stands, with what this tokenizer puts before any text."""
+        """Encode a text as it stands, with what this tokenizer puts before any text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens are left out, incomplete characters are U+FFFD."""
+        """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
         ...
 
     def token_text(self, token: int) -> str:
-        """Of one token, special or not."""
+        """Return the text of one token, special or not."""
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
-        """A conversation up to where the assistant's next turn begins."""
+        """Encode a conversation up to where the assistant's next turn begins."""
         ...
 
 
@@ -37,8 +47,7 @@ class HubTextCodec:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text)
-        return tokens
+        return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._text(tokens, special=False)
@@ -62,11 +71,98 @@ class HubTextCodec:
             )
         except TemplateError as error:
             raise InvalidInputError("messages", error.message, "what the chat template of this model takes") from error
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
-        return tokens
+        return list(self._tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
 
     def _text(self, tokens: Sequence[int], *, special: bool) -> str:
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(tokens), **options))
+
+
+Row = dict[str, Any]
+
+
+class CodecTemplate:
+    """A template for a model that has a codec and no tokenizer's files, as the mock has.
+
+    It works as :class:`~twinkle.template.Template`, without options and without tool calls in generated text.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+
+    def batch_encode(self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[Row]:
+        """Encode conversations up to the assistant's turn, whatever was asked: a codec knows no other form."""
+        return [self._encode(trajectory) for trajectory in trajectories]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._codec.token_text(token) for token in token_ids)
+
+    def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Row:
+        before = np.asarray(feature["input_ids"], np.int64)
+        labels = np.asarray(feature.get("labels", np.full(len(before), IGNORE)), np.int64)
+        grown = dict(feature)
+        if feature.get("messages"):
+            answer = {"role": "assistant", "content": self._codec.decode(new_tokens)}
+            grown["messages"] = [*feature["messages"], answer]
+        for name, value in (("completion_mask", 1), ("mm_token_type_ids", 0)):
+            if feature.get(name) is not None:
+                grown[name] = np.concatenate([feature[name], np.full(len(new_tokens), value)])
+        grown["labels"] = shift_labels(np.concatenate([unshift_labels(labels), new_tokens]).astype(np.int64))
+        return _with_positions(grown, np.concatenate([before, new_tokens]).astype(np.int64))
+
+    def _encode(self, trajectory: Mapping[str, Any]) -> Row:
+        refuse_media(trajectory)
+        messages = [plain_text(message) for message in conversation(trajectory)]
+        tokens = np.asarray(self._codec.encode_chat(messages, trajectory.get("tools") or []), np.int64)
+        row = {**trajectory, "messages": messages, "labels": np.full(len(tokens), IGNORE)}
+        return _with_positions(row, tokens)
+
+
+def _with_positions(row: Row, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
+    length = len(tokens)
+    return {
+        **row,
+        "input_ids": tokens,
+        "attention_mask": np.ones(length, np.int64),
+        "position_ids": np.arange(length),
+        "length": length,
+    }
+
+
+_AT_ONCE = 2**20  # characters: a tokenizer takes up to 200 bytes of memory for each
+_CHARACTERS_OF_A_TOKEN = 16  # far more than the average of any text
+
+
+def max_characters(context: int) -> int:
+    """Return the most characters that one text or conversation may have for a model with this context."""
+    return max(_AT_ONCE, _CHARACTERS_OF_A_TOKEN * context)
+
+
+def check_characters(field: str, characters: int, most: int) -> None:
+    if characters > most:
+        raise InvalidInputError(field, f"{characters} characters of text", f"at most {most}")
+
+
+def text_groups(rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield the rows in groups that are small enough to be tokenised at once. ``most`` characters one row may have."""
+    group: list[Mapping[str, Any]] = []
+    size = 0
+    for index, row in enumerate(rows):
+        characters = _characters(row)
+        check_characters(f"inputs[{index}]", characters, most)
+        if group and size + characters > _AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += characters
+    if group:
+        yield group
+
+
+def _characters(value: object) -> int:
+    """Return how many characters of text there are in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _characters(each) for key, each in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0

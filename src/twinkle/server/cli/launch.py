@@ -31,7 +31,7 @@ def run_server(
     ``log_level``, ``log_format``: in the place of the configuration's.
     Both runtimes are imported here: they are not for --help.
     """
-    from twinkle.server.telemetry.json_logs import configure_logging
+    from twinkle.server.telemetry.logs import configure_logging
 
     if not config.applications:
         print(_NOTHING, file=sys.stderr, flush=True)

@@ -27,11 +27,10 @@ from twinkle.server.config.serving import known_name
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
 from twinkle.server.gateway.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.gateway.hub_uploads import Uploads
-from twinkle.server.gateway.identity import Identity
+from twinkle.server.gateway.identity import Identity, SignedUrls
 from twinkle.server.gateway.long_polls import LongPolls
 from twinkle.server.gateway.running_time import RunningTime
 from twinkle.server.gateway.sampling_clients import SamplingClients
-from twinkle.server.gateway.signed_urls import SignedUrls
 from twinkle.server.gateway.silent_sessions import SilentSessions
 from twinkle.server.gateway.unloading import Unloading
 from twinkle.server.gateway.usage_recorder import Bookkeeping
@@ -44,9 +43,9 @@ from twinkle.server.services.training.custom_losses import CustomLosses
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import SAMPLING_SESSION_ROWS, SESSION_ROWS, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import (
     Budget,
     CheckpointRecord,
@@ -263,7 +262,7 @@ class Gateway:
         if sampling.version_id is None or sampling.directory is None or entry is None or entry.sampling is None:
             return
         if not await self.store.sampling_sessions.refer_to(sampling.directory):
-            entry.sampling.give_up_version(sampling.version_id)
+            entry.sampling.release_version(sampling.version_id)
 
     async def end_what_was_ending(self) -> None:
         """Adapters whose session ended while something came in between: this server's end, or a database away."""
@@ -280,7 +279,7 @@ class Gateway:
             outdated = await entry.training.adapters.evict(run, why, self.config.limits.parked_adapter_seconds)
             if entry.sampling is not None:
                 for version_id in outdated:
-                    entry.sampling.give_up_version(version_id)
+                    entry.sampling.release_version(version_id)
 
     async def park_anywhere(self, run: RunRecord, why: str) -> None:
         """Park an adapter on whichever replica has it."""

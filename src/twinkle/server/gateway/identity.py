@@ -1,24 +1,31 @@
-"""Who is asking: API keys, and the short-lived tokens that clients exchange them for.
+"""Who is asking: API keys, the short-lived tokens that clients exchange them for, and signed addresses.
 
-A token (``auth.jwt``) stands for the key that it was issued for: once the key is revoked, it is worth nothing.
+A token (``auth.jwt``) stands for the key that it was issued for: once the key is revoked, the token is refused. A
+signed address can be fetched without a key for a while, and opens only what it names; it too ends with its key.
 """
 
+import base64
+import binascii
+import hashlib
+import hmac
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeGuard
 
-from twinkle.errors import UnauthorizedError, UnsupportedError
+from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
-from twinkle.server.gateway.signed_tokens import TOKEN_PREFIX, read_token, write_token
-from twinkle.server.state import Keys
+from twinkle.server.state import Keys, Store
 
-_PURPOSE = "tokens of clients"
+__all__ = ["Identity", "KeyDescription", "SignedUrls", "read_token", "write_token"]
+
+_TOKEN_PURPOSE = "tokens of clients"
 
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """What the holder of a key may know of it. ``key_id`` is None where keys are not issued."""
+    """What the holder of a key may know about it. ``key_id`` is None where keys are not issued."""
 
     key_id: str | None
     name: str
@@ -26,7 +33,7 @@ class KeyDescription:
 
     @property
     def number(self) -> int:
-        """Tells keys apart where a client wants a number."""
+        """Return the key's id as a number, for clients that want one."""
         return int((self.key_id or self.tenant_id).rpartition("-")[2][:15], 16)
 
 
@@ -34,23 +41,18 @@ class Identity:
     def __init__(self, auth: AuthConfig, keys: Keys) -> None:
         self._auth = auth
         self._keys = keys
-        self._secret = keys.secret_for(_PURPOSE)
+        self._secret = keys.secret_for(_TOKEN_PURPOSE)
 
     async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
-        """The owner of an API key or token; without configured keys every key is a tenant of its own."""
-        if key is not None and self._is_token(key):
-            return str((await self._claims(key))["sub"])
-        return (await self._described(key, prefix)).tenant_id
+        """Return the owner of an API key or token; in open mode every key is a tenant of its own."""
+        return (await self._identify(key, prefix)).tenant_id
 
     async def key_id(self, key: str | None, prefix: str = "tml-") -> str | None:
         """Return the id of the key that a request came with, or that its token was issued for.
 
         None where keys are not issued (``auth.mode: open``).
         """
-        if key is not None and self._is_token(key):
-            claimed: str | None = (await self._claims(key))["key_id"]
-            return claimed
-        return (await self._described(key, prefix)).key_id
+        return (await self._identify(key, prefix)).key_id
 
     async def is_valid(self, key_id: str | None) -> bool:
         """Return whether the key with this id still opens what was made with it; in open mode there are no keys."""
@@ -59,10 +61,10 @@ class Identity:
         return key_id is not None and await self._keys.find_by_id(key_id) is not None
 
     async def describe(self, key: str | None) -> KeyDescription:
-        """Of a key itself: a token says nothing of its key, and is not exchanged for another one."""
-        if key is not None and self._is_token(key):
+        """Describe a key. A token is refused: it says nothing about its key, and is not exchanged for another token."""
+        if self._is_token(key):
             raise UnauthorizedError("the API key itself, not a token that was issued for it")
-        return await self._described(key, "tml-")
+        return await self._identify(key, "tml-")
 
     async def issue_token(self, key: str | None) -> str:
         described = await self.describe(key)
@@ -86,19 +88,21 @@ class Identity:
             raise UnsupportedError("auth/apikey/me: auth.mode is open, where any key will do: none can be revoked")
         await self._keys.revoke(described.key_id, time.time())
 
-    def _is_token(self, key: str) -> bool:
-        return self._auth.jwt and key.startswith(TOKEN_PREFIX)
+    def _is_token(self, key: str | None) -> TypeGuard[str]:
+        return self._auth.jwt and key is not None and key.startswith(_TOKEN_PREFIX)
 
-    async def _claims(self, token: str) -> Mapping[str, Any]:
-        """Return what a token of ours says, while it and its key are valid."""
+    async def _read(self, token: str) -> KeyDescription:
+        """Return what one of our tokens says about its key, while both are valid."""
         claims = read_token(token, self._secret)
         if claims is None or claims["exp"] <= time.time():
             raise UnauthorizedError("a token of this server that has not expired (POST auth/token with an API key)")
         if not await self.is_valid(claims["key_id"]):
             raise UnauthorizedError("a token whose key is still valid")
-        return claims
+        return KeyDescription(claims["key_id"], "a token", str(claims["sub"]))
 
-    async def _described(self, key: str | None, prefix: str) -> KeyDescription:
+    async def _identify(self, key: str | None, prefix: str) -> KeyDescription:
+        if self._is_token(key):
+            return await self._read(key)
         if not key or not key.startswith(prefix):
             which = f"an API key that begins with {prefix}" if prefix else "an API key"
             raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")
@@ -108,3 +112,75 @@ class Identity:
         if record is None:
             raise UnauthorizedError("a key of this server (twinkle-server keys create)")
         return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
+
+
+Use = Literal["archive", "external_weights", "trace"]
+
+_URL_PURPOSE = "addresses"
+_VALID_SECONDS = 3600.0
+
+
+class SignedUrls:
+    """The signed part of addresses. ``use`` keeps one kind of address from being taken for another."""
+
+    def __init__(self, store: Store, identity: Identity) -> None:
+        self._secret = store.keys.secret_for(_URL_PURPOSE)
+        self._identity = identity
+
+    def sign(self, use: Use, key_id: str | None, claims: Mapping[str, str]) -> tuple[str, float]:
+        """Return a token and until when it is good. ``key_id``: of the key that asked for it."""
+        expires = float(int(time.time() + _VALID_SECONDS))
+        return write_token({**claims, "use": use, "key_id": key_id, "exp": expires}, self._secret), expires
+
+    async def read(self, use: Use, token: str) -> Mapping[str, Any]:
+        """Return the claims of a token of ours; ForbiddenError if it has expired or its key was revoked."""
+        claims = read_token(token, self._secret)
+        if claims is None or claims["use"] != use:
+            raise ForbiddenError("this address was not signed by this server, or was changed: ask for a new one")
+        if claims["exp"] <= time.time():
+            raise ForbiddenError("this address has expired: ask for a new one")
+        if not await self._identity.is_valid(claims.get("key_id")):  # addresses of earlier versions name no key
+            raise ForbiddenError("this address was made with a key that was revoked: ask for a new one")
+        return claims
+
+
+# --- JSON Web Tokens --------------------------------------------------------------------------------------------------
+# Signed with HMAC-SHA256 by a key that only this server has. Everyone who holds a token can read its claims, and no one
+# can change them. There is one algorithm: a token that names another is not ours.
+
+
+def _encode(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+
+
+_HEADER = _encode(json.dumps({"alg": "HS256", "typ": "JWT"}, separators=(",", ":")).encode())
+_TOKEN_PREFIX = "eyJ"
+
+
+def write_token(claims: Mapping[str, object], secret: bytes) -> str:
+    signed = f"{_HEADER}.{_encode(json.dumps(dict(claims), separators=(',', ':')).encode())}"
+    return f"{signed}.{_encode(_signature(signed, secret))}"
+
+
+def read_token(token: str, secret: bytes) -> Mapping[str, Any] | None:
+    """Return what the token claims; None if it was not written with this secret."""
+    signed, _, signature = token.rpartition(".")
+    header, _, payload = signed.partition(".")
+    if header != _HEADER or not token.isascii():
+        return None
+    try:
+        if not hmac.compare_digest(_decode(signature), _signature(signed, secret)):
+            return None
+        claims = json.loads(_decode(payload))
+    except (binascii.Error, ValueError):
+        return None
+    assert isinstance(claims, dict), "we signed it"
+    return claims
+
+
+def _signature(signed: str, secret: bytes) -> bytes:
+    return hmac.digest(secret, signed.encode(), hashlib.sha256)

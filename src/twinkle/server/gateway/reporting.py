@@ -1,26 +1,40 @@
-"""Telemetry of one server process: made from the configuration before anything else, closed after everything else."""
+"""Telemetry of one server process: made from the configuration before anything else, closed after everything else.
+
+The second half reads the instruments whose values are looked up when somebody asks: what a gateway and its services
+know at that moment.
+"""
 
 import asyncio
 import hmac
 import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import ConfigError, MissingDependencyError
+from twinkle.model.types import TrainerNumbers
 from twinkle.server.config import TelemetryConfig
-from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.gateway.state_readings import read_process, read_state
+from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
+from twinkle.server.telemetry.readings import SamplingReadings, TrainingReadings, machine_readings
 from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
-from twinkle.server.telemetry.tenant_series import TenantSeries, UsageTotals
-from twinkle.server.telemetry.tracing import NO_TRACING, Tracing
+from twinkle.server.telemetry.tenant_series import TenantSeries
+from twinkle.server.telemetry.tracing import NO_TRACING
+from twinkle.server.usage import Usage
+
+__all__ = ["Telemetry", "read_process", "read_state"]
+
 
 if TYPE_CHECKING:
     from twinkle.server.telemetry.otlp import Export
 
-__all__ = ["Telemetry"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +42,19 @@ _SHORTEST_TOKEN = 16
 
 
 class Telemetry:
-    """``usage``: who counts what tenants use; None: nobody does. ``replica``: this process, where there are several."""
+    """``usage`` counts what tenants use, if it is counted. ``replica``: this process, where there are several."""
 
     def __init__(self, config: TelemetryConfig | None = None) -> None:
-        """Raises for what can be known to be wrong before the slow part of a start."""
+        """Raise for mistakes of the configuration before the slow part of a start."""
         self.config = config or TelemetryConfig()
         self.metrics = Metrics()
-        self.usage: UsageTotals | None = None
+        self.usage: Usage | None = None
         self.replica: str | None = None
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
         self._tenants = TenantSeries(most) if most else None
         self._export: Export | None = _export(self.config) if self.config.enabled else None
-        self.tracing: Tracing = NO_TRACING if self._export is None else self._export.tracing
+        self.tracing = NO_TRACING if self._export is None else self._export.tracing
         self._task: asyncio.Task[None] | None = None
 
     def training(self, model: str) -> TrainingRecorder:
@@ -50,7 +64,7 @@ class Telemetry:
         return SamplingRecorder(model, self.metrics, self.tracing)
 
     def has_token(self, given: str | None) -> bool:
-        """Whether a scraper's token is the configured one."""
+        """Return whether a scraper's token is the configured one."""
         if self._token is None or given is None:
             return False
         return hmac.compare_digest(self._token.encode(), given.encode())
@@ -59,14 +73,14 @@ class Telemetry:
         return [*await self._read_process(gateway), *await read_state(gateway)]
 
     async def families(self, gateway: Gateway) -> list[Metric]:
-        """Of the server: this process, the state, and all other processes that can be asked."""
+        """Return the metrics of the server: of this process, the state, and all other processes that answer."""
         own = self.metrics.families(await self.read(gateway))
         if self.replica is None:
             return own
         return of_all_replicas({self.replica: own, **await gateway.fleet.metrics()})
 
     async def families_of_process(self, gateway: Gateway) -> list[Metric]:
-        """Of this process, for another one that tells of all."""
+        """Return the metrics of this process, for another one that joins those of all."""
         return self.metrics.families(await self._read_process(gateway))
 
     async def _read_process(self, gateway: Gateway) -> list[Reading]:
@@ -78,14 +92,14 @@ class Telemetry:
             self._task = asyncio.create_task(self._send_metrics(self._export, gateway))
 
     async def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the spans that wait, within seconds."""
         if self._task is not None:
             self._task.cancel()
         if self._export is not None:
             await asyncio.to_thread(self._export.close)
 
     async def _send_metrics(self, export: "Export", gateway: Gateway) -> None:
-        """A failure is said once and tried again; see :mod:`twinkle.server.telemetry.otlp`."""
+        """Send metrics at the configured interval. :mod:`twinkle.server.telemetry.otlp` logs when none arrive."""
         while True:
             await asyncio.sleep(self.config.export_interval_ms / 1000)
             try:
@@ -115,3 +129,73 @@ def _read_token(file: Path | None) -> str | None:
         allowed = f"a file with a token of at least {_SHORTEST_TOKEN} characters"
         raise ConfigError("telemetry.metrics_token_file", str(file), allowed)
     return token
+
+
+_DATABASE_SECONDS = 1.0  # a scrape does not wait for a database that is away
+
+
+async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Usage | None) -> list[Reading]:
+    """Read what this process knows. ``tenants`` is None where metrics do not tell tenants apart."""
+    readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
+    for name, entry in gateway.services.items():
+        readings += _model_readings(name, entry)
+    for budget in gateway.budgets:
+        readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
+        readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
+    if tenants is not None:
+        if usage is not None:
+            readings += tenants.usage(usage.totals())
+        waiting: Counter[str] = Counter()
+        for entry in gateway.services.values():
+            waiting.update(entry.training.readings().waiting)
+        readings += tenants.waiting(waiting)
+    monitoring = gateway.tenants.pools.monitoring
+    return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
+
+
+def _model_readings(model: str, entry: Services) -> Iterator[Reading]:
+    training = entry.training.readings()
+    yield from _queue_readings((model, "training"), sum(training.waiting.values()), training)
+    yield Reading(instruments.COMPUTE_STEP, training.step_seconds, (model,))
+    yield Reading(instruments.MERGE_RATIO, training.merge_ratio, (model,))
+    yield Reading(instruments.ADAPTERS, training.adapters_on_disk, (model, "disk"))
+    if training.trainer is not None:
+        yield from _trainer_readings(model, training.trainer)
+    if entry.sampling is not None:
+        sampling = entry.sampling.readings()
+        yield from _queue_readings((model, "sampling"), sampling.waiting, sampling)
+
+
+def _queue_readings(
+    labels: tuple[str, str], waiting: int, service: TrainingReadings | SamplingReadings
+) -> Iterator[Reading]:
+    yield Reading(instruments.QUEUE_DEPTH, waiting, labels)
+    yield Reading(instruments.LONG_POLLS, service.long_polls, labels)
+    yield Reading(instruments.UNFETCHED, service.unfetched_bytes, labels)
+    yield Reading(instruments.COMPUTE_SECONDS, service.busy_seconds, labels)
+
+
+def _trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
+    yield Reading(instruments.ADAPTERS, numbers.resident_adapters, (model, "device"))
+    yield Reading(instruments.ADAPTERS, numbers.paged_adapters, (model, "host"))
+    rows = numbers.token_rows + numbers.padding_rows
+    yield Reading(instruments.PADDING_SHARE, numbers.padding_rows / rows if rows else 0.0, (model,))
+    if numbers.memory is not None:
+        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.allocated, (model, "allocated"))
+        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.reserved, (model, "reserved"))
+        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
+
+
+async def read_state(gateway: Gateway) -> list[Reading]:
+    """Read what all processes of a server share: the database."""
+    try:
+        async with asyncio.timeout(_DATABASE_SECONDS):
+            sessions = await gateway.store.sessions.active()
+            sampling = await gateway.store.sampling_sessions.active()
+    except (TimeoutError, DatabaseUnavailableError):
+        return [Reading(instruments.STATE_UP, 0)]
+    return [
+        Reading(instruments.STATE_UP, 1),
+        Reading(instruments.SESSIONS, sessions),
+        Reading(instruments.SAMPLING_SESSIONS, sampling),
+    ]

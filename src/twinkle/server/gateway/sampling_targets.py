@@ -36,7 +36,7 @@ async def of_live_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Targe
         return None
     if services.sampling is not None:
         for version_id in live.outdated:
-            services.sampling.give_up_version(version_id)
+            services.sampling.release_version(version_id)
     return _target(gateway, services, tenant_id, run.run_id, live.version_id, None)
 
 

@@ -39,7 +39,7 @@ class Bookkeeping:
         """For terms that are given by the name of a key."""
         if self._tenants.needs_key_names:
             active = [key for key in await self._store.keys.list() if key.revoked_at is None]
-            self._tenants.know_keys([(key.name, key.tenant_id) for key in active])
+            self._tenants.set_key_names([(key.name, key.tenant_id) for key in active])
 
     async def flush_usage(self) -> None:
         counts = self._tenants.usage.take_unwritten()

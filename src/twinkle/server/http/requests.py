@@ -30,8 +30,8 @@ from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.body_limits import upload_of
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError
-from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
+from twinkle.server.telemetry.logs import current_request, note_refusing_limit
 from twinkle.server.wire import fields
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
@@ -187,7 +187,7 @@ def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
 def note_refusal(error: Exception) -> None:
     """Count a request that met a limit in /metrics."""
     if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
-        request_context.refused_by(error.key)
+        note_refusing_limit(error.key)
 
 
 class RefuseRebinding:
@@ -222,7 +222,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        context = request_context.current()  # the middleware that adds the id to answers is inside of this
+        context = current_request()  # the middleware that adds the id to answers is inside of this
         headers = None if context is None else {REQUEST_ID_HEADER: context.http_id}
         return json_response({"detail": "internal error; the server's log has the details"}, 500, headers)
 

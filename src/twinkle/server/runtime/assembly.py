@@ -12,7 +12,7 @@ from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import RunRecord
 from twinkle.server.verbs.templates import Templates

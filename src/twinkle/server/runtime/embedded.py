@@ -33,8 +33,8 @@ from twinkle.server.runtime.startup_banner import announcement
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry import instruments
-from twinkle.server.tenancy.configured_tenants import configured_tenants
-from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.memory import ProcessMemory
+from twinkle.server.tenancy.tenants import configured_tenants
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
-"""What waits, by tenant: who got least for its weight goes first, and a tenant's own requests keep their order.
+"""A queue shared fairly between tenants: the one that got least for its weight goes first (:class:`Shares`).
 
-Higher priorities come before lower ones; but once ``MAX_SKIPS`` requests in a row went by a lower one, it gets a turn.
+A tenant's own requests keep their order. Higher priorities come before lower ones; but once ``MAX_SKIPS`` requests in a
+row were taken before a lower one, it gets a turn.
 """
 
 from collections import OrderedDict
@@ -8,18 +9,13 @@ from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.shares import Priority, ShareOf, Shares, equal_shares
 
 __all__ = ["MAX_SKIPS", "FairQueue"]
 
 MAX_SKIPS = 8
-_ABSENT = 1024  # tenants of whom nothing waits and who are remembered
 
 T = TypeVar("T")
-
-
-def _alike(_tenant_id: str) -> Standing:
-    return Standing()
 
 
 def _everybody(_tenant_id: str) -> bool:
@@ -28,19 +24,16 @@ def _everybody(_tenant_id: str) -> bool:
 
 @dataclass
 class _Waiting(Generic[T]):
+    since: int  # the tenant's place among those who got as much
     items: OrderedDict[str, tuple[T, float]] = field(default_factory=OrderedDict)  # with their costs
-    since: int = 0  # its place among those who got as much
 
 
 class FairQueue(Generic[T]):
-    """Nothing here costs more the more there is that waits, only the more tenants there are whose requests wait."""
+    """No method costs more the more items wait, only the more tenants have items that wait."""
 
-    def __init__(self, standing: Callable[[str], Standing] = _alike) -> None:
-        self._standing = standing
+    def __init__(self, share_of: ShareOf = equal_shares) -> None:
+        self._shares = Shares(share_of)
         self._tenants: dict[str, _Waiting[T]] = {}  # none is empty
-        self._used: dict[str, float] = {}  # cost for weight, also of those who waited: coming back must not clear it
-        self._absent: OrderedDict[str, None] = OrderedDict()  # of these, those who do not wait now; longest ago first
-        self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
         self._skips: dict[Priority, int] = dict.fromkeys(Priority, 0)
         self._turns = 0
         self._length = 0
@@ -49,44 +42,46 @@ class FairQueue(Generic[T]):
         return self._length
 
     def push(self, tenant_id: str, key: str, item: T, cost: float = 1.0) -> None:
-        """``key`` is the item's own and not in the queue."""
-        waiting = self._tenants.get(tenant_id)
-        if waiting is None:  # idle time earns nothing
-            floor = self._floors[self._standing(tenant_id).priority]
-            self._used[tenant_id] = max(self._used.get(tenant_id, 0.0), floor)
-            self._absent.pop(tenant_id, None)
-            waiting = self._tenants[tenant_id] = _Waiting(since=self._next_turn())
-        waiting.items[key] = item, cost
+        """Add an item. ``key`` is the item's own and not in the queue."""
+        if tenant_id not in self._tenants:
+            self._shares.enter(tenant_id)
+            self._shares.raise_to_floor(tenant_id)
+            self._tenants[tenant_id] = _Waiting(self._next_turn())
+        self._tenants[tenant_id].items[key] = item, cost
         self._length += 1
 
     def pop(self, may: Callable[[str], bool] = _everybody) -> T | None:
-        """The first item of the tenant whose turn it is, among those who may; None if there is none."""
+        """Take the first item of the tenant whose turn it is, among those who ``may``; None if there is none."""
         by_priority: dict[Priority, list[str]] = {}
-        for tenant_id in self._tenants:
-            if may(tenant_id):
-                by_priority.setdefault(self._standing(tenant_id).priority, []).append(tenant_id)
+        for tenant_id in filter(may, self._tenants):
+            by_priority.setdefault(self._shares.priority(tenant_id), []).append(tenant_id)
         if not by_priority:
             return None
-        priority = self._take_turn(by_priority.keys())
-        tenant_id = min(by_priority[priority], key=lambda each: (self._used[each], self._tenants[each].since))
-        self._floors[priority] = max(self._floors[priority], self._used[tenant_id])
-        return self._pop_from(tenant_id)
+        candidates = by_priority[self._take_turn(by_priority.keys())]
+        self._shares.raise_floors(candidates)
+        tenant_id = min(candidates, key=lambda each: (self._shares.used(each), self._tenants[each].since))
+        waiting = self._tenants[tenant_id]
+        _, (item, cost) = waiting.items.popitem(last=False)
+        self._shares.charge(tenant_id, cost)
+        waiting.since = self._next_turn()
+        self._count_out(tenant_id)
+        return item
 
-    def has(self, may: Callable[[str], bool] = _everybody) -> bool:
-        """Whether :meth:`pop` would find something."""
-        return any(may(tenant_id) for tenant_id in self._tenants)
+    def has_item(self, may: Callable[[str], bool] = _everybody) -> bool:
+        """Return whether :meth:`pop` would find something."""
+        return any(map(may, self._tenants))
 
     def remove(self, tenant_id: str, key: str) -> bool:
-        """Whether it waited here."""
+        """Take an item out, and return whether it waited here."""
         waiting = self._tenants.get(tenant_id)
         if waiting is None or key not in waiting.items:
             return False
         del waiting.items[key]
-        self._took_from(tenant_id)
+        self._count_out(tenant_id)
         return True
 
     def _take_turn(self, priorities: KeysView[Priority]) -> Priority:
-        """The highest, unless a lower one was passed over too often: then the one that was most often."""
+        """Choose the highest, unless a lower one was passed over too often: then the one that was most often."""
         overdue = [each for each in priorities if self._skips[each] >= MAX_SKIPS]
         chosen = max(overdue, key=lambda each: (self._skips[each], each)) if overdue else max(priorities)
         for each in priorities:
@@ -94,27 +89,11 @@ class FairQueue(Generic[T]):
         self._skips[chosen] = 0
         return chosen
 
-    def _pop_from(self, tenant_id: str) -> T:
-        waiting = self._tenants[tenant_id]
-        _, (item, cost) = waiting.items.popitem(last=False)
-        self._used[tenant_id] += cost / self._standing(tenant_id).weight
-        waiting.since = self._next_turn()
-        self._took_from(tenant_id)
-        return item
-
-    def _took_from(self, tenant_id: str) -> None:
+    def _count_out(self, tenant_id: str) -> None:
         self._length -= 1
         if not self._tenants[tenant_id].items:
             del self._tenants[tenant_id]
-            self._leave(tenant_id)
-
-    def _leave(self, tenant_id: str) -> None:
-        """What it used is forgotten where that changes nothing, or after many others."""
-        self._absent[tenant_id] = None
-        if self._used[tenant_id] <= self._floors[self._standing(tenant_id).priority]:
-            del self._absent[tenant_id], self._used[tenant_id]
-        while len(self._absent) > _ABSENT:
-            del self._used[self._absent.popitem(last=False)[0]]
+            self._shares.leave(tenant_id)
 
     def _next_turn(self) -> int:
         self._turns += 1

@@ -33,37 +33,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from twinkle.server.scheduling.sequence import (
-    Accepted,
-    Conflict,
-    Duplicate,
-    OpSequence,
-    Passed,
-    Position,
-    Refusal,
-    RefusalReason,
-    Submitted,
-    Ticket,
-    TooLate,
-)
-from twinkle.server.scheduling.share import Priority, Standing
+from twinkle.server.scheduling.sequence import Accepted, OpSequence, Passed, Position, Refusal, Submitted, Ticket
+from twinkle.server.scheduling.shares import Priority, ShareOf, Shares, equal_shares
 from twinkle.server.types import OpKind
 
-__all__ = [
-    "Accepted",
-    "Batch",
-    "BatchKind",
-    "Conflict",
-    "Duplicate",
-    "Position",
-    "Refusal",
-    "RefusalReason",
-    "Scheduler",
-    "SchedulerNumbers",
-    "Submitted",
-    "Ticket",
-    "TooLate",
-]
+__all__ = ["Batch", "BatchKind", "Scheduler", "SchedulerNumbers"]
 
 
 class BatchKind(StrEnum):
@@ -73,7 +47,6 @@ class BatchKind(StrEnum):
 
 
 _LATELY = 64  # batches
-_ABSENT = 1024  # tenants that have no adapters and are remembered
 _BARRIERS_IN_A_ROW = 2  # batches of them, while a pass is ready
 _PASSES = {OpKind.FORWARD: BatchKind.FORWARD, OpKind.FORWARD_BACKWARD: BatchKind.FORWARD_BACKWARD}
 _FIRST = (-len(Priority), 0.0)  # before any tenant's place
@@ -98,18 +71,16 @@ class Batch:
 class SchedulerNumbers:
     """Counts since the start, and by tenant that is known now what waits and the tokens that were started."""
 
-    batches: int
     pass_batches: int
     ops: int
     pass_ops: int
-    refused: int
     all_tokens: int
     waiting: Mapping[str, int]
     tokens: Mapping[str, int]
 
     @property
     def merge_ratio(self) -> float:
-        """Passes in a pass batch, on average."""
+        """Return the passes in a pass batch, on average."""
         return self.pass_ops / self.pass_batches if self.pass_batches else 0.0
 
 
@@ -119,8 +90,6 @@ class _Tenant:
         self.adapters = 0
         self.waiting = 0
         self.tokens = 0
-        self.standing = Standing()
-        self.share = 0.0  # cost for its weight, plus what it was raised by for idle times
         self.demand = 0  # cost of all its ready passes, when a batch of passes was last made of what was ready
         self.demanded_at = 0  # the number of that batch
         self.turn = 0  # the number of the batch that last started its longest-ready pass
@@ -131,17 +100,9 @@ class _Tenant:
         return next(iter(self.ready.values()))
 
     def by_wait(self) -> tuple[int, int]:
-        """The number of batches from which on its longest-ready pass was passed over, and that pass's rank."""
+        """Return the number of batches since which its longest-ready pass was passed over, and that pass's rank."""
         first = self.first
         return max(self.turn, first.ready_batch), first.ready_rank
-
-    @property
-    def place(self) -> tuple[int, float]:
-        """The smallest goes first."""
-        return -self.standing.priority, self.share
-
-    def by_place(self) -> tuple[tuple[int, float], int]:
-        return self.place, self.first.ready_rank
 
 
 class _Adapter:
@@ -156,25 +117,27 @@ class _Adapter:
 class _Portions:
     """How much of one batch each tenant may have, while others have work or had lately."""
 
-    def __init__(self, contended_tokens: int | None, demanding: Iterable[_Tenant]) -> None:
+    def __init__(self, contended_tokens: int | None, demanding: Iterable[_Tenant], shares: Shares) -> None:
         self._contended_tokens = contended_tokens
-        self._largest = heapq.nlargest(2, ((each.demand / each.standing.weight, each.tenant_id) for each in demanding))
+        self._shares = shares
+        demands = ((each.demand / shares.weight(each.tenant_id), each.tenant_id) for each in demanding)
+        self._largest = heapq.nlargest(2, demands)
         self._taken: Counter[str] = Counter()
 
     def limit(self, tenant: _Tenant) -> float | None:
-        """None: nobody else has work, or had lately."""
+        """Return the most that the tenant may have; None: no other tenant has work, or had lately."""
         others = [demand for demand, tenant_id in self._largest if tenant_id != tenant.tenant_id]
         if not others or self._contended_tokens is None:
             return None
-        return max(self._contended_tokens, others[0] * tenant.standing.weight)
+        return max(self._contended_tokens, others[0] * self._shares.weight(tenant.tenant_id))
 
     def is_long(self, tenant: _Tenant, cost: int) -> bool:
-        """Whether others would have to wait for it: it goes alone, in steps."""
+        """Return whether others would wait too long for a pass of this cost: it goes alone, in steps."""
         limit = self.limit(tenant)
         return limit is not None and cost > _LONG * max(limit, _SMALLEST_STEP)
 
     def has_room(self, tenant: _Tenant, cost: int) -> bool:
-        """Its first pass goes in any case, unless it is long."""
+        """Return whether a pass still fits. A tenant's first pass goes in any case, unless it is long."""
         taken, limit = self._taken[tenant.tenant_id], self.limit(tenant)
         if not taken:
             return not self.is_long(tenant, cost)
@@ -190,21 +153,24 @@ class Scheduler:
     def __init__(
         self,
         token_budget: int,
+        share_of: ShareOf = equal_shares,
         *,
         merge: bool = True,
         gap_timeout: float = 360.0,
         max_skips: int = 8,
         contended_tokens: int | None = None,
     ) -> None:
-        """contended_tokens: of one tenant in a batch while others have work; None: as many as there is room for."""
+        """contended_tokens: of one tenant in a batch while others have work; None: as many as there is room for.
+
+        share_of: the weight and priority of a tenant; a new answer counts from then on.
+        """
         self._budget = token_budget
         self._contended_tokens = contended_tokens
         self._merge = merge
         self._gap_timeout = gap_timeout
         self._max_skips = max_skips
         self._tenants: dict[str, _Tenant] = {}
-        # Those without adapters, who left longest ago first: leaving and coming back must not clear what was used.
-        self._absent: OrderedDict[str, _Tenant] = OrderedDict()
+        self._shares = Shares(share_of)
         self._adapters: dict[str, _Adapter] = {}
         self._running: dict[Ticket, _Adapter] = {}
         # An idle adapter that has ops waiting is in exactly one of these three.
@@ -213,10 +179,8 @@ class Scheduler:
         self._ready_tenants: dict[str, _Tenant] = {}  # have a ready pass
         self._demanding: OrderedDict[str, _Tenant] = OrderedDict()  # had a ready pass lately, longest ago first
         self._ready_count = 0
-        # By priority, the smallest share of a ready tenant when a pass batch was last made.
-        self._floors: dict[Priority, float] = dict.fromkeys(Priority, 0.0)
         self._barriers_in_a_row = 0  # batches since the last one of passes
-        self._batches = self._pass_batches = self._ops = self._pass_ops = self._refused = self._tokens = 0
+        self._batches = self._pass_batches = self._ops = self._pass_ops = self._tokens = 0
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +193,7 @@ class Scheduler:
         passed: Iterable[Passed] = (),
         owed: Iterable[int] = (),
     ) -> None:
-        """A new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run.
+        """Add a new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run.
 
         After a restart ``passed`` are numbers that ended before it and ``owed`` those that are submitted again.
         """
@@ -237,16 +201,9 @@ class Scheduler:
             raise ValueError(f"adapter {adapter_id!r} exists already, or its ops still run")
         tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
         tenant.adapters += 1
-        self._absent.pop(tenant_id, None)
+        self._shares.enter(tenant_id)
         ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout, passed, owed)
         self._adapters[adapter_id] = _Adapter(ops, tenant)
-
-    def set_standing(self, tenant_id: str, standing: Standing) -> None:
-        """From now on. Without it a tenant is like all others."""
-        tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
-        tenant.standing = standing
-        if not tenant.adapters:
-            self._absent[tenant_id] = tenant
 
     def remove_adapter(self, adapter_id: str) -> list[Ticket]:
         """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
@@ -256,28 +213,20 @@ class Scheduler:
         adapter.tenant.waiting -= len(tickets)
         adapter.tenant.adapters -= 1
         if not adapter.tenant.adapters:
-            self._leave(adapter.tenant)
+            for tenant_id in self._shares.leave(adapter.tenant.tenant_id):
+                del self._tenants[tenant_id]
         return tickets
 
-    def _leave(self, tenant: _Tenant) -> None:
-        """A tenant without adapters. What it used is forgotten where that changes nothing, or after many others."""
-        self._absent[tenant.tenant_id] = tenant
-        self._absent.move_to_end(tenant.tenant_id)
-        if tenant.share <= self._floors[tenant.standing.priority]:  # where it would start again in any case
-            del self._absent[tenant.tenant_id], self._tenants[tenant.tenant_id]
-        while len(self._absent) > _ABSENT:
-            del self._tenants[self._absent.popitem(last=False)[0]]
-
     def position(self, adapter_id: str) -> Position | None:
-        """Where a snapshot taken now would stand; None while an op of the adapter runs."""
+        """Return where a snapshot taken now would stand; None while an op of the adapter runs."""
         return self._adapters[adapter_id].ops.position
 
     def next_seq(self, adapter_id: str) -> int:
-        """The number of the op that is the next to start: all below it started, or were given up as missing."""
+        """Return the number of the op that is the next to start: all below it started, or were given up as missing."""
         return self._adapters[adapter_id].ops.next_seq
 
     def waiting(self, tenant_id: str) -> int:
-        """How many ops of a tenant wait: parked, ready or about to be refused, but not running."""
+        """Return how many ops of a tenant wait: for earlier ones, ready or about to be refused, but not running."""
         tenant = self._tenants.get(tenant_id)
         return 0 if tenant is None else tenant.waiting
 
@@ -295,14 +244,14 @@ class Scheduler:
         return submitted
 
     def finish(self, ticket: Ticket, *, failed: bool) -> None:
-        """A ticket of a batch has run. ``failed`` ones changed nothing."""
+        """Note that a ticket of a batch has run. ``failed`` ones changed nothing."""
         adapter = self._running.pop(ticket)
         adapter.ops.finish(ticket, failed)
         if not adapter.ops.running:
             self._place(adapter)
 
     def refusals(self, now: float) -> list[Refusal]:
-        """All that fails by now without running, each once and thereby finished. Handle them before the next batch."""
+        """Return all that fails by now without running, each once and finished by that; handle them before a batch."""
         refused: list[Refusal] = []
         for adapter in list(self._blocked.values()):
             refusals = adapter.ops.refuse(now)
@@ -311,21 +260,18 @@ class Scheduler:
                 self._unplace(adapter)
                 self._place(adapter)
             refused += refusals
-        self._refused += len(refused)
         return refused
 
     def next_deadline(self) -> float | None:
-        """When :meth:`refusals` will next have something, unless a missing number arrives before."""
+        """Return when :meth:`refusals` will next have something, unless a missing number arrives before."""
         times = (adapter.ops.refusal_time for adapter in self._blocked.values())
         return min((time for time in times if time is not None), default=None)
 
     def numbers(self) -> SchedulerNumbers:
         return SchedulerNumbers(
-            batches=self._batches,
             pass_batches=self._pass_batches,
             ops=self._ops,
             pass_ops=self._pass_ops,
-            refused=self._refused,
             all_tokens=self._tokens,
             waiting={tenant.tenant_id: tenant.waiting for tenant in self._tenants.values()},
             tokens={tenant.tenant_id: tenant.tokens for tenant in self._tenants.values()},
@@ -334,7 +280,7 @@ class Scheduler:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """What to run now; None if nothing is ready that does not run already."""
+        """Return what to run now; None if nothing is ready that does not run already."""
         tenants = self._ready_tenants.values()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
         overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
@@ -343,16 +289,11 @@ class Scheduler:
             return self._barrier_batch()
         if longest is None:
             return None
-        self._raise_floors()
-        return self._pass_batch((longest if overdue else min(tenants, key=_Tenant.by_place)).first)
+        self._shares.raise_floors(self._ready_tenants)
+        return self._pass_batch((longest if overdue else min(tenants, key=self._by_place)).first)
 
-    def _raise_floors(self) -> None:
-        least: dict[Priority, float] = {}
-        for tenant in self._ready_tenants.values():
-            priority = tenant.standing.priority
-            least[priority] = min(tenant.share, least.get(priority, tenant.share))
-        for priority, share in least.items():
-            self._floors[priority] = max(self._floors[priority], share)
+    def _by_place(self, tenant: _Tenant) -> tuple[tuple[int, float], int]:
+        return self._shares.place(tenant.tenant_id), tenant.first.ready_rank
 
     def _barrier_batch(self) -> Batch:
         self._batches += 1
@@ -373,11 +314,11 @@ class Scheduler:
         return Batch(kind, tickets, long)
 
     def step_tokens(self, tenant_id: str) -> int | None:
-        """How much of a long batch of this tenant may run before others get a turn; None: nobody else has work."""
+        """Return how much of a long batch may run before others get a turn; None: no other tenant has work."""
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             return None
-        limit = _Portions(self._contended_tokens, self._demanding.values()).limit(tenant)
+        limit = _Portions(self._contended_tokens, self._demanding.values(), self._shares).limit(tenant)
         return None if limit is None else max(int(limit), _SMALLEST_STEP)
 
     def _note_demands(self) -> None:
@@ -393,13 +334,13 @@ class Scheduler:
     def _fill(self, lead: _Adapter) -> tuple[tuple[Ticket, ...], bool]:
         """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit.
 
-        Nobody joins a pass that is long, nor one that is larger than a batch. Returns whether it is so, too.
+        No other pass joins one that is long or larger than a batch. Return the passes, and whether it is such a batch.
         """
         tickets: list[Ticket] = []
         room = self._budget
-        portions = _Portions(self._contended_tokens, self._demanding.values())
+        portions = _Portions(self._contended_tokens, self._demanding.values(), self._shares)
         queue = [
-            (_FIRST if tenant is lead.tenant else tenant.place, line[0].ready_rank, line)
+            (_FIRST if tenant is lead.tenant else self._shares.place(tenant.tenant_id), line[0].ready_rank, line)
             for tenant in self._ready_tenants.values()
             if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
@@ -423,7 +364,7 @@ class Scheduler:
                 if following is not None and following.kind is ticket.kind:
                     line.append(adapter)
             if line:
-                heapq.heappush(queue, (adapter.tenant.place, line[0].ready_rank, line))
+                heapq.heappush(queue, (self._shares.place(adapter.tenant.tenant_id), line[0].ready_rank, line))
         return tuple(tickets), False
 
     def _start_pass(self, adapter: _Adapter) -> Ticket:
@@ -440,7 +381,7 @@ class Scheduler:
         tenant.waiting -= 1
         tenant.tokens += ticket.tokens
         self._tokens += ticket.tokens
-        tenant.share += ticket.cost / tenant.standing.weight
+        self._shares.charge(tenant.tenant_id, ticket.cost)
         self._running[ticket] = adapter
         self._ops += 1
         return ticket
@@ -456,7 +397,7 @@ class Scheduler:
             self._barriers[adapter_id] = adapter
         else:
             if tenant.tenant_id not in self._ready_tenants:
-                tenant.share = max(tenant.share, self._floors[tenant.standing.priority])
+                self._shares.raise_to_floor(tenant.tenant_id)
             self._ready_tenants[tenant.tenant_id] = tenant
             self._ready_count += 1
             adapter.ready_kind = _PASSES[head.kind]

@@ -8,7 +8,7 @@ runs: the ops waiting behind it, up to the next gap, are refused, and the adapte
 the missing number would have been is unknown, so it counts as a failed forward_backward. The next gap has its own age.
 
 Restarts. Numbers that ended before a restart and need not run again are passed over (:class:`Passed`); numbers that
-whoever replays the journal still owes are no gap.
+the replay of the journal will still bring are no gap.
 
 Windows. A window is what lies between two optim_steps, and it is atomic. A forward_backward that failed, ran or not,
 spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
@@ -67,7 +67,7 @@ class Ticket:
 
     @property
     def cost(self) -> int:
-        """What it counts in batches and shares."""
+        """Return what the op counts in batches and shares."""
         return max(self.tokens, self.work)
 
     @property
@@ -131,7 +131,7 @@ class Refusal:
 
     @property
     def drops_gradient(self) -> bool:
-        """Whether the adapter's accumulated gradient must go before its next op runs."""
+        """Return whether the adapter's accumulated gradient must be dropped before its next op runs."""
         return self.ticket.role is WindowRole.CLOSES
 
 
@@ -179,25 +179,26 @@ class OpSequence:
         self._pass_over()
 
     def __len__(self) -> int:
-        """How many ops wait."""
+        """Return how many ops wait."""
         return len(self._waiting)
 
     @property
     def position(self) -> Position | None:
-        """None while an op runs: then the adapter is between two states."""
+        """Return where the adapter stands; None while an op runs, when it is between two states."""
         return None if self.running else Position(self.next_seq - 1, self.failed_seq)
 
     @property
     def head(self) -> Ticket | None:
-        """The next op, if it is here and may run as soon as nothing runs."""
+        """Return the next op, if it is here and may run as soon as nothing runs."""
         if self.next_seq not in self._waiting:
             return None
         ticket, _ = self._waiting[self.next_seq]
-        return None if self._closes_spoilt_window(ticket) else ticket
+        spoilt = self.failed_seq is not None and ticket.role is WindowRole.CLOSES
+        return None if spoilt else ticket
 
     @property
     def refusal_time(self) -> float | None:
-        """From when on :meth:`refuse` has something; None if, as things stand, it never will."""
+        """Return the time from which on :meth:`refuse` has something; None if, as things stand, it never will."""
         if self.running or not self._waiting or self.head is not None:
             return None
         if self.next_seq in self._waiting:
@@ -211,9 +212,11 @@ class OpSequence:
     def submit(self, ticket: Ticket, now: float) -> Submitted:
         known = self._digests.get(ticket.seq)
         if known is not None:
-            return Duplicate() if known == ticket.digest else Conflict(self._reused(ticket.seq))
+            used = f"sequence number {ticket.seq} of {self.adapter_id} was used by a request with another body"
+            return Duplicate() if known == ticket.digest else Conflict(f"{used}: use a new number")
         if ticket.seq < self.next_seq:
-            return TooLate(self._late(ticket.seq))
+            late = f"sequence number {ticket.seq} came too late"
+            return TooLate(f"{late}: the next one of {self.adapter_id} is {self.next_seq}")
         self._owed.discard(ticket.seq)
         self._digests[ticket.seq] = ticket.digest
         self._waiting[ticket.seq] = (ticket, now)
@@ -295,9 +298,6 @@ class OpSequence:
         """The first failure of a window is the one to name; ops of one batch may finish in any order."""
         self.failed_seq = seq if self.failed_seq is None else min(seq, self.failed_seq)
 
-    def _closes_spoilt_window(self, ticket: Ticket) -> bool:
-        return ticket.role is WindowRole.CLOSES and self.failed_seq is not None
-
     def _window_message(self) -> str:
         return (
             f"optim_step {self.next_seq} was not applied: forward_backward {self.failed_seq} before it failed "
@@ -307,9 +307,3 @@ class OpSequence:
     def _gap_message(self, first: int, last: int) -> str:
         missing = f"number {first}" if first == last else f"numbers {first} to {last}"
         return f"sequence {missing} did not arrive within {self._gap_timeout:g} s, and this request had to follow"
-
-    def _late(self, seq: int) -> str:
-        return f"sequence number {seq} came too late: the next one of {self.adapter_id} is {self.next_seq}"
-
-    def _reused(self, seq: int) -> str:
-        return f"sequence number {seq} of {self.adapter_id} was used by a request with another body: use a new number"

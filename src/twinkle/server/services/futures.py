@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from twinkle.server.backends.compute_thread import event_loop
-from twinkle.server.tenancy.result_memory import HeldResult, ResultMemory
+from twinkle.server.tenancy.memory import HeldResult, ResultMemory
 from twinkle.server.types import Outcome
 
 PROMISE_BYTES = 1024  # what a promise takes beside its outcome, in round figures: a million empty ones are not nothing

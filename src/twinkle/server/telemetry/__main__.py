@@ -1,5 +1,5 @@
 """``python -m twinkle.server.telemetry`` prints the table of docs/observability.md."""
 
-from twinkle.server.telemetry.reference import table
+from twinkle.server.telemetry.instruments import table
 
 print(table())

@@ -1,13 +1,18 @@
-"""Around every request: its id, its span, how long it took and how it ended. Plain ASGI: it costs microseconds."""
+"""Middleware around every request: its id, its span, how long it took and how it ended.
+
+Plain ASGI: it costs microseconds.
+"""
 
 import logging
 import time
 
+from opentelemetry.trace import Span
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twinkle.server.telemetry import instruments, request_context
+from twinkle.server.telemetry import instruments
+from twinkle.server.telemetry.logs import RequestContext, enter_request
 from twinkle.server.telemetry.metrics import Metrics
-from twinkle.server.telemetry.tracing import NO_TRACING, UNTRACED, Tracing
+from twinkle.server.telemetry.tracing import NO_TRACING, Tracing
 
 __all__ = ["REQUEST_ID_HEADER", "ObservedRequests"]
 
@@ -20,7 +25,7 @@ _UNMATCHED = "unmatched"  # whatever paths strangers try are one series
 
 
 class ObservedRequests:
-    """Middleware. A request that ends in an error of ours counts as 500, which is what the client gets."""
+    """Counts, times and traces requests. A request that ends in an exception counts as 500, which the client gets."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing = NO_TRACING) -> None:
         self._app = app
@@ -32,15 +37,23 @@ class ObservedRequests:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        span = self._tracing.request(scope["headers"]) if _is_traced(scope["path"]) else UNTRACED
-        context = request_context.enter(_client_id(scope), span)
-        answer = _Answer(send, context.http_id)
-        try:
-            await self._app(scope, receive, answer.send)
-        finally:
-            self._ended(scope, context, answer.status, time.perf_counter() - started)
+        span = self._tracing.start_request(scope["headers"], traced=_is_traced(scope["path"]))
+        context = enter_request(_client_id(scope))
+        status = 500
 
-    def _ended(self, scope: Scope, context: request_context.RequestContext, status: int, seconds: float) -> None:
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (_HEADER, context.http_id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            self._end(scope, context, span, status, time.perf_counter() - started)
+
+    def _end(self, scope: Scope, context: RequestContext, span: Span, status: int, seconds: float) -> None:
         matched = scope.get("route")
         route: str = _UNMATCHED if matched is None else matched.path
         method: str = scope["method"] if scope["method"] in _METHODS else "other"
@@ -48,32 +61,14 @@ class ObservedRequests:
         self._metrics.histogram(instruments.HTTP_SECONDS, route, str(status)).observe(seconds)
         if context.refused_by is not None:
             self._metrics.counter(instruments.REFUSALS, context.refused_by).inc()
-        context.span.end(method, route, status, context.request_id)
+        self._tracing.end_request(span, method, route, status, context.request_id)
         logger.debug("%s %s %d %.1f ms", method, route, status, seconds * 1000)
 
 
-class _Answer:
-    """Notes the status on its way out, and adds our id."""
-
-    def __init__(self, send: Send, http_id: str) -> None:
-        self._send = send
-        self._http_id = http_id
-        self.status = 500
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), (_HEADER, self._http_id.encode())]}
-        await self._send(message)
-
-
 def _client_id(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == _HEADER:
-            return str(value, "latin-1")
-    return None
+    return next((str(value, "latin-1") for name, value in scope["headers"] if name == _HEADER), None)
 
 
 def _is_traced(path: str) -> bool:
-    """Who only watches the server leaves no traces."""
+    """Return whether requests of this path are traced; those that only watch the server are not."""
     return not ("/healthz" in path or path.endswith(("/metrics", "/status", "/session_heartbeat", "/telemetry")))

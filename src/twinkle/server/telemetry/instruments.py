@@ -7,11 +7,12 @@ they are declared, kinds and outcomes from short lists. Tenants appear only wher
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["INSTRUMENTS", "Instrument"]
+__all__ = ["INSTRUMENTS", "Instrument", "table"]
 
-# Of requests: from what a submit takes to the longest long poll.
+
+# Durations of requests: from what a submit takes to the longest long poll.
 _REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# Of work on the device, and of waiting for it.
+# Durations of work on the device, and of waiting for it.
 _WORK_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 _TOKENS = tuple(float(4**n) for n in range(2, 12))  # 16 … 4 M
 _RATES = tuple(float(4**n) for n in range(1, 11))  # 4 … 1 M
@@ -22,7 +23,7 @@ _GAPS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 @dataclass(frozen=True)
 class Instrument:
-    """``read``: looked up when somebody asks, not recorded as it happens."""
+    """One metric. ``read``: its value is looked up when somebody asks, not recorded as it happens."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -33,218 +34,180 @@ class Instrument:
 
     @property
     def unit(self) -> str:
-        """As OpenTelemetry writes it; empty for a plain number."""
+        """Return the unit as OpenTelemetry writes it; empty for a plain number."""
         stem = self.name.removesuffix("_total")
         return "s" if stem.endswith("_seconds") else "By" if stem.endswith("_bytes") else ""
 
 
+def _counter(name: str, meaning: str, *labels: str, read: bool = False) -> Instrument:
+    return Instrument(name, "counter", meaning, labels, read=read)
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> Instrument:
+    return Instrument(name, "gauge", meaning, labels, read=True)
+
+
+def _histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
+    return Instrument(name, "histogram", meaning, labels, buckets)
+
+
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
-HTTP_REQUESTS = Instrument(
-    "twinkle_http_requests_total", "counter", "Requests answered.", ("method", "route", "status")
-)
-HTTP_SECONDS = Instrument(
+HTTP_REQUESTS = _counter("twinkle_http_requests_total", "Requests answered.", "method", "route", "status")
+HTTP_SECONDS = _histogram(
     "twinkle_http_request_duration_seconds",
-    "histogram",
     "From the request's head to the end of the answer. Long polls (retrieve_future and its like) wait on purpose.",
-    ("route", "status"),
     _REQUEST_SECONDS,
+    "route",
+    "status",
 )
-LONG_POLLS = Instrument(
-    "twinkle_long_polls", "gauge", "Clients that wait for results now.", ("model", "queue"), read=True
-)
-REFUSALS = Instrument(
+LONG_POLLS = _gauge("twinkle_long_polls", "Clients that wait for results now.", "model", "queue")
+REFUSALS = _counter(
     "twinkle_refusals_total",
-    "counter",
     "Requests refused because a limit was reached. limit: its key in the configuration, as in SECURITY.md's table.",
-    ("limit",),
+    "limit",
 )
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-OPS = Instrument(
+OPS = _counter(
     "twinkle_ops_total",
-    "counter",
     "Ops that ended. outcome: succeeded, user_error (the tenant's mistake) or server_error.",
-    ("model", "kind", "outcome"),
+    "model",
+    "kind",
+    "outcome",
 )
-OP_WAIT = Instrument(
+OP_WAIT = _histogram(
     "twinkle_op_wait_seconds",
-    "histogram",
     "From journalled to the start of its batch: for its turn, for earlier ops, and for the device.",
-    ("model", "kind"),
     _WORK_SECONDS,
+    "model",
+    "kind",
 )
-OP_SECONDS = Instrument(
-    "twinkle_op_duration_seconds", "histogram", "From journalled to its result.", ("model", "kind"), _WORK_SECONDS
+OP_SECONDS = _histogram("twinkle_op_duration_seconds", "From journalled to its result.", _WORK_SECONDS, "model", "kind")
+JOURNAL_SECONDS = _histogram(
+    "twinkle_journal_duration_seconds", "Writing an op down before it is acknowledged.", _REQUEST_SECONDS, "model"
 )
-JOURNAL_SECONDS = Instrument(
-    "twinkle_journal_duration_seconds",
-    "histogram",
-    "Writing an op down before it is acknowledged.",
-    ("model",),
-    _REQUEST_SECONDS,
-)
-BATCH_SECONDS = Instrument(
+BATCH_SECONDS = _histogram(
     "twinkle_batch_duration_seconds",
-    "histogram",
     "Step time: one batch in the compute thread. kind: forward, forward_backward or barriers (optimizer steps).",
-    ("model", "kind"),
     _WORK_SECONDS,
+    "model",
+    "kind",
 )
-BATCH_TOKENS = Instrument(
-    "twinkle_batch_tokens", "histogram", "Tokens of a batch of passes.", ("model", "kind"), _TOKENS
+BATCH_TOKENS = _histogram("twinkle_batch_tokens", "Tokens of a batch of passes.", _TOKENS, "model", "kind")
+BATCH_OPS = _histogram("twinkle_batch_ops", "Ops of a batch: how many were merged.", _COUNTS, "model", "kind")
+BATCH_RATE = _histogram(
+    "twinkle_batch_tokens_per_second", "Tokens of a batch of passes by the time it took.", _RATES, "model", "kind"
 )
-BATCH_OPS = Instrument(
-    "twinkle_batch_ops", "histogram", "Ops of a batch: how many were merged.", ("model", "kind"), _COUNTS
-)
-BATCH_RATE = Instrument(
-    "twinkle_batch_tokens_per_second",
-    "histogram",
-    "Tokens of a batch of passes by the time it took.",
-    ("model", "kind"),
-    _RATES,
-)
-TRAINED_TOKENS = Instrument(
-    "twinkle_trained_tokens_total", "counter", "Tokens of passes that were computed.", ("model", "kind")
-)
-LOGPROB_GAP = Instrument(
+TRAINED_TOKENS = _counter("twinkle_trained_tokens_total", "Tokens of passes that were computed.", "model", "kind")
+LOGPROB_GAP = _histogram(
     "twinkle_logprob_gap",
-    "histogram",
     "Of each pass whose data carry the sampler's log-probabilities: mean distance from the trainer's.",
-    ("model",),
     _GAPS,
+    "model",
 )
-LOGPROB_KL = Instrument(
+LOGPROB_KL = _histogram(
     "twinkle_logprob_kl",
-    "histogram",
     "Of the same passes: estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
-    ("model",),
     _GAPS,
+    "model",
 )
-QUEUE_DEPTH = Instrument(
-    "twinkle_queue_depth",
-    "gauge",
-    "Accepted and not running (training), or not done (sampling).",
-    ("model", "queue"),
-    read=True,
+QUEUE_DEPTH = _gauge(
+    "twinkle_queue_depth", "Accepted and not running (training), or not done (sampling).", "model", "queue"
 )
-MERGE_RATIO = Instrument(
-    "twinkle_merge_ratio", "gauge", "Passes in a batch of passes, on average since the start.", ("model",), read=True
-)
-PADDING_SHARE = Instrument(
-    "twinkle_padding_ratio", "gauge", "Rows of padding by all rows computed since the start.", ("model",), read=True
-)
-ADAPTERS = Instrument(
+MERGE_RATIO = _gauge("twinkle_merge_ratio", "Passes in a batch of passes, on average since the start.", "model")
+PADDING_SHARE = _gauge("twinkle_padding_ratio", "Rows of padding by all rows computed since the start.", "model")
+ADAPTERS = _gauge(
     "twinkle_adapters",
-    "gauge",
     "Live adapters. place: device, host (paged out) or disk (since a restart, not used yet).",
-    ("model", "place"),
-    read=True,
+    "model",
+    "place",
 )
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
-SAMPLES = Instrument(
-    "twinkle_samples_total",
-    "counter",
-    "Sampling requests that ended. outcome: as above, or cancelled.",
-    ("model", "outcome"),
+SAMPLES = _counter(
+    "twinkle_samples_total", "Sampling requests that ended. outcome: as for ops, or cancelled.", "model", "outcome"
 )
-SAMPLE_WAIT = Instrument(
-    "twinkle_sample_wait_seconds", "histogram", "From accepted to handed to the engine.", ("model",), _WORK_SECONDS
+SAMPLE_WAIT = _histogram(
+    "twinkle_sample_wait_seconds", "From accepted to handed to the engine.", _WORK_SECONDS, "model"
 )
-SAMPLE_FIRST_TOKEN = Instrument(
+SAMPLE_FIRST_TOKEN = _histogram(
     "twinkle_sample_first_token_seconds",
-    "histogram",
     "From accepted to the first token; of streamed requests alone, others have no first token.",
-    ("model",),
     _WORK_SECONDS,
+    "model",
 )
-SAMPLE_SECONDS = Instrument(
-    "twinkle_sample_duration_seconds", "histogram", "From accepted to the result.", ("model",), _WORK_SECONDS
-)
-SAMPLE_RATE = Instrument(
+SAMPLE_SECONDS = _histogram("twinkle_sample_duration_seconds", "From accepted to the result.", _WORK_SECONDS, "model")
+SAMPLE_RATE = _histogram(
     "twinkle_sample_tokens_per_second",
-    "histogram",
     "Tokens of a request, all of its samples, by the time in the engine.",
-    ("model",),
     _RATES,
+    "model",
 )
-SAMPLED_TOKENS = Instrument("twinkle_sampled_tokens_total", "counter", "Tokens that were generated.", ("model",))
-PROMPT_TOKENS = Instrument(
+SAMPLED_TOKENS = _counter("twinkle_sampled_tokens_total", "Tokens that were generated.", "model")
+PROMPT_TOKENS = _counter(
     "twinkle_prompt_tokens_total",
-    "counter",
     "Tokens of the prompts of requests that succeeded. source: computed, or cached (found from an earlier request).",
-    ("model", "source"),
+    "model",
+    "source",
 )
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
-COMPUTE_SECONDS = Instrument(
+COMPUTE_SECONDS = _counter(
     "twinkle_compute_seconds_total",
-    "counter",
     "Time of the compute thread. lane: training or sampling.",
-    ("model", "lane"),
+    "model",
+    "lane",
     read=True,
 )
-COMPUTE_STEP = Instrument(
-    "twinkle_compute_step_seconds", "gauge", "For how long the present step runs; 0: none does.", ("model",), read=True
-)
-UNFETCHED = Instrument(
-    "twinkle_unfetched_result_bytes", "gauge", "Results that nobody fetched yet.", ("model", "queue"), read=True
-)
-DEVICE_MEMORY = Instrument(
+COMPUTE_STEP = _gauge("twinkle_compute_step_seconds", "For how long the present step runs; 0: none does.", "model")
+UNFETCHED = _gauge("twinkle_unfetched_result_bytes", "Results that nobody fetched yet.", "model", "queue")
+DEVICE_MEMORY = _gauge(
     "twinkle_device_memory_bytes",
-    "gauge",
     "Of the model's GPU. kind: allocated (in tensors), reserved (by torch) or total. None without a GPU.",
-    ("model", "kind"),
-    read=True,
+    "model",
+    "kind",
 )
-HOST_MEMORY = Instrument(
-    "twinkle_host_memory_bytes", "gauge", "Of the machine. kind: available or total.", ("kind",), read=True
-)
-BUDGET_USED = Instrument(
+HOST_MEMORY = _gauge("twinkle_host_memory_bytes", "Of the machine. kind: available or total.", "kind")
+BUDGET_USED = _gauge(
     "twinkle_budget_used_bytes",
-    "gauge",
     "What is in use of a resource with a limit for the whole server; resources as in SECURITY.md's table.",
-    ("resource",),
-    read=True,
+    "resource",
 )
-BUDGET_LIMIT = Instrument(
-    "twinkle_budget_limit_bytes", "gauge", "The limit of the same resource.", ("resource",), read=True
-)
-DISK_FREE = Instrument("twinkle_disk_free_bytes", "gauge", "Where data_dir lies.", (), read=True)
-JOURNAL_BYTES = Instrument(
-    "twinkle_journal_bytes", "gauge", "Segment files on disk. kind: bodies or outcomes.", ("kind",), read=True
-)
-SESSIONS = Instrument("twinkle_sessions_active", "gauge", "Sessions whose client lives.", (), read=True)
-SAMPLING_SESSIONS = Instrument(
-    "twinkle_sampling_sessions_active", "gauge", "Sampling sessions of those.", (), read=True
-)
-STATE_UP = Instrument(
-    "twinkle_state_up", "gauge", "1 when the database answered within a second, else 0.", (), read=True
-)
-UPTIME = Instrument("twinkle_uptime_seconds", "gauge", "Since the server started.", (), read=True)
+BUDGET_LIMIT = _gauge("twinkle_budget_limit_bytes", "The limit of the same resource.", "resource")
+DISK_FREE = _gauge("twinkle_disk_free_bytes", "Where data_dir lies.")
+JOURNAL_BYTES = _gauge("twinkle_journal_bytes", "Segment files on disk. kind: bodies or outcomes.", "kind")
+SESSIONS = _gauge("twinkle_sessions_active", "Sessions whose client lives.")
+SAMPLING_SESSIONS = _gauge("twinkle_sampling_sessions_active", "Sampling sessions of those.")
+STATE_UP = _gauge("twinkle_state_up", "1 when the database answered within a second, else 0.")
+UPTIME = _gauge("twinkle_uptime_seconds", "Since the server started.")
 
 # --- tenants ----------------------------------------------------------------------------------------------------------
 # Only where telemetry.tenants_in_metrics is not 0; tenant: its id, or other.
 
-TENANT_TRAINED = Instrument(
-    "twinkle_tenant_trained_tokens_total", "counter", "Tokens that a tenant trained on.", ("tenant",), read=True
+TENANT_TRAINED = _counter(
+    "twinkle_tenant_trained_tokens_total", "Tokens that a tenant trained on.", "tenant", read=True
 )
-TENANT_SAMPLED = Instrument(
-    "twinkle_tenant_sampled_tokens_total", "counter", "Tokens that were generated for it.", ("tenant",), read=True
+TENANT_SAMPLED = _counter(
+    "twinkle_tenant_sampled_tokens_total", "Tokens that were generated for it.", "tenant", read=True
 )
-TENANT_PROMPTS = Instrument(
-    "twinkle_tenant_prompt_tokens_total",
-    "counter",
-    "Tokens of its prompts.",
-    ("tenant",),
-    read=True,
-)
-TENANT_STEPS = Instrument("twinkle_tenant_optim_steps_total", "counter", "Its optimizer steps.", ("tenant",), read=True)
-TENANT_REQUESTS = Instrument("twinkle_tenant_requests_total", "counter", "Its ops and samples.", ("tenant",), read=True)
-TENANT_QUEUE = Instrument("twinkle_tenant_queue_depth", "gauge", "Its training ops that wait.", ("tenant",), read=True)
+TENANT_PROMPTS = _counter("twinkle_tenant_prompt_tokens_total", "Tokens of its prompts.", "tenant", read=True)
+TENANT_STEPS = _counter("twinkle_tenant_optim_steps_total", "Its optimizer steps.", "tenant", read=True)
+TENANT_REQUESTS = _counter("twinkle_tenant_requests_total", "Its ops and samples.", "tenant", read=True)
+TENANT_QUEUE = _gauge("twinkle_tenant_queue_depth", "Its training ops that wait.", "tenant")
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(value for value in list(vars().values()) if isinstance(value, Instrument))
+
+
+def table() -> str:
+    """Return the table of docs/observability.md. ``python -m twinkle.server.telemetry`` prints it."""
+    rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    return "\n".join([*rows, *map(_row, INSTRUMENTS)])
+
+
+def _row(instrument: Instrument) -> str:
+    labels = ", ".join(f"`{label}`" for label in instrument.labels)
+    return f"| `{instrument.name}` | {instrument.kind} | {labels} | {instrument.meaning} |".replace("  ", " ")

@@ -53,19 +53,19 @@ class Metrics:
         return self._histograms[instrument].labels(*labels)
 
     def families(self, readings: Iterable[Reading]) -> list[Metric]:
-        """All that was recorded, and these."""
+        """Return all that was recorded, and these readings."""
         return [*self._registry.collect(), *_families_of(readings)]
 
 
 def render(families: Sequence[Metric], accept: str) -> tuple[bytes, str]:
-    """(text, its content type) for a scraper that accepts the latter."""
+    """Return (text, content type) for a scraper that accepts the latter."""
     encode, content_type = choose_encoder(accept)
     text: bytes = encode(_Collected(families))
     return text, content_type
 
 
 def of_all_replicas(replicas: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """The families of several processes as one: each sample says in a label ``replica`` whose it is."""
+    """Join the families of several processes: a label ``replica`` of each sample names its process."""
     joined: dict[str, Metric] = {}
     for replica, families in replicas.items():
         for family in families:
@@ -77,7 +77,7 @@ def of_all_replicas(replicas: Mapping[str, Iterable[Metric]]) -> list[Metric]:
 
 
 class _Collected(CollectorRegistry):
-    """What the encoders take."""
+    """A registry of families that were collected already, which the encoders take."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         super().__init__()

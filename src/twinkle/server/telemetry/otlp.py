@@ -1,26 +1,48 @@
 """Sending traces and metrics by OTLP, or, with ``telemetry.debug``, to the log.
 
-A collector that is away costs nothing but its spans: they wait in a bounded queue in a thread of their own, what does
-not fit is dropped, and the log says once that it is away and once that it is back.
+A collector that is away costs nothing but its spans: they wait in a bounded queue in a thread of their own, those that
+do not fit are dropped, and the log says once that the collector is away and once that it is back.
+
+Metrics are those that Prometheus reads, in OpenTelemetry's words: one set of instruments, one set of names. They are
+converted here, because recording in the SDK's own instruments takes seven times as long (36 microseconds instead of 5,
+measured), and metrics are recorded without ``telemetry.enabled`` too. Counters keep ``_total`` and units are sent as
+units, so that a store which turns them into Prometheus' names again arrives at those of ``instruments.py``.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.samples import Sample
 
 import twinkle
 from twinkle.server.config import TelemetryConfig
+from twinkle.server.telemetry.instruments import INSTRUMENTS
 from twinkle.server.telemetry.metrics import Metrics, Reading
-from twinkle.server.telemetry.otlp_metrics import SCOPE, metrics_data
-from twinkle.server.telemetry.otlp_spans import OtlpTracing
+from twinkle.server.telemetry.tracing import Tracing
 
 __all__ = ["Export"]
 
@@ -30,51 +52,49 @@ _TIMEOUT_SECONDS = 5.0  # of one attempt, its repetitions included
 _CLOSING_SECONDS = 3.0  # what is left after that is lost
 _SPAN_DELAY_MS = 1000
 _QUEUED_SPANS = 8192
+_SCOPE = "twinkle.server"
+_UNITS = {instrument.name: instrument.unit for instrument in INSTRUMENTS}
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
 class Export:
     """Everything that leaves the server. ``tracing`` records spans; metrics are handed over."""
 
     def __init__(self, config: TelemetryConfig) -> None:
-        # It would say for every span and every attempt what we say once.
+        # The SDK would log for every span and every attempt what _Watch logs once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._resource = Resource.create(
             {"service.name": config.service_name, "service.version": twinkle.__version__, **config.resource_attributes}
         )
         self._started = time.time_ns()
-        self._metric_exporter: MetricExporter | None = None
-        self._metric_watch = _Watch("metrics", config.otlp_endpoint)
-        spans: SpanExporter
-        if config.debug:
-            spans = _LoggedSpans()
-        else:
-            spans = OTLPSpanExporter(endpoint=config.otlp_endpoint, timeout=_TIMEOUT_SECONDS)
-            self._metric_exporter = OTLPMetricExporter(endpoint=config.otlp_endpoint, timeout=_TIMEOUT_SECONDS)
-        self._span_exporter = spans
+        endpoint = config.otlp_endpoint
+        span_exporter = None if config.debug else OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        self._spans = _Spans(span_exporter, _Watch("traces", endpoint))
         self._processor = BatchSpanProcessor(
-            _WatchedSpans(spans, _Watch("traces", config.otlp_endpoint)),
-            max_queue_size=_QUEUED_SPANS,
-            schedule_delay_millis=_SPAN_DELAY_MS,
+            self._spans, max_queue_size=_QUEUED_SPANS, schedule_delay_millis=_SPAN_DELAY_MS
         )
+        self._metric_exporter: MetricExporter | None = None
+        if not config.debug:
+            self._metric_exporter = OTLPMetricExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        self._metric_watch = _Watch("metrics", endpoint)
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
-        self.tracing = OtlpTracing(provider.get_tracer(SCOPE, twinkle.__version__))
+        self.tracing = Tracing(provider.get_tracer(_SCOPE, twinkle.__version__))
 
     def send_metrics(self, metrics: Metrics, readings: Sequence[Reading]) -> None:
-        """Blocks, for ``_TIMEOUT_SECONDS`` at most."""
+        """Send all metrics. Blocks, for ``_TIMEOUT_SECONDS`` at most."""
         families = metrics.families(readings)
         if self._metric_exporter is None:
-            for family in families:
-                for sample in family.samples:
-                    if not sample.name.endswith("_bucket"):
-                        logger.info("metric %s %s %s", sample.name, dict(sample.labels), sample.value)
+            for sample in (each for family in families for each in family.samples):
+                if not sample.name.endswith("_bucket"):
+                    logger.info("metric %s %s %s", sample.name, dict(sample.labels), sample.value)
             return
-        data = metrics_data(families, self._resource, self._started, time.time_ns())
+        data = _metrics_data(families, self._resource, self._started, time.time_ns())
         self._metric_watch.note(self._metric_exporter.export(data) is MetricExportResult.SUCCESS)
 
     def close(self) -> None:
-        """Blocks, for ``_CLOSING_SECONDS`` or a little longer."""
-        timer = threading.Timer(_CLOSING_SECONDS, self._span_exporter.shutdown)
+        """Send the spans that wait. Blocks, for ``_CLOSING_SECONDS`` or a little longer."""
+        timer = threading.Timer(_CLOSING_SECONDS, self._spans.shutdown)
         timer.daemon = True
         timer.start()
         self._processor.shutdown()
@@ -84,7 +104,7 @@ class Export:
 
 
 class _Watch:
-    """Says once that a collector is away, and once that it is back."""
+    """Logs once that a collector is away, and once that it is back."""
 
     def __init__(self, what: str, endpoint: str) -> None:
         self._what = what
@@ -103,25 +123,60 @@ class _Watch:
         self._away = not arrived
 
 
-class _WatchedSpans(SpanExporter):
-    def __init__(self, exporter: SpanExporter, watch: _Watch) -> None:
+class _Spans(SpanExporter):
+    """Hands spans to an exporter, or writes them to the log where there is none (``telemetry.debug``)."""
+
+    def __init__(self, exporter: SpanExporter | None, watch: _Watch) -> None:
         self._exporter = exporter
         self._watch = watch
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._exporter is None:
+            for span in spans:
+                start, end = span.start_time or 0, span.end_time or 0
+                logger.info("span %s %.3f ms %s", span.name, (end - start) / 1e6, dict(span.attributes or {}))
+            return SpanExportResult.SUCCESS
         result = self._exporter.export(spans)
         self._watch.note(result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
+        if self._exporter is not None:
+            self._exporter.shutdown()
 
 
-class _LoggedSpans(SpanExporter):
-    """telemetry.debug."""
+def _metrics_data(families: Iterable[Family], resource: Resource, start: int, now: int) -> MetricsData:
+    """Convert what was recorded from ``start`` to ``now``, in nanoseconds since the epoch."""
+    # A family without values is left out: a collector may refuse it.
+    metrics = [_metric(family, start, now) for family in families if family.samples]
+    return MetricsData([ResourceMetrics(resource, [ScopeMetrics(InstrumentationScope(_SCOPE), metrics, "")], "")])
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        for span in spans:
-            start, end = span.start_time or 0, span.end_time or 0
-            logger.info("span %s %.3f ms %s", span.name, (end - start) / 1e6, dict(span.attributes or {}))
-        return SpanExportResult.SUCCESS
+
+def _metric(family: Family, start: int, now: int) -> Metric:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    data: Sum | Gauge | Histogram
+    if family.type == "histogram":
+        # The samples of one series (its buckets, its count, its sum) are neighbours.
+        series = groupby(family.samples, key=lambda one: {k: v for k, v in one.labels.items() if k != "le"})
+        data = Histogram([_histogram_point(labels, list(one), start, now) for labels, one in series], _CUMULATIVE)
+    else:
+        points = [NumberDataPoint(dict(one.labels), start, now, one.value) for one in family.samples]
+        data = Sum(points, _CUMULATIVE, is_monotonic=True) if family.type == "counter" else Gauge(points)
+    return Metric(name, family.documentation, _UNITS.get(name, ""), data)
+
+
+def _histogram_point(labels: dict[str, str], samples: Sequence[Sample], start: int, now: int) -> HistogramDataPoint:
+    """Prometheus counts in each bucket what is not above its bound; OpenTelemetry counts each bucket by itself."""
+    buckets = [one for one in samples if one.name.endswith("_bucket")]
+    below = [int(one.value) for one in buckets]
+    return HistogramDataPoint(
+        labels,
+        start,
+        now,
+        count=below[-1],
+        sum=next(one.value for one in samples if one.name.endswith("_sum")),
+        bucket_counts=[upper - lower for lower, upper in pairwise([0, *below])],
+        explicit_bounds=[float(one.labels["le"]) for one in buckets[:-1]],  # the last has no bound
+        min=None,  # type: ignore[arg-type]  # not recorded; on the wire it is optional
+        max=None,  # type: ignore[arg-type]
+    )

@@ -1,61 +1,67 @@
-"""What the services record, of one base model each: metrics, and the spans of ops on their way.
+"""What the services of one base model record: metrics, and the spans of ops from accepted to settled.
 
-Called on the event loop and in the compute thread. An op is known here from when it was accepted until it is settled.
+Recorders are called on the event loop and in the compute thread; each method says where.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from prometheus_client import Counter, Histogram
+import numpy as np
+from prometheus_client import Histogram
 
 from twinkle.errors import ShuttingDownError, TwinkleError, UserError
-from twinkle.model.types import TrainerNumbers, TrainItem, TrainResult
+from twinkle.model.csr import dense
+from twinkle.model.types import Datum, FloatArray, TrainerNumbers, TrainItem, TrainResult
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import TrainingBackend
 from twinkle.server.ids import split_request_id
 from twinkle.server.scheduling.scheduler import BatchKind
-from twinkle.server.telemetry import instruments, request_context
-from twinkle.server.telemetry.logprob_gap import gap_of
+from twinkle.server.telemetry import instruments
+from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Metrics
 from twinkle.server.telemetry.tracing import NO_TRACING, OpSpan, Tracing
 from twinkle.server.types import NativePass, Op, OpKind, Outcome, Refused, TrainPass
 
-__all__ = ["Outcomes", "SamplingRecorder", "TrainingRecorder"]
+__all__ = ["LogprobGap", "Outcomes", "SamplingRecorder", "TrainingRecorder", "gap_of"]
 
 
 @dataclass
 class _Live:
-    """Times are those of ``time.monotonic``."""
+    """An op or a sample from accepted to settled. Times are those of ``time.monotonic``."""
 
     span: OpSpan
-    accepted_at: float
+    accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     streamed: bool = False  # a first token was seen
 
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.accepted_at
 
-@dataclass(frozen=True)
+    def start(self, wait: Histogram) -> None:
+        """Note that it runs, and record how long it waited; once."""
+        if self.started_at is None:
+            self.started_at = time.monotonic()
+            wait.observe(self.started_at - self.accepted_at)
+            self.span.start()
+
+    def end(self, outcome: str) -> None:
+        self.span.end(outcome, failed=outcome == Outcomes.SERVER_ERROR)
+
+
 class _BatchSeries:
-    """Of batches of one kind. Bound once: finding a series by its labels takes as long as recording in it."""
+    """Series of batches of one kind. Bound once: finding a series by its labels takes as long as recording in it."""
 
-    seconds: Histogram
-    ops: Histogram
-    tokens: Histogram
-    rate: Histogram
-    trained: Counter
+    def __init__(self, metrics: Metrics, *labels: str) -> None:
+        self.seconds = metrics.histogram(instruments.BATCH_SECONDS, *labels)
+        self.ops = metrics.histogram(instruments.BATCH_OPS, *labels)
+        self.tokens = metrics.histogram(instruments.BATCH_TOKENS, *labels)
+        self.rate = metrics.histogram(instruments.BATCH_RATE, *labels)
+        self.trained = metrics.counter(instruments.TRAINED_TOKENS, *labels)
 
-    @classmethod
-    def of(cls, metrics: Metrics, *labels: str) -> "_BatchSeries":
-        return cls(
-            seconds=metrics.histogram(instruments.BATCH_SECONDS, *labels),
-            ops=metrics.histogram(instruments.BATCH_OPS, *labels),
-            tokens=metrics.histogram(instruments.BATCH_TOKENS, *labels),
-            rate=metrics.histogram(instruments.BATCH_RATE, *labels),
-            trained=metrics.counter(instruments.TRAINED_TOKENS, *labels),
-        )
-
-    def note(self, ops: int, tokens: int, seconds: float) -> None:
+    def record(self, ops: int, tokens: int, seconds: float) -> None:
         self.seconds.observe(seconds)
         self.ops.observe(ops)
         if tokens:
@@ -73,23 +79,20 @@ class Outcomes:
     CANCELLED = "cancelled"
 
     @classmethod
-    def of(cls, outcome: Outcome) -> str:
-        if not outcome.failed:
+    def label(cls, event: SampleResult | TwinkleError | Outcome) -> str:
+        """Return how an op or a sample ended."""
+        if isinstance(event, SampleResult) or (isinstance(event, Outcome) and not event.failed):
             return cls.SUCCEEDED
-        return cls.USER_ERROR if outcome.category == "user" else cls.SERVER_ERROR
-
-    @classmethod
-    def of_sample(cls, event: SampleResult | TwinkleError | Outcome) -> str:
         if isinstance(event, Outcome):
-            return cls.of(event)
-        if isinstance(event, SampleResult):
-            return cls.SUCCEEDED
+            return cls.USER_ERROR if event.category == "user" else cls.SERVER_ERROR
         if isinstance(event, ShuttingDownError):
             return cls.CANCELLED
         return cls.USER_ERROR if isinstance(event, UserError) else cls.SERVER_ERROR
 
 
 class TrainingRecorder:
+    """Records the ops of one model."""
+
     def __init__(self, model: str, metrics: Metrics | None = None, tracing: Tracing = NO_TRACING) -> None:
         self._model = model
         self._metrics = metrics = metrics or Metrics()
@@ -98,8 +101,7 @@ class TrainingRecorder:
         self._journal = metrics.histogram(instruments.JOURNAL_SECONDS, model)
         self._wait = {kind: metrics.histogram(instruments.OP_WAIT, model, kind) for kind in OpKind}
         self._duration = {kind: metrics.histogram(instruments.OP_SECONDS, model, kind) for kind in OpKind}
-        self._batches = {kind: _BatchSeries.of(metrics, model, kind) for kind in BatchKind}
-        self._outcomes: dict[tuple[OpKind, str], Counter] = {}
+        self._batches = {kind: _BatchSeries(metrics, model, kind) for kind in BatchKind}
         self._gap = metrics.histogram(instruments.LOGPROB_GAP, model)
         self._kl = metrics.histogram(instruments.LOGPROB_KL, model)
         self.trainer_numbers: TrainerNumbers | None = None  # after its last batch
@@ -108,53 +110,48 @@ class TrainingRecorder:
 
     @contextmanager
     def journalling(self, op: Op) -> Iterator[None]:
-        request_context.about(op.request_id)
+        note_request_id(op.request_id)
         started = time.perf_counter()
         with self._tracing.step("journal", {"twinkle.request_id": op.request_id}):
             yield
         self._journal.observe(time.perf_counter() - started)
 
     def accepted(self, op: Op) -> None:
-        """It is the scheduler's now; what comes twice is the same op."""
+        """Note that the scheduler has the op now; an op that comes twice is the same one."""
         if op.request_id not in self._live:
             attributes = {"twinkle.model": self._model, "twinkle.run_id": op.adapter_id, "twinkle.kind": op.kind.value}
             span = self._tracing.op(op.kind.value, op.request_id, attributes)
-            self._live[op.request_id] = _Live(span, time.monotonic())
+            self._live[op.request_id] = _Live(span)
 
     def settled(self, op: Op, outcome: Outcome, *, repeated: bool) -> None:
-        """``repeated``: it had ended before a restart, and was counted then."""
+        """Note how the op ended. ``repeated``: it had ended before a restart, and was counted then."""
         live = self._live.pop(op.request_id, None)
-        result = Outcomes.of(outcome)
+        result = Outcomes.label(outcome)
         if live is not None:
-            live.span.ended(result)
+            live.end(result)
         if repeated:
             return
-        if (op.kind, result) not in self._outcomes:
-            counter = self._metrics.counter(instruments.OPS, self._model, op.kind.value, result)
-            self._outcomes[op.kind, result] = counter
-        self._outcomes[op.kind, result].inc()
+        self._metrics.counter(instruments.OPS, self._model, op.kind.value, result).inc()
         if isinstance(op.payload, Refused) and op.payload.limit is not None:
             self._metrics.counter(instruments.REFUSALS, op.payload.limit).inc()
         if live is not None:
-            self._duration[op.kind].observe(time.monotonic() - live.accepted_at)
+            self._duration[op.kind].observe(live.age)
 
     # --- anywhere -----------------------------------------------------------------------------------------------------
 
     def started(self, op: Op) -> None:
-        """It runs, beside other batches or in one."""
+        """Note that the op runs, beside other batches or in one."""
         live = self._live.get(op.request_id)
-        if live is not None and live.started_at is None:
-            live.started_at = time.monotonic()
-            self._wait[op.kind].observe(live.started_at - live.accepted_at)
-            live.span.started()
+        if live is not None:
+            live.start(self._wait[op.kind])
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
     @contextmanager
     def batch(self, ops: Sequence[Op], trainer: TrainingBackend) -> Iterator[None]:
-        """The device works on these now."""
+        """Record a batch: the device works on these ops while the context is entered."""
         kind = BatchKind(ops[0].kind.value) if ops[0].kind.is_pass else BatchKind.BARRIERS
-        tokens = sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
+        tokens = _tokens(ops)
         started = time.perf_counter()
         for op in ops:
             self.started(op)
@@ -167,24 +164,32 @@ class TrainingRecorder:
         }
         with self._tracing.batch(spans, attributes):
             yield
-        self._batches[kind].note(len(ops), tokens, time.perf_counter() - started)
+        self._batches[kind].record(len(ops), tokens, time.perf_counter() - started)
         self.trainer_numbers = trainer.numbers()
 
     def stepped(self, ops: Sequence[Op], trainer: TrainingBackend, seconds: float) -> None:
-        """A batch of passes was computed in steps, with others between them; ``seconds``: of its own."""
-        tokens = sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
-        self._batches[BatchKind(ops[0].kind.value)].note(len(ops), tokens, seconds)
+        """Record a batch of passes that was computed in steps, with others between them; ``seconds``: its own time."""
+        self._batches[BatchKind(ops[0].kind.value)].record(len(ops), _tokens(ops), seconds)
         self.trainer_numbers = trainer.numbers()
 
     def passed(self, item: TrainItem, result: TrainResult) -> None:
-        """A pass of Tinker's protocol was computed."""
+        """Record how far the results of a pass are from the log-probabilities that the sampler gave."""
         gap = gap_of(item.data, result.logprobs)
         if gap is not None:
             self._gap.observe(gap.distance)
             self._kl.observe(gap.divergence)
 
 
+def _tokens(ops: Sequence[Op]) -> int:
+    return sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
+
+
 class SamplingRecorder:
+    """Records the samples of one model.
+
+    The compute thread calls ``started``, ``progressed`` and ``sampled``, the event loop all others.
+    """
+
     def __init__(self, model: str, metrics: Metrics | None = None, tracing: Tracing = NO_TRACING) -> None:
         self._model = model
         self._metrics = metrics = metrics or Metrics()
@@ -199,7 +204,7 @@ class SamplingRecorder:
         self._cached = metrics.counter(instruments.PROMPT_TOKENS, model, "cached")
 
     def accepted(self, request: SampleRequest) -> None:
-        request_context.about(request.request_id)
+        note_request_id(request.request_id)
         owner = split_request_id(request.request_id)
         attributes: dict[str, str | int] = {
             "twinkle.model": self._model,
@@ -209,22 +214,20 @@ class SamplingRecorder:
         if owner is not None:
             attributes["twinkle.sampling_session_id"] = owner[0]
         span = self._tracing.op("sample", request.request_id, attributes)
-        self._live[request.request_id] = _Live(span, time.monotonic())
+        self._live[request.request_id] = _Live(span)
 
     def started(self, request_id: str) -> None:
-        """The engine has it."""
+        """Note that the engine has the request."""
         live = self._live.get(request_id)
         if live is not None:
-            live.started_at = time.monotonic()
-            self._wait.observe(live.started_at - live.accepted_at)
-            live.span.started()
+            live.start(self._wait)
 
     def progressed(self, request_id: str) -> None:
-        """Tokens were streamed."""
+        """Note that tokens were streamed."""
         live = self._live.get(request_id)
         if live is not None and not live.streamed:
             live.streamed = True
-            self._first_token.observe(time.monotonic() - live.accepted_at)
+            self._first_token.observe(live.age)
 
     def sampled(self, request: SampleRequest, result: SampleResult) -> None:
         tokens = sum(len(sequence.tokens) for sequence in result.sequences)
@@ -238,6 +241,41 @@ class SamplingRecorder:
     def ended(self, request_id: str, outcome: str) -> None:
         live = self._live.pop(request_id, None)
         if live is not None:
-            live.span.ended(outcome)
-            self._duration.observe(time.monotonic() - live.accepted_at)
+            live.end(outcome)
+            self._duration.observe(live.age)
             self._metrics.counter(instruments.SAMPLES, self._model, outcome).inc()
+
+
+_SAMPLED = "logprobs"  # the loss input that holds the sampler's log-probabilities
+_FURTHEST = 30.0  # nats: e³⁰ is as good as infinity, and finite
+
+
+@dataclass(frozen=True)
+class LogprobGap:
+    """How far the trainer's log-probabilities are from those that the sampler gave when the tokens were drawn.
+
+    ``distance`` is the mean |Δ| over the tokens that were sampled, ``divergence`` the mean of r − 1 − log r with
+    r = p_trainer / p_sampler. Policy losses correct for the distance; when it is large although the weights are the
+    same, sampler and trainer do not compute the same model, which is the most common silent fault of reinforcement
+    learning. After the first optimizer step on the same rollouts it is also the distance of the policy from its start.
+    """
+
+    distance: float
+    divergence: float
+
+
+def gap_of(data: Sequence[Datum], logprobs: Sequence[FloatArray]) -> LogprobGap | None:
+    """Return the gap of one pass; None if no datum has log-probabilities of a sampler.
+
+    Clients write 0 where nothing was sampled, in prompts; tokens that the sampler was certain of are left out too.
+    """
+    pairs = [(each.extras[_SAMPLED], lp) for each, lp in zip(data, logprobs, strict=True) if _SAMPLED in each.extras]
+    if not pairs or any(given.shape != lp.shape for given, lp in pairs):
+        return None
+    sampled = np.concatenate([dense(given).ravel() for given, _ in pairs])
+    trained = np.concatenate([lp.ravel() for _, lp in pairs])
+    mask = sampled != 0
+    if not mask.any():
+        return None
+    ratio = np.clip(trained[mask].astype(np.float64) - sampled[mask], -_FURTHEST, _FURTHEST)
+    return LogprobGap(float(np.abs(ratio).mean()), float((np.expm1(ratio) - ratio).mean()))

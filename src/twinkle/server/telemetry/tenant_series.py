@@ -1,46 +1,22 @@
-"""Usage by tenant as series, a bounded number of them.
+"""Usage by tenant as a bounded number of metric series.
 
-Whenever somebody looks, the busiest tenants without series of their own get them, as long as there are places, and keep
-them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own stays
-with the others, so that no total ever falls.
+Whenever metrics are read, the busiest tenants without series of their own get them, as long as there are places, and
+keep them: with a series that comes and goes no rate could be computed. What a tenant had used before it got its own
+series stays with the others, so that no total ever falls.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.instruments import Instrument
 from twinkle.server.telemetry.metrics import Reading
-from twinkle.server.usage import FORGOTTEN
+from twinkle.server.usage import FORGOTTEN, UsageCounts
 
-__all__ = ["TenantSeries", "UsageTotals"]
+__all__ = ["OTHER", "TenantSeries"]
 
 OTHER = "other"
-
-
-class TenantCounts(Protocol):
-    """What one tenant has used since the process started."""
-
-    @property
-    def trained_tokens(self) -> int: ...
-
-    @property
-    def sampled_tokens(self) -> int: ...
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def optim_steps(self) -> int: ...
-
-    @property
-    def requests(self) -> int: ...
-
-
-class UsageTotals(Protocol):
-    def totals(self) -> Mapping[str, TenantCounts]: ...
 
 
 _Values = dict[Instrument, int]
@@ -48,19 +24,21 @@ _Values = dict[Instrument, int]
 
 @dataclass
 class _Own:
-    """A tenant with series of its own; ``before``: what it had used when it got them, ``last``: when last asked."""
+    """A tenant with series of its own. ``before``: what it had used when it got them; ``last``: when last read."""
 
     before: _Values
     last: _Values
 
 
 class TenantSeries:
+    """Which tenants have series of their own: ``most`` at a time."""
+
     def __init__(self, most: int) -> None:
         self._most = most
         self._own: dict[str, _Own] = {}
-        self._moved: Counter[Instrument] = Counter()  # was in series that ended, and is now in the sum of all forgotten
+        self._moved: Counter[Instrument] = Counter()  # from series that ended; it is now in the sum of all forgotten
 
-    def usage(self, totals: Mapping[str, TenantCounts]) -> list[Reading]:
+    def usage(self, totals: Mapping[str, UsageCounts]) -> list[Reading]:
         values = {tenant: _values(counts) for tenant, counts in totals.items()}
         self._end_series_of([tenant for tenant in self._own if tenant not in values])
         active = [tenant for tenant, used in values.items() if tenant != FORGOTTEN and any(used.values())]
@@ -80,14 +58,14 @@ class TenantSeries:
         return readings
 
     def waiting(self, waiting: Mapping[str, int]) -> list[Reading]:
-        """Of tenants that have series; those of whom nothing was counted yet are among the others."""
+        """Return how many ops wait, by tenant; tenants without series of their own are counted together."""
         return [
             Reading(instruments.TENANT_QUEUE, count, (tenant if tenant in self._own else OTHER,))
             for tenant, count in waiting.items()
         ]
 
     def _end_series_of(self, forgotten: Iterable[str]) -> None:
-        """What their series said is in the sum now, and must not be counted twice."""
+        """End the series of tenants that were forgotten: the sum of all forgotten has their use now."""
         for tenant in forgotten:
             own = self._own.pop(tenant)
             for instrument, value in own.last.items():
@@ -98,7 +76,7 @@ class TenantSeries:
         return [tenant for tenant in busiest if tenant not in self._own][: max(0, room)]
 
 
-def _values(counts: TenantCounts) -> _Values:
+def _values(counts: UsageCounts) -> _Values:
     return {
         instruments.TENANT_TRAINED: counts.trained_tokens,
         instruments.TENANT_SAMPLED: counts.sampled_tokens,

@@ -1,18 +1,22 @@
-"""Tokens a minute, by tenant: a bucket that holds a minute's worth and fills up again all the time.
+"""Rates: the limit on a tenant's tokens per minute, and how fast a total has grown lately.
 
-Whoever comes is charged before anything of theirs is done, so that many at once get no more than one after another. Of
-a request whose cost is known only when it has ended, what it may cost at most is held back until then. One that costs
-more than a whole minute's worth is let in when the bucket is full and leaves a debt behind: the rate holds over time.
+:class:`TokenRate` is a bucket for each tenant that holds one minute's tokens and refills all the time. A request is
+charged before any work is done for it, so that many requests at once get no more than the same requests one after
+another. Where the cost is known only at the end, the highest possible cost is charged and the rest given back. A
+request that costs more than a whole minute is accepted when the bucket is full and leaves a debt: the rate holds over
+time.
 """
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinkle.errors import RateLimitError
 
 __all__ = ["TokenRate"]
+
 
 _MINUTE = 60.0
 
@@ -35,7 +39,7 @@ class TokenRate:
         self._what = what
         self._key = key
         self._clock = clock
-        self._buckets: dict[str, _Bucket] = {}  # of tenants that have a limit
+        self._buckets: dict[str, _Bucket] = {}  # only of tenants that have a limit
 
     def charge(self, tenant_id: str, tokens: int, limit: int | None) -> None:
         """Take ``tokens`` now, or raise RateLimitError, which says when to come again. ``limit`` None: no limit."""
@@ -49,18 +53,18 @@ class TokenRate:
         bucket.level -= tokens
 
     def give_back(self, tenant_id: str, tokens: int, limit: int | None) -> None:
-        """What a request did not use after all; negative: what it used beyond its charge."""
+        """Refund what a request did not use; a negative number charges what it used beyond its charge."""
         if limit is not None:
             bucket = self._bucket(tenant_id, limit)
             bucket.level = min(bucket.level + tokens, float(limit))
 
     def check(self, tenant_id: str, limit: int | None) -> None:
-        """Raise RateLimitError if not even a token is left: for whoever has to work before the cost is known."""
+        """Raise RateLimitError if no token is left. For callers that must do work before they know the cost."""
         if limit is not None and self._bucket(tenant_id, limit).level < 1:
             self.charge(tenant_id, 1, limit)
 
     def forget_full(self) -> None:
-        """Tenants whose bucket is as a new one would be. To be called now and then."""
+        """Forget tenants whose bucket is full, as a new one would be. Called by maintenance."""
         now = self._clock()
         for bucket in self._buckets.values():
             bucket.refill(now)
@@ -72,3 +76,20 @@ class TokenRate:
         bucket.limit = limit
         bucket.refill(now)
         return bucket
+
+
+class RecentRate:
+    """How fast a total grows, over about the last minute. Call ``note`` as often as the rate is to be updated."""
+
+    def __init__(self, now: float) -> None:
+        self._notes: deque[tuple[float, int]] = deque([(now, 0)])  # when and how much, oldest first
+
+    def note(self, total: int, now: float) -> None:
+        self._notes.append((now, total))
+        while len(self._notes) > 1 and now - self._notes[1][0] >= _MINUTE:
+            self._notes.popleft()
+
+    def rate(self, total: int, now: float) -> float:
+        """Return the growth per second since a minute ago, or since the start."""
+        at, before = self._notes[0]
+        return round((total - before) / max(now - at, 1.0), 1)

@@ -1,45 +1,61 @@
-"""What each tenant may take and has taken: limits, place in line, tokens a minute, usage. One for all services."""
+"""What each tenant may use and has used: limits, share, tokens per minute, usage. One object for all services."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from twinkle.server.scheduling.share import Standing
+from twinkle.server.config import ServerConfig
+from twinkle.server.config.sections import LimitsConfig
+from twinkle.server.config.tenants import SpecialLimits, TenantConfig
+from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools
 from twinkle.server.usage import Usage
 
-__all__ = ["TenantLimits", "TenantTerms", "Tenants"]
+__all__ = ["TenantLimits", "TenantTerms", "Tenants", "configured_tenants"]
+
+
+def _limit(key: str, default: int | None) -> Any:
+    return field(default=default, metadata={"key": key})
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """Of one tenant; None is no limit. Queues and results are counted for each base model by itself."""
+    """The limits of one tenant, each with its key in the configuration; None is no limit.
 
-    sessions: int = 1000
-    adapters: int = 30
-    session_rows: int = 5000  # sessions on record, ended or not; and as many runs
-    sampling_session_rows: int = 20_000
-    queued_ops: int = 1024
-    queued_bytes: int = 2**30  # of their memory
-    waiting_samples: int = 4096
-    unfetched_bytes: int = 2**30
-    uploading_bytes: int = 2**28  # of bodies that are being received and read
-    long_polls: int = 8192  # requests that wait for results
-    training_tokens_per_minute: int | None = None
-    sampling_tokens_per_minute: int | None = None
-    checkpoint_bytes: int | None = None
-    journal_bytes: int = 4 * 2**30
+    Queues and results are counted for each base model by itself.
+    """
+
+    sessions: int = _limit("max_sessions_per_tenant", 1000)
+    adapters: int = _limit("max_adapters_per_tenant", 30)
+    session_rows: int = _limit("max_session_rows_per_tenant", 5000)  # on record, ended or not; and as many runs
+    sampling_session_rows: int = _limit("max_sampling_session_rows_per_tenant", 20_000)
+    queued_ops: int = _limit("max_queued_ops_per_tenant", 1024)
+    queued_bytes: int = _limit("max_queued_bytes_per_tenant", 2**30)  # of memory that queued ops take
+    waiting_samples: int = _limit("max_waiting_samples_per_tenant", 4096)
+    unfetched_bytes: int = _limit("max_unfetched_result_bytes", 2**30)
+    uploading_bytes: int = _limit("max_uploading_bytes_per_tenant", 2**28)  # of bodies being received and read
+    long_polls: int = _limit("max_long_polls_per_tenant", 8192)  # requests that wait for results
+    training_tokens_per_minute: int | None = _limit("max_training_tokens_per_minute", None)
+    sampling_tokens_per_minute: int | None = _limit("max_sampling_tokens_per_minute", None)
+    checkpoint_bytes: int | None = _limit("max_checkpoint_bytes_per_tenant", None)
+    journal_bytes: int = _limit("max_journal_bytes_per_tenant", 4 * 2**30)
 
 
 @dataclass(frozen=True)
 class TenantTerms:
+    """What the configuration gives a tenant."""
+
     limits: TenantLimits = field(default_factory=TenantLimits)
-    standing: Standing = field(default_factory=Standing)
+    share: TenantShare = field(default_factory=TenantShare)
 
 
 class Tenants:
-    """Terms are by tenant id or by the name of one of the tenant's keys; the id counts more. One event loop."""
+    """Terms are given by tenant id or by the name of one of the tenant's keys; the id comes first.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -62,13 +78,30 @@ class Tenants:
     def limits(self, tenant_id: str) -> TenantLimits:
         return self.terms(tenant_id).limits
 
-    def standing(self, tenant_id: str) -> Standing:
-        return self.terms(tenant_id).standing
+    def share(self, tenant_id: str) -> TenantShare:
+        return self.terms(tenant_id).share
 
     @property
     def needs_key_names(self) -> bool:
         return bool(self._special)
 
-    def know_keys(self, keys: Iterable[tuple[str, str]]) -> None:
-        """The names of all keys there are now, each with the tenant it belongs to."""
+    def set_key_names(self, keys: Iterable[tuple[str, str]]) -> None:
+        """Take the names of all keys that exist now, each with the tenant it belongs to."""
         self._by_key_name = {tenant_id: self._special[name] for name, tenant_id in keys if name in self._special}
+
+
+def configured_tenants(config: ServerConfig) -> Tenants:
+    """Return the tenants with the limits and shares that the configuration gives them."""
+    default = TenantTerms(_limits(config.limits, SpecialLimits()))
+    return Tenants(default, {name: _terms(config.limits, tenant) for name, tenant in config.tenants.items()})
+
+
+def _terms(limits: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
+    share = TenantShare(tenant.weight, Priority[tenant.priority.upper()])
+    return TenantTerms(_limits(limits, tenant.limits), share)
+
+
+def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
+    given = {name: value for name, value in special.model_dump().items() if value is not None}
+    limits = general.model_copy(update=given)
+    return TenantLimits(**{each.name: getattr(limits, each.metadata["key"]) for each in fields(TenantLimits)})

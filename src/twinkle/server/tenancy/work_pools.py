@@ -3,6 +3,8 @@
 Work of one kind never waits for work of another kind. Within a kind a tenant has a few threads at a time, never all of
 them, and tenants take turns. The event loop's default threads are left to the server itself: snapshots, adapters that
 come back from disk, start and end.
+
+:class:`TenantTurns` limits how many pieces of a tenant's work are under way where a piece spans several awaits.
 """
 
 import asyncio
@@ -13,10 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from twinkle.errors import ShuttingDownError
 
-__all__ = ["FairPool", "WorkPools"]
+__all__ = ["FairPool", "TenantTurns", "WorkPools"]
+
 
 T = TypeVar("T")
 
@@ -61,7 +65,7 @@ class FairPool:
 
     @property
     def waiting(self) -> int:
-        """How many pieces of work wait for a thread, of all tenants."""
+        """Return how many pieces of work wait for a thread, of all tenants."""
         return sum(map(len, self._waiting.values()))
 
     async def _enter(self, tenant_id: str) -> None:
@@ -128,3 +132,16 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     """Call it on the event loop, from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a turn any more
         loop.call_soon_threadsafe(call)
+
+
+class TenantTurns:
+    """A few pieces of work at a time for each tenant: one that sends much waits for itself. Used on one event loop."""
+
+    def __init__(self, at_once: int = 2) -> None:
+        self._at_once = at_once
+        # Whoever waits or works holds the semaphore: tenants that have nothing here are forgotten.
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def turn(self, tenant_id: str) -> asyncio.Semaphore:
+        """Return what to enter with ``async with`` around a piece of the tenant's work."""
+        return self._turns.setdefault(tenant_id, asyncio.Semaphore(self._at_once))

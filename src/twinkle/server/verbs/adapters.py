@@ -18,9 +18,8 @@ from twinkle.model.sequences import encode
 from twinkle.model.training_state import is_due
 from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.codec_template import CodecTemplate
 from twinkle.server.backends.compute_thread import compute_thread
-from twinkle.server.tenancy.text_sizes import max_characters, text_groups
+from twinkle.server.backends.text_codec import CodecTemplate, max_characters, text_groups
 from twinkle.server.types import NativePass, NativeVerb
 from twinkle.server.verbs.features import FIELDS
 from twinkle.server.verbs.templates import TemplateChoice, Templates

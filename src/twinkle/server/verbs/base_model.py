@@ -16,7 +16,7 @@ from twinkle.model.types import TrainFailure
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import NativePass, Outcome
 from twinkle.server.verbs.codec import succeeded
 from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows

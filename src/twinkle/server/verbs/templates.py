@@ -9,7 +9,7 @@ from pydantic import Field
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.sampler.features import CompletionTemplate
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.codec_template import CodecTemplate
+from twinkle.server.backends.text_codec import CodecTemplate
 from twinkle.server.wire.fields import Parameters
 
 if TYPE_CHECKING:

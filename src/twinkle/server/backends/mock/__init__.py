@@ -1,8 +1,7 @@
 """A trainer and a sampler without a model, for tests of everything around them: numpy only, and deterministic."""
 
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.mock.sampler import MockSampler
-from twinkle.server.backends.mock.text_codec import MockTextCodec
+from twinkle.server.backends.mock.sampler import MockSampler, MockTextCodec
 from twinkle.server.backends.mock.trainer import MockTrainer
 
 __all__ = ["MockSampler", "MockTrainer", "mock_model"]

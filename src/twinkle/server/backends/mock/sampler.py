@@ -1,9 +1,11 @@
-"""The mock's sampler: few candidates follow a token, and the mock's model says how likely each is."""
+"""The mock's sampler and its text: few candidates follow a token, and the mock's model says how likely each is."""
 
+import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import SystemRandom
+from zlib import crc32
 
 import numpy as np
 
@@ -20,11 +22,11 @@ from twinkle.sampler.types import (
     StopReason,
     TopLogprobs,
 )
+from twinkle.sampler.validation import Limits, check_request
 from twinkle.server.backends.mock.trainer import SIZE, Doubles, MockTrainer, features, logprobs, read_checkpoint
 
 _CANDIDATES = 16  # tokens that may follow a token; the end token is one of them
 _TURN = 16  # tokens a sequence gains in one step
-_MAX_TOP = 1024  # as the real sampler
 _DRAWS = 2**32  # beyond any sample's number: the noise of what is drawn for the prompt
 
 
@@ -35,12 +37,13 @@ class _Sequence:
     tops: list[tuple[IntArray, FloatArray]] = field(default_factory=list)  # of every token, (k,) each
     stop_reason: StopReason | None = None
 
-    def top_logprobs(self, k: int, start: int = 0) -> TopLogprobs | None:
-        if not k:
-            return None
-        rows = self.tops[start:]
-        token_ids = np.array([row[0] for row in rows], np.int64).reshape(-1, k)
-        return TopLogprobs(token_ids, np.array([row[1] for row in rows], np.float32).reshape(-1, k))
+    def arrays(self, k: int, start: int = 0) -> tuple[IntArray, FloatArray, TopLogprobs | None]:
+        """Return tokens, log-probabilities and, where k > 0, the k likeliest tokens from ``start`` on."""
+        top = None
+        if k:
+            token_ids = np.array([row[0] for row in self.tops[start:]], np.int64).reshape(-1, k)
+            top = TopLogprobs(token_ids, np.array([row[1] for row in self.tops[start:]], np.float32).reshape(-1, k))
+        return np.array(self.tokens[start:], np.int64), np.array(self.logprobs[start:], np.float32), top
 
 
 @dataclass
@@ -88,14 +91,15 @@ class MockSampler:
         return [version_id for version_id in self._versions if version_id not in self._retired]
 
     def submit(self, request: SampleRequest) -> None:
-        self._check(request)
-        room = self.max_length - len(request.prompt)
-        self._requests[request.request_id] = _Sampling(
-            request,
-            SystemRandom().randrange(2**63) if request.params.seed is None else request.params.seed & (2**64 - 1),
-            room if request.params.max_tokens is None else request.params.max_tokens,
-            [_Sequence() for _ in range(request.num_samples)],
-        )
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is under way already")
+        if request.version_id is not None and request.version_id not in self.version_ids():
+            raise InvalidInputError("version_id", request.version_id, "a published version")
+        limits = Limits(self._trainer.vocab_size, self.max_length, self.max_length, stop_strings=True)
+        checked = check_request(request, limits)
+        sequences = [_Sequence() for _ in range(request.num_samples)]
+        sampling = _Sampling(request, checked.seed & (2**64 - 1), checked.max_tokens, sequences)
+        self._requests[request.request_id] = sampling
 
     def cancel(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -118,7 +122,8 @@ class MockSampler:
                     if sequence.stop_reason is None:
                         self._extend(sampling, number, sequence, weights)
                 if request.stream and len(sequence.tokens) > start:
-                    events.append(_progress(request, number, sequence, start))
+                    new = sequence.arrays(request.topk_sample_logprobs, start)
+                    events.append(Progress(request.request_id, number, *new, sequence.stop_reason))
             if sampling.done:
                 del self._requests[request.request_id]
                 result = _result(sampling, weights, self._trainer.vocab_size, self.end_token)
@@ -139,21 +144,6 @@ class MockSampler:
         for version_id in self._retired - used:
             del self._versions[version_id]
         self._retired &= used
-
-    def _check(self, request: SampleRequest) -> None:
-        if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} is under way already")
-        if request.version_id is not None and request.version_id not in self.version_ids():
-            raise InvalidInputError("version_id", request.version_id, "a published version")
-        prompt, vocab_size = request.prompt, self._trainer.vocab_size
-        if not 0 < len(prompt) < self.max_length:
-            raise InvalidInputError("prompt", f"{len(prompt)} tokens", f"1 to {self.max_length - 1}")
-        if prompt.min() < 0 or prompt.max() >= vocab_size:
-            raise InvalidInputError("prompt", f"{prompt.min()} to {prompt.max()}", f"token ids in [0, {vocab_size})")
-        if len(prompt) + (request.params.max_tokens or 0) > self.max_length:
-            room = self.max_length - len(prompt)
-            raise InvalidInputError("max_tokens", request.params.max_tokens, f"at most {room} after this prompt")
-        _check_prompt_options(request, vocab_size)
 
     def _extend(self, sampling: _Sampling, number: int, sequence: _Sequence, weights: FloatArray) -> None:
         request, params = sampling.request, sampling.request.params
@@ -181,22 +171,6 @@ class MockSampler:
         return tokens[-1] in ends or any(stop in text for stop in params.stop_strings)
 
 
-def _check_prompt_options(request: SampleRequest, vocab_size: int) -> None:
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens"):
-        if not 0 <= vars(request)[name] <= _MAX_TOP:
-            raise InvalidInputError(name, vars(request)[name], f"0 to {_MAX_TOP}")
-    rows = len(request.prompt) - 1
-    last_n, targets = request.prompt_logprobs_last_n, request.target_prompt_logprobs
-    if last_n is not None and not 1 <= last_n <= rows:
-        raise InvalidInputError("prompt_logprobs_last_n", last_n, f"1 to {rows}, the tokens after the first")
-    if targets is not None:
-        if targets.ndim != 2 or len(targets) != rows:
-            raise InvalidInputError("target_prompt_logprobs", f"shape {targets.shape}", f"({rows}, K)")
-        if targets.size == 0 or targets.max() < 0 or targets.min() < -1 or targets.max() >= vocab_size:
-            allowed = f"token ids in [0, {vocab_size}) or -1, not all of them -1"
-            raise InvalidInputError("target_prompt_logprobs", targets.tolist(), allowed)
-
-
 def _candidates(last: int, position: int, end_token: int, vocab_size: int) -> IntArray:
     candidates: IntArray = (last * 7 + position * 5 + np.arange(_CANDIDATES) * 11 + 3) % vocab_size
     candidates[0] = end_token
@@ -211,28 +185,12 @@ def _likeliest(tokens: IntArray, lp: Doubles, k: int) -> tuple[IntArray, FloatAr
     return token_ids, logps
 
 
-def _progress(request: SampleRequest, number: int, sequence: _Sequence, start: int) -> Progress:
-    return Progress(
-        request.request_id,
-        number,
-        np.array(sequence.tokens[start:], np.int64),
-        np.array(sequence.logprobs[start:], np.float32),
-        sequence.top_logprobs(request.topk_sample_logprobs, start),
-        sequence.stop_reason,
-    )
-
-
 def _result(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token: int) -> SampleResult:
     request, prompt = sampling.request, sampling.request.prompt
-    sequences = [
-        SampledSequence(
-            np.array(s.tokens, np.int64),
-            np.array(s.logprobs, np.float32),
-            s.stop_reason or "length",
-            s.top_logprobs(request.topk_sample_logprobs),
-        )
-        for s in sampling.sequences
-    ]
+    sequences = []
+    for sequence in sampling.sequences:
+        tokens, drawn_logprobs, likeliest = sequence.arrays(request.topk_sample_logprobs)
+        sequences.append(SampledSequence(tokens, drawn_logprobs, sequence.stop_reason or "length", likeliest))
     positions = np.arange(len(prompt) - 1)
     skipped = 0 if request.prompt_logprobs_last_n is None else len(positions) - request.prompt_logprobs_last_n
     prompt_logprobs = top = targets = drawn = None
@@ -274,3 +232,29 @@ def _drawn(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token:
     positions = np.arange(len(prompt) - 1)[:, None]
     lp = logprobs(weights, features(prompt[:-1, None], tokens, positions))
     return DrawnTokens(tokens, lp.astype(np.float32))
+
+
+class MockTextCodec:
+    """A :class:`~twinkle.server.backends.text_codec.TextCodec`: the text of tokens 5, 6 is ``"5 6 "``.
+
+    A word that is no number is some token too.
+    """
+
+    def __init__(self, vocab_size: int, end_token: int) -> None:
+        self._vocab_size = vocab_size
+        self._end_token = end_token
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) if word.isdecimal() else crc32(word.encode()) % self._vocab_size for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.token_text(token) for token in tokens if token != self._end_token)
+
+    def token_text(self, token: int) -> str:
+        return f"{token} "
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
+        parts = [json.dumps(tool) for tool in tools] + [
+            f"{message['role']} {message['content']}" for message in messages
+        ]
+        return self.encode(" ".join([*parts, "assistant"]))

@@ -16,7 +16,8 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -34,7 +35,7 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
-from twinkle.model.csr import dense, listed
+from twinkle.model.csr import dense
 from twinkle.model.peft_config import peft_config
 from twinkle.model.types import (
     EMPTY,
@@ -50,6 +51,7 @@ from twinkle.model.types import (
     TrainItem,
     TrainResult,
 )
+from twinkle.model.validation import check_data
 
 SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
@@ -63,20 +65,26 @@ _CLIP = ("clip_low_threshold", "clip_high_threshold")
 
 @dataclass(frozen=True)
 class _Loss:
+    name: str
     inputs: tuple[str, ...]
     optional_inputs: tuple[str, ...]
     config: tuple[str, ...]
 
+    @property
+    def allows_topk(self) -> bool:
+        return self.name == "cross_entropy"
+
 
 # As the real losses in names and inputs; the objective is cross-entropy's, or importance sampling's for all others.
-LOSSES: Mapping[str, _Loss] = {
-    "cross_entropy": _Loss((), ("weights",), ()),
-    "importance_sampling": _Loss(_POLICY_INPUTS, (), ()),
-    "ppo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
-    "cispo": _Loss(_POLICY_INPUTS, _CLIP, _CLIP),
-    "dro": _Loss(_POLICY_INPUTS, (), ("beta",)),
-    "gspo": _Loss((*_POLICY_INPUTS, "sequence_ratio_mask"), _CLIP, _CLIP),
-}
+_LOSSES = (
+    _Loss("cross_entropy", (), ("weights",), ()),
+    _Loss("importance_sampling", _POLICY_INPUTS, (), ()),
+    _Loss("ppo", _POLICY_INPUTS, _CLIP, _CLIP),
+    _Loss("cispo", _POLICY_INPUTS, _CLIP, _CLIP),
+    _Loss("dro", _POLICY_INPUTS, (), ("beta",)),
+    _Loss("gspo", (*_POLICY_INPUTS, "sequence_ratio_mask"), _CLIP, _CLIP),
+)
+LOSSES: Mapping[str, _Loss] = {loss.name: loss for loss in _LOSSES}
 
 Doubles = NDArray[np.float64]
 
@@ -98,6 +106,8 @@ def logprobs(weights: FloatArray, phi: Doubles) -> Doubles:
 
 @dataclass
 class _Adapter:
+    """An adapter with its optimizer; the fields are those of a snapshot."""
+
     spec: LoraSpec
     weights: FloatArray
     exp_avg: FloatArray = field(default_factory=lambda: np.zeros(SIZE, np.float32))
@@ -141,7 +151,7 @@ class MockTrainer:
         return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
-        """As if each rank took a kilobyte."""
+        """Return a kilobyte for each rank."""
         return 1024 * spec.rank
 
     def numbers(self) -> TrainerNumbers:
@@ -169,7 +179,7 @@ class MockTrainer:
     def in_steps(
         self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """All in one step."""
+        """Compute everything in one step."""
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
 
@@ -205,28 +215,13 @@ class MockTrainer:
         return 0.0 if gradient is None else float(np.linalg.norm(gradient.astype(np.float64), norm_type))
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        adapter = self._get(adapter_id)
-        return AdapterSnapshot(
-            spec=adapter.spec,
-            step=adapter.step,
-            layout=_LAYOUT,
-            weights=adapter.weights.copy(),
-            exp_avg=adapter.exp_avg.copy(),
-            exp_avg_sq=adapter.exp_avg_sq.copy(),
-            gradient=None if adapter.gradient is None else adapter.gradient.copy(),
-        )
+        return AdapterSnapshot(layout=_LAYOUT, **vars(deepcopy(self._get(adapter_id))))
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         if snapshot.layout != _LAYOUT:
             raise InvalidInputError("snapshot.layout", snapshot.layout, _LAYOUT)
-        self._adapters[adapter_id] = _Adapter(
-            _check_spec(snapshot.spec),
-            snapshot.weights.copy(),
-            snapshot.exp_avg.copy(),
-            snapshot.exp_avg_sq.copy(),
-            None if snapshot.gradient is None else snapshot.gradient.copy(),
-            snapshot.step,
-        )
+        own = {each.name: deepcopy(getattr(snapshot, each.name)) for each in fields(_Adapter)}
+        self._adapters[adapter_id] = _Adapter(**{**own, "spec": _check_spec(snapshot.spec)})
 
     def prepare_save(
         self,
@@ -303,7 +298,7 @@ class MockTrainer:
 
 
 def _written_out(datum: Datum) -> Datum:
-    """The datum without sparse arrays, and without those that no loss can read."""
+    """Return the datum without sparse arrays, and without those that no loss can read."""
     weights = None if datum.weights is None else dense(datum.weights)
     extras = {name: dense(array) for name, array in datum.extras.items() if array.shape == datum.targets.shape}
     return Datum(datum.tokens, dense(datum.targets), weights, extras)
@@ -315,13 +310,13 @@ def _features_of(datum: Datum) -> Doubles:
 
 
 def _values(lp: Doubles) -> TokenValues:
-    """The entropy of a choice between two; which token is likeliest nobody can say here."""
+    """Return log-probabilities and the entropies of a choice between two; the likeliest token is not known here."""
     entropies = -(np.exp(lp) * lp + -np.expm1(lp) * np.log(np.maximum(-np.expm1(lp), 1e-30)))
     return TokenValues(lp.astype(np.float32), entropies.astype(np.float32), np.zeros(len(lp), np.int64))
 
 
 def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
-    """The loss of each target and its derivative by lp."""
+    """Return the loss of each target and its derivative by lp."""
     if loss == "cross_entropy":
         weights = np.ones_like(lp) if datum.weights is None else dense(datum.weights).astype(np.float64)
         return -weights * lp, -weights
@@ -332,7 +327,7 @@ def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
 
 
 def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
-    """The checks of :mod:`twinkle.model.validation`, which needs torch."""
+    """Check what :func:`twinkle.model.validation.check_item` does, which needs torch for the losses."""
     if item.loss not in LOSSES:
         raise UnknownNameError("loss", item.loss, LOSSES)
     loss = LOSSES[item.loss]
@@ -341,35 +336,7 @@ def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
             raise UnknownNameError(f"config key of loss {item.loss}", key, loss.config or ("none",))
         if not math.isfinite(value):
             raise InvalidInputError(f"loss_config.{key}", value, "a finite number")
-    if not item.data:
-        raise InvalidInputError("data", item.data, "a sequence of at least one datum")
-    for index, datum in enumerate(item.data):
-        _check_datum(datum, f"data[{index}]", item.loss, vocab_size, max_length)
-
-
-def _check_datum(datum: Datum, where: str, loss: str, vocab_size: int, max_length: int) -> None:
-    length, shape = len(datum.tokens), datum.targets.shape
-    if not 0 < length <= max_length:
-        raise InvalidInputError(f"{where}.tokens", f"shape {datum.tokens.shape}", f"(T,) with 1 ≤ T ≤ {max_length}")
-    if shape[:1] != (length,) or len(shape) > (2 if loss == "cross_entropy" else 1) or datum.targets.size == 0:
-        raise InvalidInputError(
-            f"{where}.targets", f"shape {shape}", f"({length},) or, for cross_entropy, ({length}, K)"
-        )
-    if datum.width > vocab_size:
-        raise InvalidInputError(
-            f"{where}.targets", f"{datum.width} a token", f"at most {vocab_size}: there are no more tokens"
-        )
-    for name, ids in (("tokens", datum.tokens), ("targets", listed(datum.targets))):
-        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-            raise InvalidInputError(f"{where}.{name}", f"{ids.min()} to {ids.max()}", f"token ids in [0, {vocab_size})")
-    given = dict(datum.extras) if datum.weights is None else {**datum.extras, "weights": datum.weights}
-    for name in (*LOSSES[loss].inputs, *LOSSES[loss].optional_inputs):
-        if name not in given and name in LOSSES[loss].inputs:
-            raise InvalidInputError(f"{where}.{name}", None, f"float array {shape}: loss {loss!r} needs it")
-        if name in given and given[name].shape != shape:
-            raise InvalidInputError(f"{where}.{name}", f"shape {given[name].shape}", f"shape {shape}, as targets")
-        if name in given and not np.isfinite(listed(given[name])).all():
-            raise InvalidInputError(f"{where}.{name}", "NaN or infinity", "finite numbers")
+    check_data(item.data, loss, vocab_size=vocab_size, max_length=max_length)
 
 
 def _check_spec(spec: LoraSpec) -> LoraSpec:

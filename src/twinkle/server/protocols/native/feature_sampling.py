@@ -13,7 +13,6 @@ from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.protocols.native.sampling_inputs import Row, plain
 from twinkle.server.protocols.openai.choices import Choice
-from twinkle.server.services.sampling.sample_many import generate_together, results_of
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord
@@ -40,7 +39,7 @@ class FeatureSampling:
         """JSON of a SampleResponseModelList."""
         requests = self._requests(stream=False)
         self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
-        results = await results_of(self.sampling, self.session, requests)
+        results = await self.sampling.results(self.session, requests)
         parts: list[bytes] = []
         size = 0
         # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
@@ -53,7 +52,7 @@ class FeatureSampling:
     async def lines(self, codec: TextCodec) -> AsyncGenerator[Mapping[str, object], None]:
         """The text of the only input's only sample, as it becomes final."""
         choice = Choice(codec, self.params.stop_strings, tools=False)
-        async with aclosing(generate_together(self.sampling, self.session, self._requests(stream=True))) as items:
+        async with aclosing(self.sampling.generate(self.session, self._requests(stream=True))) as items:
             async for _, item in items:
                 if isinstance(item, SampleResult):
                     continue

@@ -19,6 +19,7 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
+from twinkle.server.backends.text_codec import max_characters
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.body_limits import upload_of
 from twinkle.server.http.json_stream import LINES, JsonStream, unless_gone
@@ -30,7 +31,6 @@ from twinkle.server.protocols.native.requests import services_of
 from twinkle.server.protocols.native.sampling_inputs import encoded, sampling_params
 from twinkle.server.protocols.native.session_template import choose_template, chosen_template
 from twinkle.server.protocols.native.targets import target_of
-from twinkle.server.tenancy.text_sizes import max_characters
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.templates import SetTemplate
 from twinkle.server.wire import fields

@@ -9,7 +9,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import InvalidInputError
 from twinkle.model.types import IntArray
 from twinkle.sampler.features import refuse_unsupported
-from twinkle.server.tenancy.text_sizes import text_groups
+from twinkle.server.backends.text_codec import text_groups
 from twinkle.server.verbs.templates import SamplingTemplate
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
 

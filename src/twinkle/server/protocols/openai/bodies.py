@@ -4,13 +4,13 @@ import hashlib
 import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 from twinkle.server.backends.text_codec import TextCodec
-from twinkle.server.protocols.openai.choices import Delta, TokenLogprob
-from twinkle.server.protocols.openai.tool_calls import ToolCall
+from twinkle.server.protocols.openai.choices import Delta, TokenLogprob, ToolCall
 
 Json = dict[str, object]
 _IMPOSSIBLE = -9999.0
@@ -32,132 +32,101 @@ class Usage:
         }
 
 
-@dataclass(frozen=True)
-class Head:
-    """What all chunks of an answer share. ``weights`` names what was sampled from: other weights, other fingerprint."""
+class Format(ABC):
+    """How one of the two protocols writes an answer. All chunks of an answer have the same ``id``."""
 
-    model: str
-    weights: str
-    id: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
-    def body(self, kind: str, choices: Sequence[Json], usage: Usage | None) -> Json:
+    def __init__(self, model: str, weights: str, codec: TextCodec, *, logprobs: bool) -> None:
+        """``weights`` names what was sampled from: other weights, other fingerprint. ``logprobs``: are they wanted?"""
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._model = model
+        self._fingerprint = "fp_" + hashlib.blake2b(weights.encode(), digest_size=6).hexdigest()
+        self._codec = codec
+        self._logprobs = logprobs
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
+        return self._body(self.whole_kind, [self._choice(*each, whole=True) for each in enumerate(choices)], usage)
+
+    def opening(self, index: int) -> Json | None:
+        """Return the chunk that begins a choice, if there is one."""
+        return None
+
+    def chunk(self, index: int, delta: Delta) -> Json:
+        return self._body(self.chunk_kind, [self._choice(index, delta, whole=False)])
+
+    def usage(self, usage: Usage) -> Json:
+        return self._body(self.chunk_kind, [], usage)
+
+    @abstractmethod
+    def _choice(self, index: int, delta: Delta, *, whole: bool) -> Json: ...
+
+    def _body(self, kind: str, choices: Sequence[Json], usage: Usage | None = None) -> Json:
         return {
             "id": self.id,
             "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": "fp_" + hashlib.blake2b(self.weights.encode(), digest_size=6).hexdigest(),
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
             "usage": None if usage is None else usage.body,
         }
 
 
-class Format(Protocol):
-    """How one of the two protocols writes its answers."""
-
-    @property
-    def id(self) -> str: ...
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json: ...
-
-    def opening(self, index: int) -> Json | None:
-        """The chunk that begins a choice, if there is one."""
-        ...
-
-    def chunk(self, index: int, delta: Delta) -> Json: ...
-
-    def usage(self, usage: Usage) -> Json: ...
-
-
-class ChatFormat:
-    """``logprobs``: whether the client wants them."""
+class ChatFormat(Format):
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, weights: str, codec: TextCodec, *, logprobs: bool) -> None:
-        self._head = Head(model, weights, f"chatcmpl-{secrets.token_hex(12)}")
-        self._codec = codec
-        self._logprobs = logprobs
+        super().__init__(model, weights, codec, logprobs=logprobs)
         self._calls: dict[int, int] = {}  # how many of each choice were sent
 
-    @property
-    def id(self) -> str:
-        return self._head.id
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
-        bodies = [
-            self._choice(index, {"message": _message(delta)}, delta.tokens, delta.finish_reason)
-            for index, delta in enumerate(choices)
-        ]
-        return self._head.body("chat.completion", bodies, usage)
-
     def opening(self, index: int) -> Json:
-        return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}, (), None))
+        part: dict[str, Json] = {"delta": {"role": "assistant", "content": ""}}
+        return self._body(self.chunk_kind, [self._with_logprobs(index, part, Delta())])
 
-    def chunk(self, index: int, delta: Delta) -> Json:
+    def _choice(self, index: int, delta: Delta, *, whole: bool) -> Json:
+        part = {"message": _message(delta)} if whole else {"delta": self._new_content(index, delta)}
+        return self._with_logprobs(index, part, delta)
+
+    def _new_content(self, index: int, delta: Delta) -> Json:
         content: Json = {"content": delta.text} if delta.text else {}
         if delta.calls:
             first = self._calls.get(index, 0)
             self._calls[index] = first + len(delta.calls)
             content["tool_calls"] = [{"index": first + n, **_call(call)} for n, call in enumerate(delta.calls)]
-        return self._chunk(self._choice(index, {"delta": content}, delta.tokens, delta.finish_reason))
+        return content
 
-    def usage(self, usage: Usage) -> Json:
-        return self._head.body("chat.completion.chunk", [], usage)
-
-    def _chunk(self, choice: Json) -> Json:
-        return self._head.body("chat.completion.chunk", [choice], None)
-
-    def _choice(self, index: int, said: Json, tokens: Sequence[TokenLogprob], reason: str | None) -> Json:
-        logprobs = {"content": [self._token(token) for token in tokens], "refusal": None} if self._logprobs else None
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def _token(self, token: TokenLogprob) -> Json:
-        return {
-            **self._named(token.token, token.logprob),
-            "top_logprobs": [self._named(each, logprob) for each, logprob in token.top],
-        }
+    def _with_logprobs(self, index: int, part: Mapping[str, Json], delta: Delta) -> Json:
+        content = [
+            {
+                **self._named(token.token, token.logprob),
+                "top_logprobs": [self._named(each, logprob) for each, logprob in token.top],
+            }
+            for token in (delta.tokens if self._logprobs else ())
+        ]
+        logprobs = {"content": content, "refusal": None} if self._logprobs else None
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
     def _named(self, token: int, logprob: float) -> Json:
         text = self._codec.token_text(token)
-        whole = "\ufffd" not in text  # a part of a character has no text, and its bytes are the tokenizer's secret
+        whole = "\ufffd" not in text  # a part of a character has no text, and a tokenizer does not tell its bytes
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
 
 
-class CompletionFormat:
-    """``logprobs``: whether the client wants them."""
+class CompletionFormat(Format):
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, weights: str, codec: TextCodec, *, logprobs: bool) -> None:
-        self._head = Head(model, weights, f"cmpl-{secrets.token_hex(12)}")
-        self._codec = codec
-        self._logprobs = logprobs
-
-    @property
-    def id(self) -> str:
-        return self._head.id
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
-        bodies = [self._choice(index, delta) for index, delta in enumerate(choices)]
-        return self._head.body("text_completion", bodies, usage)
-
-    def opening(self, index: int) -> None:
-        return None
-
-    def chunk(self, index: int, delta: Delta) -> Json:
-        return self._head.body("text_completion", [self._choice(index, delta)], None)
-
-    def usage(self, usage: Usage) -> Json:
-        return self._head.body("text_completion", [], usage)
-
-    def _choice(self, index: int, delta: Delta) -> Json:
+    def _choice(self, index: int, delta: Delta, *, whole: bool) -> Json:
         logprobs = self._table(delta.tokens) if self._logprobs else None
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
     def _table(self, tokens: Sequence[TokenLogprob]) -> Json:
-        """Tokens that are parts of characters may read alike: of those the likeliest is listed."""
+        """Tokens that are parts of characters may have the same text: of those the likeliest is listed."""
         text = self._codec.token_text
-        tops: list[Mapping[str, float]] = [
-            {text(each): _finite(logprob) for each, logprob in reversed(token.top)} for token in tokens
-        ]
+        tops = [{text(each): _finite(logprob) for each, logprob in reversed(token.top)} for token in tokens]
         return {
             "tokens": [text(token.token) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],

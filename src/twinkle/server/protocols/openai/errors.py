@@ -1,4 +1,4 @@
-"""How this endpoint says no: ``{"error": {"message", "type", "param", "code"}}`` and a status code."""
+"""Errors of this protocol: ``{"error": {"message", "type", "param", "code"}}`` and a status code."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class Refusal:
 
 
 def refusal_of(error: TwinkleError) -> Refusal | None:
-    """None: our own failure, of which the client learns nothing."""
+    """Return how an error is answered; None for a failure of the server, of which the client gets no details."""
     text = str(error)
     match error:
         case UnauthorizedError():

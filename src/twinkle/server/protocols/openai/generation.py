@@ -6,12 +6,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from twinkle.model.types import IntArray
-from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
+import numpy as np
+
+from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.protocols.openai.bodies import Format, Json, Usage
-from twinkle.server.protocols.openai.choices import Choice, Delta
-from twinkle.server.services.sampling.sample_many import generate_together, results_of
+from twinkle.server.protocols.openai.choices import Choice
+from twinkle.server.protocols.openai.requests import GenerationFields
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord
@@ -19,71 +20,72 @@ from twinkle.server.types import SamplingSessionRecord
 
 @dataclass(frozen=True)
 class Generation:
-    """A request, understood. ``prompts``: (T,) each; choice number i belongs to prompt i // samples."""
+    """A request and what answers it. ``prompts`` are tokens; choice number i belongs to prompt i // wanted.samples.
 
-    request_id: str
-    text: FairPool
-    sampling: SamplerService
-    session: SamplingSessionRecord
+    ``text``: threads for decoding. ``form`` writes the answer, and has its id.
+    """
+
+    wanted: GenerationFields
+    prompts: Sequence[Sequence[int]]
+    form: Format
     codec: TextCodec
-    prompts: Sequence[IntArray]
-    params: SamplingParams
-    samples: int
-    top_logprobs: int
+    session: SamplingSessionRecord
+    sampling: SamplerService
+    text: FairPool
     tools: bool = False
 
-    async def answer(self, form: Format) -> bytes:
-        """JSON."""
-        results = await results_of(self.sampling, self.session, self._requests(stream=False))
-        return await self.text.in_thread(self.session.tenant_id, partial(self._assemble, form, results))
+    async def answer(self) -> bytes:
+        """Return the whole answer as JSON."""
+        results = await self.sampling.results(self.session, self._requests(stream=False))
+        return await self.text.in_thread(self.session.tenant_id, partial(self._assemble, results))
 
-    async def chunks(self, form: Format, *, include_usage: bool) -> AsyncGenerator[Json, None]:
-        """The answer as it comes into being."""
+    async def chunks(self) -> AsyncGenerator[Json, None]:
+        """Yield the answer as it comes into being."""
         choices = self._choices()
         opened: set[int] = set()
         cached = 0
-        async with aclosing(generate_together(self.sampling, self.session, self._requests(stream=True))) as items:
+        async with aclosing(self.sampling.generate(self.session, self._requests(stream=True))) as items:
             async for number, item in items:
                 if isinstance(item, SampleResult):
                     cached += item.cached_prompt_tokens
                     continue
-                index = number * self.samples + item.index
-                opening = form.opening(index) if index not in opened else None
+                index = number * self.wanted.samples + item.index
+                opening = self.form.opening(index) if index not in opened else None
                 opened.add(index)
                 if opening is not None:
                     yield opening
                 delta = choices[index].push(item)
                 if not delta.empty:
-                    yield form.chunk(index, delta)
-        if include_usage:
-            yield form.usage(self._usage(choices, cached))
+                    yield self.form.chunk(index, delta)
+        if self.wanted.include_usage:
+            yield self.form.usage(self._usage(choices, cached))
 
     def _choices(self) -> list[Choice]:
-        count = len(self.prompts) * self.samples
-        return [Choice(self.codec, self.params.stop_strings, tools=self.tools) for _ in range(count)]
+        count = len(self.prompts) * self.wanted.samples
+        return [Choice(self.codec, self.wanted.stop, tools=self.tools) for _ in range(count)]
 
-    def _assemble(self, form: Format, results: Sequence[SampleResult]) -> bytes:
-        """In a thread: the text and log-probabilities of many long samples take a while to write down."""
+    def _assemble(self, results: Sequence[SampleResult]) -> bytes:
+        """Write the answer, in a thread: the text and log-probabilities of many long samples take a while."""
         choices = self._choices()
         sequences = [sequence for result in results for sequence in result.sequences]
-        deltas: list[Delta] = [choice.push(sequence) for choice, sequence in zip(choices, sequences, strict=True)]
+        deltas = [choice.push(sequence) for choice, sequence in zip(choices, sequences, strict=True)]
         usage = self._usage(choices, sum(result.cached_prompt_tokens for result in results))
-        return json.dumps(form.whole(deltas, usage), allow_nan=False).encode()
+        return json.dumps(self.form.whole(deltas, usage), allow_nan=False).encode()
 
     def _usage(self, choices: Sequence[Choice], cached: int) -> Usage:
         prompt = sum(len(tokens) for tokens in self.prompts)
         return Usage(prompt, sum(choice.completion_tokens for choice in choices), cached)
 
     def _requests(self, *, stream: bool) -> list[SampleRequest]:
-        return [self._request(number, stream) for number in range(len(self.prompts))]
-
-    def _request(self, number: int, stream: bool) -> SampleRequest:
-        return SampleRequest(
-            request_id=f"{self.request_id}-{number}",
-            version_id=self.session.version_id,
-            prompt=self.prompts[number],
-            params=self.params,
-            num_samples=self.samples,
-            topk_sample_logprobs=self.top_logprobs,
-            stream=stream,
-        )
+        return [
+            SampleRequest(
+                request_id=f"{self.form.id}-{number}",
+                version_id=self.session.version_id,
+                prompt=np.array(tokens, np.int64),
+                params=self.wanted.params,
+                num_samples=self.wanted.samples,
+                topk_sample_logprobs=self.wanted.top or 0,
+                stream=stream,
+            )
+            for number, tokens in enumerate(self.prompts)
+        ]

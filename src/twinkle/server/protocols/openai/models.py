@@ -1,5 +1,7 @@
 """What ``model`` may be: a base model, a training run as it is now, or a checkpoint. Never anything in their stead."""
 
+from contextlib import suppress
+
 from twinkle.errors import InvalidInputError, NotFoundError, UnknownNameError
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
@@ -13,21 +15,31 @@ _OWNER = "twinkle"  # of base models
 
 
 async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
-    if "://" in name:
-        checkpoint = await _checkpoint(gateway, name, tenant_id)
-        if checkpoint is not None:
-            return await of_checkpoint(gateway, checkpoint, tenant_id)
-    services = _base_model(gateway, name)
-    if services is not None:
-        return of_base_model(gateway, services, tenant_id, name)
-    run = await _run(gateway, name, tenant_id)
-    if run is None:
-        raise unknown_model(name)
-    return await _of_run(gateway, run, tenant_id)
+    """Return what to sample from under this name; ModelNotFoundError if there is nothing."""
+    found = await _find(gateway, name, tenant_id)
+    if isinstance(found, CheckpointRecord):
+        return await of_checkpoint(gateway, found, tenant_id)
+    if isinstance(found, RunRecord):
+        return await _of_run(gateway, found, tenant_id)
+    return of_base_model(gateway, found, tenant_id, name)
+
+
+async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | CheckpointRecord | RunRecord:
+    """Return the base model, or the checkpoint or run that the tenant may read, of this name."""
+    base_model = _base_model(gateway, name)
+    if base_model is not None:
+        return base_model
+    with suppress(InvalidInputError, NotFoundError):
+        path = CheckpointPath.parse(name)
+        if path.kind in SAMPLED_KINDS:
+            return await readable_checkpoint(gateway.store, path, tenant_id)
+    with suppress(NotFoundError):
+        return await gateway.run(name, tenant_id)
+    raise unknown_model(name)
 
 
 async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
-    """A live one as it is now; one that left the device as its newest checkpoint has it."""
+    """Return a live run as it is now; one that has ended as its newest checkpoint has it."""
     live = await of_live_run(gateway, run, tenant_id)
     if live is not None:
         return live
@@ -42,7 +54,7 @@ async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
 
 
 def _base_model(gateway: Gateway, name: str) -> Services | None:
-    """By its whole name only: elsewhere what follows a colon is ignored."""
+    """Return the base model of this whole name; elsewhere what follows a colon is ignored."""
     try:
         services = gateway.model(name)
     except UnknownNameError:
@@ -50,26 +62,11 @@ def _base_model(gateway: Gateway, name: str) -> Services | None:
     return services if name in (services.model.name, *services.model.aliases) else None
 
 
-async def _run(gateway: Gateway, name: str, tenant_id: str) -> RunRecord | None:
-    try:
-        return await gateway.run(name, tenant_id)
-    except NotFoundError:
-        return None
-
-
-async def _checkpoint(gateway: Gateway, name: str, tenant_id: str) -> CheckpointRecord | None:
-    try:
-        path = CheckpointPath.parse(name)
-        return await readable_checkpoint(gateway.store, path, tenant_id) if path.kind in SAMPLED_KINDS else None
-    except (InvalidInputError, NotFoundError):
-        return None
-
-
 # --- listings ---------------------------------------------------------------------------------------------------------
 
 
 async def listed(gateway: Gateway, tenant_id: str) -> list[dict[str, object]]:
-    """Base models, then the tenant's own runs and checkpoints for sampling, the newest first."""
+    """Return base models, then the tenant's own runs and checkpoints for sampling, the newest first."""
     bases = [
         _body(name, gateway.started_at, _OWNER)
         for name, model in (await gateway.listed_models()).items()
@@ -89,17 +86,12 @@ async def listed(gateway: Gateway, tenant_id: str) -> list[dict[str, object]]:
 
 
 async def described(gateway: Gateway, name: str, tenant_id: str) -> dict[str, object]:
-    """One model, listed or not; nothing is loaded or published for it."""
-    if _base_model(gateway, name) is not None:
+    """Return one model, listed or not; nothing is loaded or published for it."""
+    found = await _find(gateway, name, tenant_id)
+    if not isinstance(found, CheckpointRecord | RunRecord):
         return _body(name, gateway.started_at, _OWNER)
-    checkpoint = await _checkpoint(gateway, name, tenant_id) if "://" in name else None
-    if checkpoint is not None:
-        # Whose a public one is, is nobody's business.
-        return _body(name, checkpoint.created_at, tenant_id if checkpoint.tenant_id == tenant_id else _OWNER)
-    run = await _run(gateway, name, tenant_id)
-    if run is None:
-        raise unknown_model(name)
-    return _body(name, run.created_at, tenant_id)
+    # Who owns a public checkpoint is not told.
+    return _body(name, found.created_at, tenant_id if found.tenant_id == tenant_id else _OWNER)
 
 
 def _body(name: str, created: float, owner: str) -> dict[str, object]:

@@ -1,14 +1,143 @@
-"""The two requests: chat completions and text completions."""
+"""The bodies of chat and text completion requests, and how they are read.
 
-from typing import Annotated, Any, Literal
+Reading is strict: a field that is unknown, or that this server does not offer, is named in the refusal.
+"""
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+
+from twinkle.errors import InvalidInputError
 from twinkle.sampler.types import SamplingParams
 from twinkle.server.protocols.openai.errors import RequestError
-from twinkle.server.protocols.openai.fields import Fields, neutral
-from twinkle.server.protocols.openai.messages import Message, Tool
-from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed, short
+
+_CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+
+
+class Fields(BaseModel):
+    """The settings that all parts of a request share."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
+
+
+def parse(request_type: type[FieldsT], body: bytes) -> FieldsT:
+    """Read a request, or raise :class:`RequestError` with the first thing that is wrong."""
+    try:
+        return request_type.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, request_type) from None
+
+
+def neutral(*values: object) -> Callable[[object], object]:
+    """Return a check for a field that is not offered: null and ``values`` ask for nothing, all else is refused."""
+
+    def check(value: object) -> object:
+        if value is not None and value not in values:
+            allowed = " or ".join(["null", *(repr(each) for each in values)])
+            raise ValueError(f"allowed: {allowed} (this server does not offer it)")
+        return value
+
+    return check
+
+
+def _refusal(error: ValidationError, request_type: type[Fields]) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        known = f"; known: {', '.join(request_type.model_fields)}" if len(first["loc"]) == 1 else ""
+        message = f"unknown field{known}"
+    elif first["type"] not in ("missing", "json_invalid"):
+        message = f"got {short(first['input'])}, {message}"
+    return RequestError(f"{path or 'body'}: {message}", path or None, _CODES.get(first["type"], "invalid_value"))
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _content(value: object) -> object:
+    """Return the text of a message, which may come in parts."""
+    if value is None:
+        return ""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"allowed: parts of type 'text' (one is {short(kind)}; the models here read text only)")
+    return "".join(part["text"] for part in value)
+
+
+def _arguments(value: object) -> object:
+    """Return the arguments as a dict, which templates want; the tokenizer wants what can be written as UTF-8."""
+    try:
+        arguments = json.loads(value) if isinstance(value, str) else None
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("allowed: the text of a JSON object")
+    return arguments
+
+
+class CalledFunction(Fields):
+    name: Name
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class CalledTool(Fields):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # left in by those who put streamed pieces together
+
+
+class Message(Fields):
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_content)] = ""
+    name: Name | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    # An answer of ours comes back with these, empty:
+    annotations: Annotated[Any, AfterValidator(neutral([]))] = None
+    audio: Annotated[Any, AfterValidator(neutral())] = None
+    function_call: Annotated[Any, AfterValidator(neutral())] = None
+    refusal: Annotated[Any, AfterValidator(neutral())] = None
+
+    def for_template(self) -> dict[str, object]:
+        """``developer`` is a newer name for ``system`` that templates do not know."""
+        read = self.model_dump(include={"role", "content", "name", "tool_call_id"}, exclude_none=True)
+        if self.role == "developer":
+            read["role"] = "system"
+        if self.tool_calls:
+            read["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        return read
+
+
+class OfferedFunction(Fields):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Any, AfterValidator(neutral(False))] = None
+
+
+class Tool(Fields):
+    """A function that the assistant may ask for."""
+
+    function: OfferedFunction
+    type: Literal["function"]
+
+    def for_template(self) -> dict[str, object]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
 
 MAX_SAMPLES = 128
 MAX_PROMPTS = 256
@@ -44,7 +173,7 @@ def _is_tokens(value: object) -> bool:
 
 
 def _prompts(value: object) -> list[Prompt]:
-    """One prompt is a list of one."""
+    """Return the prompts of a request; a single prompt becomes a list of one."""
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if isinstance(prompts, list) and 0 < len(prompts) <= MAX_PROMPTS:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -59,7 +188,7 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """What both requests have."""
+    """The fields that both requests have."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: MaxTokens | None = None
@@ -87,11 +216,22 @@ class GenerationFields(Fields):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def params(self, max_tokens: int | None) -> SamplingParams:
+    @property
+    def limit(self) -> int | None:
+        """Return the most tokens of a sample; None: up to the end of the context."""
+        raise NotImplementedError
+
+    @property
+    def top(self) -> int | None:
+        """Return how many tokens are wanted at each place beside the sampled one; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def params(self) -> SamplingParams:
         if self.top_k == 0:
-            raise RequestError("top_k: got 0, allowed: -1 (off) or at least 1", "top_k", "invalid_value")
+            raise InvalidInputError("top_k", 0, "-1 (off) or at least 1")
         return SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=self.limit,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=-1 if self.top_k is None else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -130,18 +270,14 @@ class ChatRequest(GenerationFields):
 
     @property
     def top(self) -> int | None:
-        """How many tokens are wanted at each place beside the sampled one; None: no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
-            message = f"top_logprobs: got {self.top_logprobs}, allowed: null unless logprobs is true"
-            raise RequestError(message, "top_logprobs", "invalid_value")
+            raise InvalidInputError("top_logprobs", self.top_logprobs, "null unless logprobs is true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
-        """None: up to the end of the context."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "max_tokens: got a number beside max_completion_tokens, allowed: one of the two"
-            raise RequestError(message, "max_tokens", "invalid_value")
+            raise InvalidInputError("max_tokens", self.max_tokens, "null beside max_completion_tokens: one of the two")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -156,3 +292,7 @@ class CompletionRequest(GenerationFields):
     @property
     def limit(self) -> int:
         return self.max_tokens or _COMPLETION_TOKENS
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs

@@ -6,12 +6,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 
 from twinkle.errors import TwinkleError, UnsupportedError
-from twinkle.sampler.types import SamplingParams
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.json_stream import EVENTS, JsonStream, unless_gone
@@ -29,9 +27,15 @@ from twinkle.server.http.requests import (
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
 from twinkle.server.protocols.openai.errors import INTERNAL, Refusal, RequestError, refusal_of
-from twinkle.server.protocols.openai.fields import Fields, parse
 from twinkle.server.protocols.openai.generation import Generation
-from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
+from twinkle.server.protocols.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Fields,
+    GenerationFields,
+    Prompt,
+    parse,
+)
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -42,7 +46,7 @@ _MAX_CHOICES = 1024
 
 
 def _answering(handler: Handler) -> Handler:
-    """Errors in this protocol's form."""
+    """Wrap a handler: errors are answered in this protocol's form."""
 
     @functools.wraps(handler)
     async def answer(request: Request) -> Response:
@@ -63,18 +67,13 @@ def _answering(handler: Handler) -> Handler:
 async def chat_completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     wanted = await _read(ChatRequest, request, tenant_id)
-    params, top = wanted.params(wanted.limit), wanted.top
-    gateway = gateway_of(request)
-    target = await models.resolve(gateway, wanted.model, tenant_id)
-    codec = _codec(target)
-    gateway.sampler_of(target.session).admission.check(tenant_id)  # before the work of reading the text
+    target, codec = await _resolve(request, wanted, tenant_id)
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
     # In a thread, however short: compiling the template, the first time, takes milliseconds.
-    text = gateway.tenants.pools.text
+    text = gateway_of(request).tenants.pools.text
     tokens = await text.in_thread(tenant_id, functools.partial(codec.encode_chat, messages, tools))
-    form = ChatFormat(wanted.model, target.weights, codec, logprobs=top is not None)
-    return await _answer(request, wanted, target, codec, [tokens], params, top, form, tools=bool(tools))
+    return await _answer(request, wanted, target, codec, [tokens], ChatFormat, tools=bool(tools))
 
 
 @router.post("/v1/completions")
@@ -83,15 +82,10 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     wanted = await _read(CompletionRequest, request, tenant_id)
-    params, top = wanted.params(wanted.limit), wanted.logprobs
-    gateway = gateway_of(request)
-    target = await models.resolve(gateway, wanted.model, tenant_id)
-    codec = _codec(target)
-    gateway.sampler_of(target.session).admission.check(tenant_id)  # as above
-    text = gateway.tenants.pools.text
+    target, codec = await _resolve(request, wanted, tenant_id)
+    text = gateway_of(request).tenants.pools.text
     tokens = await text.in_thread(tenant_id, functools.partial(_encoded, codec, wanted.prompt))
-    form = CompletionFormat(wanted.model, target.weights, codec, logprobs=top is not None)
-    return await _answer(request, wanted, target, codec, tokens, params, top, form)
+    return await _answer(request, wanted, target, codec, tokens, CompletionFormat)
 
 
 @router.get("/v1/models")
@@ -117,11 +111,16 @@ async def _read(request_type: type[FieldsT], request: Request, tenant_id: str) -
     return await gateway_of(request).reading.in_thread(tenant_id, functools.partial(parse, request_type, body))
 
 
-def _codec(target: Target) -> TextCodec:
+async def _resolve(request: Request, wanted: GenerationFields, tenant_id: str) -> tuple[Target, TextCodec]:
+    """Find what to sample from, and refuse what would be refused anyway before the work of reading the text."""
+    _ = wanted.params, wanted.top  # raise for values that do not go together
+    gateway = gateway_of(request)
+    target = await models.resolve(gateway, wanted.model, tenant_id)
     codec = target.services.model.text
     if codec is None:
         raise UnsupportedError(f"{target.services.model.name} has no tokenizer, and without one there is no text")
-    return codec
+    gateway.sampler_of(target.session).admission.check(tenant_id)
+    return target, codec
 
 
 def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -134,30 +133,26 @@ async def _answer(
     target: Target,
     codec: TextCodec,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    top: int | None,
-    form: Format,
+    form: type[Format],
     *,
     tools: bool = False,
 ) -> Response:
     """Generate, and send the answer whole or as it comes."""
     _check_sizes(prompts, wanted.samples, target.services.model.max_context_length)
+    gateway = gateway_of(request)
     generation = Generation(
-        request_id=form.id,
-        text=gateway_of(request).tenants.pools.text,
-        sampling=gateway_of(request).sampler_of(target.session),
-        session=target.session,
-        codec=codec,
-        prompts=[np.array(tokens, np.int64) for tokens in prompts],
-        params=params,
-        samples=wanted.samples,
-        top_logprobs=top or 0,
-        tools=tools,
+        wanted,
+        prompts,
+        form(wanted.model, target.weights, codec, logprobs=wanted.top is not None),
+        codec,
+        target.session,
+        gateway.sampler_of(target.session),
+        gateway.tenants.pools.text,
+        tools,
     )
     if not wanted.stream:
-        body = await unless_gone(request.receive, generation.answer(form))
-        return Response(body, media_type="application/json")
-    chunks = generation.chunks(form, include_usage=wanted.include_usage)
+        return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
+    chunks = generation.chunks()
     # What is refused is refused by status code: the stream begins with the first token.
     first = await unless_gone(request.receive, _next(chunks))
     return JsonStream(to_the_end(first, chunks, request), EVENTS)
@@ -178,7 +173,7 @@ async def _next(chunks: AsyncGenerator[Json, None]) -> Json:
 
 
 async def to_the_end(first: Json, chunks: AsyncGenerator[Json, None], request: Request) -> AsyncGenerator[Json, None]:
-    """An error on the way is an event, and the last one."""
+    """Yield all chunks; an error on the way becomes the last event."""
     async with aclosing(chunks):
         yield first
         try:

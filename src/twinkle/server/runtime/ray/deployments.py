@@ -26,7 +26,7 @@ from twinkle.server.runtime.ray.layout import GATEWAY, replica_names
 from twinkle.server.runtime.ray.loopback import LoopbackOnly
 from twinkle.server.runtime.ray.replica import Refusal
 from twinkle.server.runtime.ray.router import answered
-from twinkle.server.telemetry.json_logs import configure_logging
+from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
 
 # Each waiting future holds a request here: Serve's own default of 5 would stall everything.

@@ -41,8 +41,8 @@ from twinkle.server.runtime.ray.router import Router
 from twinkle.server.state import Claim, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.directory_lock import DirectoryLock
-from twinkle.server.tenancy.configured_tenants import configured_tenants
-from twinkle.server.tenancy.memory_guard import ProcessMemory
+from twinkle.server.tenancy.memory import ProcessMemory
+from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord, SessionRecord
 
 logger = logging.getLogger(__name__)

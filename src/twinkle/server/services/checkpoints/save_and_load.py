@@ -30,7 +30,7 @@ from twinkle.server.state.files.allowed_dirs import allowed_path
 from twinkle.server.state.files.data_dir import DataDir, copy_whole, make_parents, seal_written, size_of
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.tenancy.turns import TenantTurns
+from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import (
     CheckpointRecord,
     CreateFromCheckpoint,

@@ -1,4 +1,4 @@
-"""What is done, told to a client in one long poll for all of its samples instead of one for each.
+"""Completion streams: a client hears in one long poll which of its samples are done, instead of one poll for each.
 
 A client of a sampling session has a stream: the original one has number 0, copies in other processes have others, and
 the number is in the sequence numbers that a client uses. Places in a stream only grow, also from one server to the next
@@ -31,9 +31,9 @@ class Completion:
 @dataclass
 class _Stream:
     used_at: float
-    entries: deque[Completion] = field(default_factory=deque)  # that its client was not told of for certain
+    entries: deque[Completion] = field(default_factory=deque)  # of which it is not certain that the client knows
     waiters: Waiters = field(default_factory=Waiters)
-    passing: bool = False  # it goes with those who wait at it, unless something is told there
+    passing: bool = False  # it is removed with the last poll that waits at it, unless something was added
 
 
 class Completions:
@@ -58,11 +58,11 @@ class Completions:
         return (sampling_session_id, client) in self._streams
 
     def open_stream(self, sampling_session_id: str, client: int, now: float, *, passing: bool = False) -> None:
-        """``passing``: of a client of which nothing is known: any number can be asked for."""
+        """Open a stream. ``passing``: of a client of which nothing is known, since any number can be asked for."""
         self._stream(sampling_session_id, client, now).passing = passing
 
     def close_passing(self, sampling_session_id: str, client: int) -> None:
-        """Forget a stream at which nobody waits any more and nothing was ever told."""
+        """Forget a passing stream at which no poll waits any more and to which nothing was added."""
         stream = self._streams.get((sampling_session_id, client))
         if stream is not None and stream.passing and not stream.waiters:
             del self._streams[sampling_session_id, client]
@@ -70,7 +70,7 @@ class Completions:
     async def after(
         self, sampling_session_id: str, client: int, place: int, timeout: float, now: float
     ) -> Sequence[Completion]:
-        """What came after ``place``, at once or within ``timeout`` seconds. What came before is known to the client."""
+        """Return what came after ``place``, within ``timeout`` seconds. The client knows what came before."""
         stream = self._stream(sampling_session_id, client, now)
         _trim(stream, place)
         if not stream.entries and not self._closed:
@@ -83,19 +83,19 @@ class Completions:
         return list(islice(stream.entries, _MOST_AT_ONCE))
 
     def numbers(self, sampling_session_id: str, client: int) -> Sequence[int]:
-        """The sequence numbers of what the client was not told of for certain."""
+        """Return the sequence numbers of samples of which it is not certain that the client knows."""
         stream = self._streams.get((sampling_session_id, client))
         entries = () if stream is None else stream.entries
         return [int(entry.request_id.rpartition(":")[2]) for entry in entries]
 
     def close(self) -> None:
-        """Let everybody go who waits, now and from now on."""
+        """Answer all polls, now and from now on."""
         self._closed = True
         for stream in self._streams.values():
             stream.waiters.wake()
 
     def sweep(self, now: float, delivered: Callable[[str], bool]) -> None:
-        """Forget what nobody came for, and what its client has without being told: not all of them ask here."""
+        """Forget what is too old, and results that their client fetched without asking here."""
         oldest = now - self._kept_seconds
         for stream in self._streams.values():
             entries = stream.entries

@@ -1,32 +1,37 @@
-"""A request to sample on its way through the sampler service."""
+"""Sampling requests on their way through the sampler service, and how many of them each tenant may have there."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from twinkle.errors import TwinkleError, TwinkleServerError
+from twinkle.errors import QuotaError, TwinkleError, TwinkleServerError
 from twinkle.sampler.types import Progress, SampleRequest, SampleResult
 from twinkle.server.ids import split_request_id
+from twinkle.server.services.futures import Futures
 from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT
 from twinkle.server.services.training.execution import failure_of, unexpected
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
 from twinkle.server.wire.sampling import Encode
 
-__all__ = ["Event", "Happening", "Orders", "SampleJob", "price_of"]
+__all__ = ["Event", "EventQueue", "SampleAdmission", "SampleEvent", "SampleJob", "TurnInput", "price_of"]
+
 
 logger = logging.getLogger(__name__)
 
 Event = Progress | SampleResult | TwinkleError
+EventQueue = asyncio.Queue[tuple[str, Event]]  # with the id of the request
 
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """A request until it is done. It ends in a future, encoded, or in a queue of events, as it is."""
+    """A request until it is done. Its result goes to a future, encoded, or to a queue of events, as it is."""
 
     request: SampleRequest
     session: SamplingSessionRecord
-    into: Encode | asyncio.Queue[Event]
+    into: Encode | EventQueue
     price: Price  # of all that it may take at most
     charged: int = 0  # of them, those that count against its tenant's minute until it has ended
 
@@ -36,12 +41,12 @@ class SampleJob:
 
     @property
     def cost(self) -> int:
-        """What it counts in shares and against a minute's tokens."""
+        """Return what the request counts in shares and against the tenant's tokens per minute."""
         return max(self.price.tokens, self.price.work)
 
     @property
     def extra_cost(self) -> int:
-        """What it takes beside its tokens, however few of them are sampled in the end."""
+        """Return what the request costs beside its tokens, however few of them are sampled in the end."""
         return self.cost - self.price.tokens
 
     @property
@@ -50,45 +55,54 @@ class SampleJob:
 
     @property
     def client(self) -> tuple[str, int, int] | None:
-        """(sampling session, client, sequence number); None for a request that has no number."""
+        """Return (sampling session, client, sequence number); None for a request that has no number."""
         parts = split_request_id(self.request_id)
         return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
 
+    @property
+    def streamed(self) -> bool:
+        """Return whether events are read from a queue, in the connection that the request came with."""
+        return isinstance(self.into, asyncio.Queue)
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the reader of the queue; a request that ends in a future has none."""
+        if isinstance(self.into, asyncio.Queue):
+            self.into.put_nowait((self.request_id, event))
+
     def failed(self, error: Exception) -> TwinkleError | Outcome:
-        """As the request is to hear of it. What is ours is logged."""
-        streamed = isinstance(self.into, asyncio.Queue)
+        """Return the error as the client gets it. An error of the server is logged."""
         if isinstance(error, TwinkleError):
-            return error if streamed else failure_of(error, self.request_id)
-        if not streamed:
+            return error if self.streamed else failure_of(error, self.request_id)
+        if not self.streamed:
             return unexpected(error, self.request_id)
         logger.error("request %s failed", self.request_id, exc_info=error, extra={"request_id": self.request_id})
         return TwinkleServerError(f"internal error; the server's log has the details under request {self.request_id}")
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a turn has to do before it samples."""
+class TurnInput:
+    """What a turn does before it samples: cancel, release, start."""
 
     cancelled: Sequence[str]
-    given_up: Sequence[str]  # versions
+    released: Sequence[str]  # versions
     fresh: Sequence[SampleJob]
 
 
 @dataclass(frozen=True)
-class Happening:
-    """What came of a job in a turn. ``sampled_tokens``: of one that ended well."""
+class SampleEvent:
+    """What a turn has brought a job. ``sampled_tokens``: of a job that succeeded."""
 
     job: SampleJob
-    event: Event | Outcome
+    result: Event | Outcome
     sampled_tokens: int = 0
 
     @property
     def failed(self) -> bool:
-        return isinstance(self.event, TwinkleError) or (isinstance(self.event, Outcome) and self.event.failed)
+        return isinstance(self.result, TwinkleError) or (isinstance(self.result, Outcome) and self.result.failed)
 
 
 def price_of(request: SampleRequest, context: int) -> Price:
-    """The prompt and all that may be sampled after it; and what is asked for of each token beside it."""
+    """Return the price of the prompt, of all that may be sampled after it, and of the log-probabilities asked for."""
     prompt = len(request.prompt)
     longest = request.params.max_tokens
     sampled = request.num_samples * (max(context - prompt, 0) if longest is None else longest)
@@ -103,3 +117,88 @@ def price_of(request: SampleRequest, context: int) -> Price:
         held_bytes=OBJECT_BYTES + request.prompt.nbytes + 8 * targets,
         result_bytes=8 * fits + 12 * (cells + drawn) + 4 * (scored if request.prompt_logprobs else 0),
     )
+
+
+class SampleAdmission:
+    """Decides which samples are accepted and how many the engine has: no more than each tenant may.
+
+    Nothing here awaits: between check and count no other request gets in.
+    """
+
+    def __init__(self, tenants: Tenants, futures: Futures, engine_samples: int) -> None:
+        self._tenants = tenants
+        self._futures = futures
+        self._engine_samples = engine_samples
+        self._under_way: Counter[str] = Counter()  # requests that are not done
+        self._in_engine: Counter[str] = Counter()  # samples that the engine was given
+        self._coming: Counter[str] = Counter()  # bytes of their results, at most
+
+    def check(self, tenant_id: str) -> None:
+        """Raise QuotaError if no sample of this tenant would be taken now, however small."""
+        limits = self._tenants.limits(tenant_id)
+        under_way = self._under_way[tenant_id]
+        if under_way >= limits.waiting_samples:
+            raise QuotaError("waiting samples", under_way, limits.waiting_samples, "max_waiting_samples_per_tenant")
+        self._futures.memory.check(tenant_id)
+        unfetched = self._futures.unfetched_bytes(tenant_id)
+        if unfetched >= limits.unfetched_bytes:
+            raise QuotaError(
+                "bytes of results not fetched", unfetched, limits.unfetched_bytes, "max_unfetched_result_bytes"
+            )
+        self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
+
+    def enter(self, job: SampleJob) -> SampleJob:
+        """Accept a job and charge the most that it may cost, but no more than a minute's tokens."""
+        self.check(job.tenant_id)
+        limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
+        if limit is not None:
+            job = replace(job, charged=min(job.cost, limit))
+            self._tenants.sampling_rate.charge(job.tenant_id, job.charged, limit)
+        self._under_way[job.tenant_id] += 1
+        return job
+
+    def leave(self, job: SampleJob) -> None:
+        self._under_way[job.tenant_id] -= 1
+        for counts in (self._under_way, self._in_engine, self._coming):
+            if not counts[job.tenant_id]:
+                del counts[job.tenant_id]
+
+    def give_back(self, job: SampleJob, used: int) -> None:
+        """Refund all that was charged but what the job used."""
+        if job.charged:
+            limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
+            self._tenants.sampling_rate.give_back(job.tenant_id, job.charged - used, limit)
+
+    def count(self, event: SampleEvent) -> None:
+        """Charge a request that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
+        job, sampled = event.job, event.sampled_tokens
+        prompt = len(job.request.prompt)
+        self.give_back(job, prompt + sampled + job.extra_cost)
+        if not event.failed:
+            self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    def may_start(self, tenant_id: str) -> bool:
+        """Return whether the engine is given one more request of this tenant.
+
+        Not while the tenant leaves too many results unfetched, those on their way included: what waits here could not
+        be refused any more. A tenant gets three quarters of the engine at most. A tenant that has nothing in the engine
+        is let in even when it is full, unless many tenants are there: the engine shares its places among them, and only
+        what it was given can get one.
+        """
+        own, quarter = self._in_engine[tenant_id], self._engine_samples // 4
+        full = self._in_engine.total() >= self._engine_samples
+        if own >= self._engine_samples - quarter or (full and (own > 0 or len(self._in_engine) >= quarter)):
+            return False
+        unfetched, coming = self._futures.unfetched_bytes(tenant_id), self._coming[tenant_id]
+        return unfetched + coming < self._tenants.limits(tenant_id).unfetched_bytes
+
+    def start(self, job: SampleJob) -> None:
+        self._in_engine[job.tenant_id] += job.request.num_samples
+        self._coming[job.tenant_id] += job.price.result_bytes
+
+    def stop(self, job: SampleJob) -> None:
+        """Note that the engine is done with the job."""
+        self._in_engine[job.tenant_id] -= job.request.num_samples
+        self._coming[job.tenant_id] -= job.price.result_bytes

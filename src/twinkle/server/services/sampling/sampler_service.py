@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -26,17 +26,23 @@ from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.ids import split_request_id
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.services.futures import Delivery, Futures
-from twinkle.server.services.sampling.admission import SampleAdmission
 from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
-from twinkle.server.services.sampling.jobs import Event, Happening, Orders, SampleJob, price_of
+from twinkle.server.services.sampling.jobs import (
+    EventQueue,
+    SampleAdmission,
+    SampleEvent,
+    SampleJob,
+    TurnInput,
+    price_of,
+)
 from twinkle.server.services.sampling.versions import SamplerVersions
 from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.readings import SamplingReadings
 from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
-from twinkle.server.tenancy.memory_guard import ProcessMemory
-from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.memory import ProcessMemory
+from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Outcome, SamplingSessionRecord
 from twinkle.server.wire.sampling import Encode, encode_sample_result
@@ -48,6 +54,8 @@ _MOST_RESULT_BYTES = 16 * MAX_CELLS
 
 
 class SamplerService:
+    """Belongs to one event loop; the part below the last heading runs in the compute thread."""
+
     def __init__(
         self,
         sampler: Sampler,
@@ -76,7 +84,7 @@ class SamplerService:
         self._recorder = recorder or SamplingRecorder("sampler")
         memory = memory or ProcessMemory()
         self._guard = memory.guard
-        self._guard.relieve_with(self._tidy_soon)
+        self._guard.relieve_with(self._drop_versions_soon)
         self._futures = futures or Futures(memory=memory.results)
         self.completions = Completions() if completion_streams else None
         tenants = tenants or Tenants()
@@ -86,14 +94,14 @@ class SamplerService:
         self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
         self._asking: Counter[str] = Counter()  # long polls that wait now, by sampling session
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
-        self._queue: FairQueue[SampleJob] = FairQueue(tenants.standing)  # those that the engine was not given yet
+        self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # those that the engine was not given yet
         self._cancelled: list[str] = []
-        self._given_up: list[str] = []
+        self._released_versions: list[str] = []
         self._wake = asyncio.Event()
         self._turn_due = False
         self._busy = False
         self.loop = ServiceLoop("sampling")
-        self._released = False
+        self._closed = False
         self._stopping = False
         self.tokens_sampled = 0
         self.busy_seconds = 0.0
@@ -133,30 +141,40 @@ class SamplerService:
             raise InvalidInputError("seq_id", int(number), "a number that no other request of this sampler has used")
 
     async def generate(
-        self, session: SamplingSessionRecord, request: SampleRequest
-    ) -> AsyncGenerator[Progress | SampleResult, None]:
-        """The events of one request: its progress if ``request.stream`` is set, and the result last.
+        self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, Progress | SampleResult], None]:
+        """Sample the prompts of one HTTP request together; yield events with the place of their request.
 
-        Whatever goes wrong is raised as a TwinkleError when the first event is asked for, or later ones. Whoever leaves
-        before the end cancels the request.
+        A request has progress if its ``stream`` is set, and its result last. The first error of any of them is raised
+        as a TwinkleError. A caller that leaves before the end cancels all of them.
         """
-        if self._released:
+        if self._closed:
             raise ShuttingDownError
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        job = self._accept(request, session, events)
+        events: EventQueue = asyncio.Queue()
+        jobs: dict[str, SampleJob] = {}
         try:
-            while True:
-                event = await events.get()
+            for request in requests:
+                jobs[request.request_id] = self._accept(request, session, events)
+            places = {request_id: place for place, request_id in enumerate(jobs)}
+            running = len(jobs)
+            while running:
+                request_id, event = await events.get()
                 if isinstance(event, TwinkleError):
                     raise event
-                yield event
-                if isinstance(event, SampleResult):
-                    return
+                running -= isinstance(event, SampleResult)
+                yield places[request_id], event
         finally:
-            self._withdraw(job)
+            for job in jobs.values():
+                self._withdraw(job)
+
+    async def results(self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Return the results of requests that are sampled together, none of which may be streamed, in their order."""
+        async with aclosing(self.generate(session, requests)) as events:
+            results = {place: event async for place, event in events if isinstance(event, SampleResult)}
+        return [results[place] for place in range(len(requests))]
 
     async def wait(self, request_id: str, timeout: float) -> Outcome | None:
-        request_context.about(request_id)
+        note_request_id(request_id)
         if request_id not in self._futures:
             raise GoneError(
                 f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
@@ -167,21 +185,21 @@ class SamplerService:
 
     @contextmanager
     def delivering(self, request_id: str) -> Iterator[Delivery]:
-        """Entered while a result is written to a client, which says at the end whether that was completed."""
+        """Enter this while a result is written to a client; the delivery notes whether that was completed."""
         with self._futures.delivering(request_id, time.time()) as delivery:
             yield delivery
         self._wake.set()  # its tenant may have room for results again
 
     def cancel(self, request_id: str) -> None:
-        """Stop the work on a sample that nobody waits for any more. One that is done stays as it is."""
+        """Stop the work on a sample. One that is done stays as it is."""
         job = self._jobs.get(request_id)
-        if job is not None and not isinstance(job.into, asyncio.Queue):
+        if job is not None and not job.streamed:
             self._withdraw(job)
             self._settle(request_id, Outcome.failure("cancelled by its client", "user"))
 
     @contextmanager
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:
-        """A client of the sampling session is there: it asks for a sample, and waits."""
+        """Enter this while a client of the sampling session waits for a sample: its samples are wanted."""
         self._asking[sampling_session_id] += 1
         try:
             yield
@@ -192,13 +210,13 @@ class SamplerService:
                 del self._asking[sampling_session_id]
 
     def unasked_sessions(self, seconds: float) -> set[str]:
-        """Return the sessions of which samples are under way that nobody asked for in so many seconds."""
+        """Return the sessions with samples under way for which no poll came in so many seconds."""
         return {job.session.session_id for job in self._unasked(seconds)}
 
     def cancel_unasked(self, session_id: str, seconds: float) -> int:
-        """Stop the work on samples of a session that nobody asked for in so many seconds; returns how many.
+        """Stop the work on samples of a session for which no poll came in so many seconds; return how many.
 
-        They are forgotten, not failed: whoever comes back for one after all is told to send it again, which SDKs do.
+        They are forgotten, not failed: a client that comes back for one is told to send it again, which SDKs do.
         """
         cancelled = [job for job in self._unasked(seconds) if job.session.session_id == session_id]
         for job in cancelled:
@@ -209,30 +227,30 @@ class SamplerService:
         return len(cancelled)
 
     def _unasked(self, seconds: float) -> list[SampleJob]:
-        """Requests that are answered in their own connection end with it: they are not among these."""
+        """Return jobs for which no poll came; requests that are answered in their own connection end with it."""
         before = time.monotonic() - seconds
-        waiting = (job for job in self._jobs.values() if not isinstance(job.into, asyncio.Queue))
+        waiting = (job for job in self._jobs.values() if not job.streamed)
         named = ((job, job.session.sampling_session_id) for job in waiting)
         return [job for job, name in named if name not in self._asking and self._asked.get(name, 0.0) < before]
 
-    def give_up_version(self, version_id: str) -> None:
-        """The sessions that sampled from it have ended: drop it as soon as no request uses it."""
-        self._given_up.append(version_id)
+    def release_version(self, version_id: str) -> None:
+        """Drop a version whose sampling sessions have ended, as soon as no request uses it."""
+        self._released_versions.append(version_id)
         self._wake.set()
 
     # --- completions --------------------------------------------------------------------------------------------------
 
     def acknowledge(self, sampling_session_id: str, request_ids: Sequence[str]) -> None:
-        """The client has these results."""
+        """Note that the client has these results."""
         for request_id in request_ids:
             parts = split_request_id(request_id)
             if parts is not None and parts[0] == sampling_session_id:
                 self._futures.acknowledge(request_id)
-        self._wake.set()  # as above
+        self._wake.set()  # their tenant may have room for results again
 
     def report_lost(self, sampling_session_id: str, numbers: range) -> None:
-        """Tell the client that those which nobody knows here are done: asking for one it hears to send it again."""
-        assert self.completions is not None, "who has no stream is told nothing"
+        """Tell the client that samples which are unknown here are done: asking for one, it hears to send it again."""
+        assert self.completions is not None, "only a client with a stream can be told"
         now = time.time()
         for number in numbers:
             request_id = f"{sampling_session_id}:{number}"
@@ -240,15 +258,15 @@ class SamplerService:
                 self.completions.add(request_id, None, now)
 
     def lowest_number(self, sampling_session_id: str, seq_id: int) -> int:
-        """The lowest number that the client which now uses ``seq_id`` may be waiting for.
+        """Return the lowest number that the client which now uses ``seq_id`` may be waiting for.
 
-        One that is done counts until the client was told: it would not hear of it from the next server.
+        A sample that is done counts until the client was told: the next server could not tell it.
         """
         client = sampling_session_id, seq_id // SEQ_IDS_PER_CLIENT
         untold = () if self.completions is None else self.completions.numbers(*client)
         return min([seq_id, *self._numbers.get(client, ()), *untold])
 
-    # --- housekeeping -------------------------------------------------------------------------------------------------
+    # --- maintenance --------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
         self._futures.sweep(now)
@@ -261,26 +279,26 @@ class SamplerService:
         self._turn_due = True  # versions are published and grow old also when nobody samples
         self._wake.set()
 
-    def _tidy_soon(self) -> int:
+    def _drop_versions_soon(self) -> int:
         """Have the next turn drop versions that no request uses; nothing has left memory before that."""
         self._turn_due = True
         self._wake.set()
         return 0
 
     def release_waiters(self) -> None:
-        """Let everybody go who waits, now and from now on: long polls, and whoever reads events."""
+        """Answer all that wait, now and from now on: long polls, and readers of events."""
         self._futures.close()
         if self.completions is not None:
             self.completions.close()
-        self._released = True
+        self._closed = True
         for job in list(self._jobs.values()):
-            if isinstance(job.into, asyncio.Queue):
+            if job.streamed:
                 self._withdraw(job)
-                job.into.put_nowait(ShuttingDownError())
+                job.send(ShuttingDownError())
 
     @property
     def alive(self) -> bool:
-        """Whether what is accepted will be run."""
+        """Return whether accepted requests will be run."""
         return self.loop.alive
 
     def readings(self) -> SamplingReadings:
@@ -300,11 +318,9 @@ class SamplerService:
             "sampling_seconds": round(self.busy_seconds, 3),
         }
 
-    # --- the pump -----------------------------------------------------------------------------------------------------
+    # --- the service loop ---------------------------------------------------------------------------------------------
 
-    def _accept(
-        self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | asyncio.Queue[Event]
-    ) -> SampleJob:
+    def _accept(self, request: SampleRequest, session: SamplingSessionRecord, into: Encode | EventQueue) -> SampleJob:
         if request.request_id in self._jobs:
             raise InvalidInputError("request_id", request.request_id, "an id that no request under way has")
         self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
@@ -347,78 +363,78 @@ class SamplerService:
 
     async def _run(self) -> None:
         while not self._stopping:
-            if not (self._busy or self._can_start() or self._cancelled or self._given_up or self._turn_due):
+            if not (self._busy or self._can_start() or self._cancelled or self._released_versions or self._turn_due):
                 await self._wake.wait()
             self._wake.clear()
-            turn = partial(self._turn, self._orders())
-            happenings, self._busy = await self._compute.run(turn, Lane.SAMPLING)
-            for each in happenings:
-                self._hand_over(each)
+            turn = partial(self._turn, self._next_turn())
+            events, self._busy = await self._compute.run(turn, Lane.SAMPLING)
+            for event in events:
+                self._hand_over(event)
 
     def _can_start(self) -> bool:
-        return self._queue.has(self.admission.may_start)
+        return self._queue.has_item(self.admission.may_start)
 
-    def _orders(self) -> Orders:
+    def _next_turn(self) -> TurnInput:
         fresh = []
         while (job := self._queue.pop(self.admission.may_start)) is not None:
             self.admission.start(job)
             fresh.append(job)
-        orders = Orders(self._cancelled, self._given_up, fresh)
-        self._cancelled, self._given_up, self._turn_due = [], [], False
-        return orders
+        turn = TurnInput(self._cancelled, self._released_versions, fresh)
+        self._cancelled, self._released_versions, self._turn_due = [], [], False
+        return turn
 
-    def _hand_over(self, happening: Happening) -> None:
-        job, event = happening.job, happening.event
+    def _hand_over(self, event: SampleEvent) -> None:
+        job, result = event.job, event.result
         if self._jobs.get(job.request_id) is not job:
             return  # withdrawn meanwhile
-        if not isinstance(event, Progress):
+        if not isinstance(result, Progress):
             self.admission.stop(job)
-            self.admission.count(happening)
-            self._end(job, event)
-        elif isinstance(job.into, asyncio.Queue):
-            job.into.put_nowait(event)
+            self.admission.count(event)
+            self._end(job, result)
+        else:
+            job.send(result)
 
     def _end(self, job: SampleJob, event: SampleResult | TwinkleError | Outcome) -> None:
         self._leave(job)
-        self._recorder.ended(job.request_id, Outcomes.of_sample(event))
+        self._recorder.ended(job.request_id, Outcomes.label(event))
         if isinstance(event, Outcome):
             self._settle(job.request_id, event)
-        elif isinstance(job.into, asyncio.Queue):
-            job.into.put_nowait(event)
+        else:
+            job.send(event)
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
-    def _turn(self, orders: Orders) -> tuple[list[Happening], bool]:
-        """Admit what is new, work for a while; returns what came of it and whether there is more to do."""
+    def _turn(self, turn: TurnInput) -> tuple[list[SampleEvent], bool]:
+        """Give the engine new requests and let it work; return what came of it and whether there is more to do."""
         started = time.perf_counter()
-        happenings: list[Happening] = []
-        for request_id in orders.cancelled:
+        events: list[SampleEvent] = []
+        for request_id in turn.cancelled:
             if request_id in self._running:
                 self._stop(request_id)
-        for version_id in orders.given_up:
-            self._versions.give_up(version_id)
-        for job in orders.fresh:
+        for version_id in turn.released:
+            self._versions.release(version_id)
+        for job in turn.fresh:
             error = self._admit(job)
             if error is not None:
-                happenings.append(Happening(job, job.failed(error)))
+                events.append(SampleEvent(job, job.failed(error)))
         try:
             for event in self._sampler.step():
                 if event.request_id in self._running:
-                    happenings.append(self._result(event))
-            self._versions.tidy(time.monotonic(), memory_is_short=self._guard.is_short)
+                    events.append(self._result(event))
+            self._versions.drop_unused(time.monotonic(), memory_is_short=self._guard.is_short)
             busy = self._sampler.busy
         except Exception as error:  # the sampler loop is an edge; nobody may wait for ever
             if not self._running:  # nobody else hears of it
                 logger.exception("the sampler failed")
             for job in list(self._running.values()):
                 self._stop(job.request_id)
-                happenings.append(Happening(job, job.failed(error)))
+                events.append(SampleEvent(job, job.failed(error)))
             busy = False  # it is asked again when there is something new to do
         self.busy_seconds += time.perf_counter() - started
-        return happenings, busy
+        return events, busy
 
     def _admit(self, job: SampleJob) -> Exception | None:
-        """Give a request to the engine; returns why it was not taken, if so."""
+        """Give a request to the engine; return the error if it was not taken."""
         try:
             self._versions.pin(job.session, time.monotonic())
             try:
@@ -426,45 +442,45 @@ class SamplerService:
             except Exception:
                 self._versions.unpin(job.session, time.monotonic())
                 raise
-        except Exception as error:  # noqa: BLE001 - as above: it fails its own request alone
+        except Exception as error:  # noqa: BLE001 - the sampler loop is an edge: it fails its own request alone
             return error
         self._running[job.request_id] = job
         self._recorder.started(job.request_id)
         return None
 
     def _stop(self, request_id: str) -> None:
-        """What the sampler cannot cancel it may go on with; nobody listens any more."""
+        """Stop a request. The sampler may go on with what it cannot cancel; its events are ignored."""
         job = self._running.pop(request_id)
         self._versions.unpin(job.session, time.monotonic())
         try:
             self._sampler.cancel(request_id)
-        except Exception:  # as above
+        except Exception:  # the sampler loop is an edge
             logger.exception("request %s could not be cancelled", request_id)
 
-    def _result(self, event: Finished | Progress) -> Happening:
+    def _result(self, event: Finished | Progress) -> SampleEvent:
         job = self._running[event.request_id]
         if isinstance(event, Progress):
             self._recorder.progressed(event.request_id)
-            return Happening(job, event)
+            return SampleEvent(job, event)
         del self._running[event.request_id]
         self._versions.unpin(job.session, time.monotonic())
         if isinstance(event.outcome, SampleFailure):
-            return Happening(job, job.failed(event.outcome.error))
+            return SampleEvent(job, job.failed(event.outcome.error))
         sampled = sum(len(sequence.tokens) for sequence in event.outcome.sequences)
         self.tokens_sampled += sampled
         self._recorder.sampled(job.request, event.outcome)
         if isinstance(job.into, asyncio.Queue):
-            return Happening(job, event.outcome, sampled)
+            return SampleEvent(job, event.outcome, sampled)
         try:
-            return Happening(job, job.into(event.outcome), sampled)
-        except Exception as error:  # noqa: BLE001 - as above: what cannot be sent fails its own request alone
-            return Happening(job, job.failed(error))
+            return SampleEvent(job, job.into(event.outcome), sampled)
+        except Exception as error:  # noqa: BLE001 - a result that cannot be encoded fails its own request alone
+            return SampleEvent(job, job.failed(error))
 
 
 def _result_bytes(request: SampleRequest) -> int:
     """Return how many bytes the tables that the request asks for will have, as far as it alone decides that.
 
-    How long its samples get nobody knows; they count as results once they are there.
+    How long its samples will be is not known; they count as results once they are there.
     """
     targets = 0 if request.target_prompt_logprobs is None else request.target_prompt_logprobs.size
     tables = len(request.prompt) * (request.topk_prompt_logprobs + request.prompt_alt_tokens)

@@ -1,7 +1,7 @@
 """Which versions a sampler holds. Each is on disk as well: dropping one costs a read when it is wanted again.
 
 A version in use is pinned. Others are dropped when their session has ended, when nobody sampled from them for a while,
-and when there are too many, least recently used first. Of the compute thread.
+and when there are too many, least recently used first. Used in the compute thread.
 """
 
 from collections import Counter
@@ -41,12 +41,12 @@ class SamplerVersions:
             self._pins[version_id] -= 1
             self._last_used[version_id] = now
 
-    def give_up(self, version_id: str) -> None:
-        """Nobody is expected to ask for it again."""
+    def release(self, version_id: str) -> None:
+        """Note that no session will ask for the version again."""
         self._unwanted.add(version_id)
 
-    def tidy(self, now: float, *, memory_is_short: bool = False) -> None:
-        """Drop what nobody needs in memory; all that no request uses, when memory is short."""
+    def drop_unused(self, now: float, *, memory_is_short: bool = False) -> None:
+        """Drop versions that are released, long idle or too many; all that no request uses, when memory is short."""
         loaded = self._sampler.version_ids()
         for version_id in loaded:  # one that was just published was not asked for yet
             self._last_used.setdefault(version_id, now)

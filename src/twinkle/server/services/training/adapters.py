@@ -279,7 +279,6 @@ class LiveAdapters:
         """Take in an adapter whose next op has number ``next_seq``; ``replays`` are what a restart left to do."""
         adapter = LiveAdapter(run, place, highest_seq=highest_seq, replays=dict(replays or {}))
         self._adapters[run.run_id] = adapter
-        self._scheduler.set_standing(run.tenant_id, self._tenants.standing(run.tenant_id))
         self._scheduler.add_adapter(
             run.run_id,
             run.tenant_id,

@@ -40,11 +40,11 @@ from twinkle.server.services.training.snapshot_choice import usable_snapshot
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state import DamagedRecordError, JournalError, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.telemetry import request_context
+from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.readings import TrainingReadings
 from twinkle.server.telemetry.recording import TrainingRecorder
-from twinkle.server.tenancy.memory_guard import ProcessMemory
-from twinkle.server.tenancy.recent_rate import RecentRate
+from twinkle.server.tenancy.memory import ProcessMemory
+from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.verbs.base_model import BaseModelPasses
@@ -99,6 +99,7 @@ class ModelService:
         self._files = files
         self._scheduler = Scheduler(
             model.tokens_per_batch,
+            self._tenants.share,
             merge=merge,
             gap_timeout=gap_seconds,
             contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
@@ -330,7 +331,7 @@ class ModelService:
 
         It counts as fetched once :meth:`delivering` has ended well.
         """
-        request_context.about(request_id)
+        note_request_id(request_id)
         if request_id not in self._futures:
             outcome = await self._on_record(request_id, run.run_id, seq)
             if outcome is None:
@@ -393,8 +394,6 @@ class ModelService:
     def sweep(self, now: float) -> list[tuple[str, int]]:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
         self._futures.sweep(now)
-        for tenant_id in {adapter.run.tenant_id for adapter in self.adapters}:
-            self._scheduler.set_standing(tenant_id, self._tenants.standing(tenant_id))
         self._rate.note(self._trained_tokens(), now)
         parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
         return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
