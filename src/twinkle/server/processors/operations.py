@@ -12,7 +12,7 @@ from twinkle.dataset import Dataset
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.server.processors.arguments import Context
 from twinkle.server.processors.live import Live
-from twinkle.server.processors.plain import to_json
+from twinkle.server.processors.messages import to_json
 
 if TYPE_CHECKING:
     from twinkle.template import Template

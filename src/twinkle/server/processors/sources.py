@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.errors import DownloadError, InvalidInputError, MissingDependencyError, UnsupportedError
 from twinkle.hub import HubOperation
-from twinkle.server.state.files.allowed_dirs import allowed_path
+from twinkle.server.state.files.export import allowed_path
 
 if TYPE_CHECKING:
     import datasets

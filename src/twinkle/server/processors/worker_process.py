@@ -14,7 +14,7 @@ from typing import Any
 
 from twinkle.environment import variables_with_own_caches
 from twinkle.errors import NotFoundError
-from twinkle.server.processors.frames import Frame, FrameTooLargeError, Settings, pack, receive_frame
+from twinkle.server.processors.messages import Frame, FrameTooLargeError, Settings, pack, receive_frame
 
 __all__ = ["WorkerEndedError", "WorkerProcess"]
 

@@ -14,19 +14,17 @@ from twinkle.server.state.errors import (
     StorageFullError,
     StoreClosedError,
 )
-from twinkle.server.state.integrity.damage import Damage, DamageRecords
 from twinkle.server.state.records.audit import Audit, AuditEntry
 from twinkle.server.state.records.checkpoints import Checkpoints
+from twinkle.server.state.records.coordination import EVICT, Claim, Leases, OperatorRequest, OperatorRequests
+from twinkle.server.state.records.damage import Damage, DamageRecords
 from twinkle.server.state.records.keys import KeyRecord, Keys
-from twinkle.server.state.records.leases import Claim, Leases
-from twinkle.server.state.records.operator_requests import EVICT, OperatorRequest, OperatorRequests
 from twinkle.server.state.records.ops import Accepted, AcceptedRun, Ops, Pruned
 from twinkle.server.state.records.retention import Retention
 from twinkle.server.state.records.run_metrics import RunMetrics
-from twinkle.server.state.records.runs import Runs, RunState
+from twinkle.server.state.records.runs import Runs, RunState, Snapshots
 from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS, SamplingSessions
 from twinkle.server.state.records.sessions import SESSION_ROWS, Sessions
-from twinkle.server.state.records.snapshots import Snapshots
 from twinkle.server.state.records.usage import DailyUsage, UsageRecords
 from twinkle.server.state.store import Store
 

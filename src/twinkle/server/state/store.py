@@ -18,31 +18,24 @@ from sqlalchemy.exc import ArgumentError
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.database.database import Database
 from twinkle.server.state.database.driver import Driver, Part
-from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal
-from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal, JournalWriters
 from twinkle.server.state.database.migrations import migrate, needs_migration
-from twinkle.server.state.database.postgres_rows import fail_damaged
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.errors import DatabaseInUseError, DataDirInUseError
-from twinkle.server.state.files.directory_lock import DirectoryLock
-from twinkle.server.state.files.reserve import give_up_reserve, is_disk_full, keep_reserve
+from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve, is_disk_full, keep_reserve
 from twinkle.server.state.integrity.copies import read_secret
-from twinkle.server.state.integrity.damage import DamageRecords
 from twinkle.server.state.integrity.examination import DatabaseCopies, check_before_opening, examine
 from twinkle.server.state.records.audit import Audit
 from twinkle.server.state.records.checkpoints import Checkpoints
-from twinkle.server.state.records.clearing import clear
-from twinkle.server.state.records.custom_losses import CustomLosses
+from twinkle.server.state.records.coordination import Leases, OperatorRequests
+from twinkle.server.state.records.damage import DamageRecords
 from twinkle.server.state.records.keys import Keys
-from twinkle.server.state.records.leases import Leases
-from twinkle.server.state.records.operator_requests import OperatorRequests
 from twinkle.server.state.records.ops import Ops
-from twinkle.server.state.records.retention import Retention
+from twinkle.server.state.records.retention import Retention, clear
 from twinkle.server.state.records.run_metrics import RunMetrics
-from twinkle.server.state.records.runs import Runs
+from twinkle.server.state.records.runs import Runs, Snapshots
 from twinkle.server.state.records.sampling import SamplingSessions
-from twinkle.server.state.records.sessions import Sessions
-from twinkle.server.state.records.snapshots import Snapshots
+from twinkle.server.state.records.sessions import CustomLosses, Sessions
 from twinkle.server.state.records.usage import UsageRecords
 
 __all__ = ["Store"]
@@ -89,9 +82,8 @@ class Store:
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, self._writers)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, self._writers)
             self._database = Database(driver, loop)
-            if file is None and part is Part.SERVER:
-                with driver.connect() as connection:
-                    fail_damaged(connection)
+            if part is Part.SERVER:
+                driver.fail_damaged_rows()
             if isinstance(driver, SqliteDriver) and file is not None and part is not Part.TOOL:
                 self._copies = DatabaseCopies(file, data_dir)
                 self._copies.make()

@@ -12,7 +12,7 @@ from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.state.files.allowed_dirs import allowed_path
+from twinkle.server.state.files.export import allowed_path
 from twinkle.server.types import Outcome, RunRecord
 from twinkle.server.verbs.codec import create_op, lora_config
 from twinkle.server.verbs.templates import SetTemplate

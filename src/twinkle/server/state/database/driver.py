@@ -32,6 +32,9 @@ class Driver(Protocol):
     def finish_migration(self, connection: Connection) -> None:
         """Make what this database needs beside the tables, and commit."""
 
+    def fail_damaged_rows(self) -> None:
+        """Compare every row with its checksum where nobody has done so before the database was opened."""
+
     def connect_reader(self) -> PoolProxiedConnection: ...
 
     def connect_writer(self) -> PoolProxiedConnection: ...

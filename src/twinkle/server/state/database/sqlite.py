@@ -56,6 +56,9 @@ class SqliteDriver:
         set_schema_sum(connection.connection.driver_connection)
         connection.commit()
 
+    def fail_damaged_rows(self) -> None:
+        """Do nothing: ``state.integrity.examination`` looks at the file before it is opened."""
+
     def connect_reader(self) -> PoolProxiedConnection:
         return self.engine.raw_connection()
 

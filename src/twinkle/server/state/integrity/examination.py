@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from twinkle.server.state.errors import DamagedStateError, DataDirInUseError
-from twinkle.server.state.files.directory_lock import DirectoryLock
+from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.integrity.copies import (
     copied_database,
     copy_database,

@@ -11,8 +11,7 @@ from sqlalchemy import and_, bindparam, case, delete, exists, func, insert, or_,
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Row
-from twinkle.server.state.database.journal import Journal
-from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.journal import Journal, JournalWriters
 from twinkle.server.state.database.tables import OPS, RUNS, SNAPSHOTS
 from twinkle.server.state.records.runs import insert_run
 from twinkle.server.types import BlobRef, Encoding, Ending, Op, OpKind, OpRecord, Outcome, RunRecord

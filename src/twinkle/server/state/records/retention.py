@@ -1,19 +1,23 @@
-"""Rows of sessions that ended: they go after a while, and earlier when their tenant needs the room.
+"""What is deleted, and when: rows of sessions that ended, and all that is under way when an operator clears the state.
 
-What owns files stays: runs with checkpoints while those are kept, sampler versions until their files are removed. Ops
-whose outcome may still be asked for keep their run, too. Space that deleted rows took is used again by new ones.
+Rows of sessions that ended go after a while, and earlier when their tenant needs the room. What owns files stays: runs
+with checkpoints while those are kept, sampler versions until their files are removed. Ops whose outcome may still be
+asked for keep their run, too. Space that deleted rows took is used again by new ones.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Delete, Select, and_, bindparam, delete, exists, literal_column, or_, select
+from sqlalchemy import Delete, Select, and_, bindparam, delete, exists, literal_column, or_, select, update
 
 from twinkle.server.state.database.database import Cursor, Database, Row
 from twinkle.server.state.database.tables import (
     CHECKPOINTS,
     CUSTOM_LOSSES,
+    DAMAGE,
+    LEASES,
+    OPERATOR_REQUESTS,
     OPS,
     RUN_METRIC_NAMES,
     RUN_METRICS,
@@ -24,7 +28,7 @@ from twinkle.server.state.database.tables import (
     SNAPSHOTS,
 )
 
-__all__ = ["Retention"]
+__all__ = ["Retention", "clear"]
 
 _AT_ONCE = 100  # rows deleted in one transaction: accepting requests goes on in between
 _YOUNG_SECONDS = 3600.0  # a copy of weights has a session that ended from the beginning, and its checkpoint comes last
@@ -132,3 +136,36 @@ def _found(search: Select[Any], parameters: Row, cursor: Cursor) -> list[str]:
 def _remove(deletions: Sequence[Delete], ids: Sequence[str], cursor: Cursor) -> None:
     for statement in deletions:
         cursor.execute_many(statement, [{"id": each} for each in ids])
+
+
+_WHY = "the operator cleared the server's state; its checkpoints can be loaded into a new run"
+_WITH_CHECKPOINTS = select(CHECKPOINTS.c.run_id)
+# In this order: each names only what comes after it.
+_CLEARED = (
+    delete(DAMAGE),
+    delete(OPERATOR_REQUESTS),
+    delete(LEASES),
+    delete(SAMPLING_CLIENTS),
+    delete(SAMPLING_SESSIONS),
+    delete(CUSTOM_LOSSES),
+    delete(OPS),
+    delete(SNAPSHOTS),
+    delete(RUN_METRICS).where(RUN_METRICS.c.run_id.not_in(_WITH_CHECKPOINTS)),
+    delete(RUN_METRIC_NAMES).where(RUN_METRIC_NAMES.c.run_id.not_in(_WITH_CHECKPOINTS)),
+    delete(RUNS).where(RUNS.c.run_id.not_in(_WITH_CHECKPOINTS)),
+    delete(SESSIONS).where(SESSIONS.c.session_id.not_in(select(RUNS.c.session_id))),
+)
+_ENDED_RUNS = update(RUNS).where(RUNS.c.state == "live").values(state="failed", note=_WHY)
+_ENDED_SESSIONS = update(SESSIONS).where(SESSIONS.c.state == "active").values(state="expired")
+
+
+async def clear(database: Database) -> int:
+    """How many records are gone. No server may run."""
+
+    def work(cursor: Cursor) -> int:
+        gone = sum(cursor.execute(statement, {}) for statement in _CLEARED)
+        cursor.execute(_ENDED_RUNS, {})
+        cursor.execute(_ENDED_SESSIONS, {})
+        return gone
+
+    return await database.write(work)

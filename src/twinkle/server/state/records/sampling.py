@@ -7,7 +7,7 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database
 from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
-from twinkle.server.state.integrity.damage import raise_if_damaged
+from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 

@@ -1,18 +1,20 @@
-"""Sessions: a client's signs of life."""
+"""Sessions, which live as long as their client sends signs of life, and the custom losses that belong to them."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Literal
 
-from sqlalchemy import and_, bindparam, func, insert, or_, select, update
+from sqlalchemy import and_, bindparam, delete, exists, func, insert, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Page, Row
-from twinkle.server.state.database.tables import SESSIONS
+from twinkle.server.state.database.tables import CUSTOM_LOSSES, RUNS, SESSIONS
 from twinkle.server.state.records.audit import add_entry
-from twinkle.server.types import FinishReason, SessionRecord
+from twinkle.server.state.records.damage import raise_if_damaged
+from twinkle.server.types import CustomLossRecord, FinishReason, SessionRecord
 
-__all__ = ["SESSION_ROWS", "Sessions"]
+__all__ = ["SESSION_ROWS", "CustomLosses", "Sessions"]
 
 SESSION_ROWS = "max_session_rows_per_tenant"
 _DELETE_CHECKPOINTS = (
@@ -229,3 +231,52 @@ def _session(row: Row) -> SessionRecord:
         finish_reason=row["finish_reason"],
         finish_detail=row["finish_detail"],
     )
+
+
+_INSERT_LOSS = insert(CUSTOM_LOSSES)
+_GET_LOSS = select(CUSTOM_LOSSES).where(CUSTOM_LOSSES.c.loss_id == bindparam("id"))
+_COUNT_LOSSES = (
+    select(func.count()).select_from(CUSTOM_LOSSES).where(CUSTOM_LOSSES.c.tenant_id == bindparam("tenant_id"))
+)
+# An adapter of a session that ended may still have to be brought back from its journal before it can be parked.
+_PRUNE_LOSSES = delete(CUSTOM_LOSSES).where(
+    ~exists().where(SESSIONS.c.session_id == CUSTOM_LOSSES.c.session_id, SESSIONS.c.state == "active"),
+    ~exists().where(RUNS.c.session_id == CUSTOM_LOSSES.c.session_id, RUNS.c.state == "live"),
+)
+
+
+class CustomLosses:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(self, loss: CustomLossRecord, limit: int) -> CustomLossRecord | None:
+        """The loss, or the one of this id that there is already; None where its tenant has ``limit`` of them."""
+
+        def work(cursor: Cursor) -> CustomLossRecord | None:
+            row = cursor.row(_GET_LOSS, {"id": loss.loss_id})
+            if row is not None:
+                return _record(row)
+            if cursor.number(_COUNT_LOSSES, {"tenant_id": loss.tenant_id}) >= limit:
+                return None
+            cursor.execute(_INSERT_LOSS, asdict(loss))
+            return loss
+
+        return await self._database.write(work)
+
+    async def get(self, loss_id: str) -> CustomLossRecord | None:
+        def work(cursor: Cursor) -> CustomLossRecord | None:
+            row = cursor.row(_GET_LOSS, {"id": loss_id})
+            if row is None:
+                raise_if_damaged(cursor, f"custom loss {loss_id}")
+                return None
+            return _record(row)
+
+        return await self._database.read(work)
+
+    async def prune(self) -> int:
+        """Drop those of sessions that ended, once nothing of the session's can need them; how many."""
+        return await self._database.write(lambda cursor: cursor.execute(_PRUNE_LOSSES, {}))
+
+
+def _record(row: Row) -> CustomLossRecord:
+    return CustomLossRecord(**{**row, "digest": bytes(row["digest"]), "body": bytes(row["body"])})

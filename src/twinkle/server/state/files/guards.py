@@ -1,17 +1,49 @@
-"""Space held in reserve in the data directory, so that a full disk can be cleaned by our own commands.
+"""What guards a data directory: the lock of whoever works in it, and space in reserve for when its disk is full.
 
 A server on a full disk cannot even start: SQLite wants to write before it reads. What fills the disk is often the
 journal, which only a running server prunes. So a file of some megabytes lies there for nothing else than to be removed.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import sqlite3
+import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["RESERVE_BYTES", "give_up_reserve", "is_disk_full", "keep_reserve"]
+from twinkle.server.state.errors import DataDirInUseError
+
+__all__ = ["RESERVE_BYTES", "DirectoryLock", "give_up_reserve", "is_disk_full", "keep_reserve"]
+
+_PAUSE = 0.05  # seconds between two tries
+
+
+class DirectoryLock:
+    """A file of the directory, locked until :meth:`release` or until the process ends."""
+
+    def __init__(self, data_dir: Path, *, name: str = "lock", shared: bool = False, wait_seconds: float = 0.0) -> None:
+        """``shared``: with others that share it, and with nobody who wants it alone. Blocks for ``wait_seconds``."""
+        self._fd = os.open(data_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + wait_seconds
+        while not _try(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                os.close(self._fd)
+                raise DataDirInUseError(data_dir)
+            time.sleep(_PAUSE)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def _try(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
 
 RESERVE_BYTES = 8 * 1024 * 1024
 _NAME = "reserve"
