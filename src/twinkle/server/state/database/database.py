@@ -34,6 +34,7 @@ from typing import Any, Generic, TypeVar
 from sqlalchemy import Engine, PoolProxiedConnection, Select
 from sqlalchemy.sql.dml import UpdateBase
 
+from twinkle.errors import QuotaError
 from twinkle.server.state.database.driver import Driver
 from twinkle.server.state.errors import (
     DatabaseConnectionError,
@@ -199,17 +200,21 @@ class Database:
         self._check_open()
         return await self._loop.run_in_executor(self._readers, self._read, work)
 
-    async def write(self, work: Callable[[Cursor], T]) -> T:
+    async def write(self, work: Callable[[Cursor], T | QuotaError]) -> T:
         """Run ``work`` in the writer's thread and return when it is committed.
 
         If it raises, what it wrote is undone and the error is this caller's alone. It may be run several times, all but
         the last without effect on the database. A caller that is cancelled stops waiting; its work is done all the
-        same.
+        same. A QuotaError that ``work`` returns is raised here: raised there, it would have the transaction, which
+        other callers share, done again.
         """
         self._check_open()
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[T | QuotaError] = self._loop.create_future()
         self._queue.put(_Write(work, future))
-        return await future
+        result = await future
+        if isinstance(result, QuotaError):
+            raise result
+        return result
 
     async def close(self) -> None:
         """Commit what waits and let go of the files."""

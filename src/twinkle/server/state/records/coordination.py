@@ -10,8 +10,9 @@ from enum import Enum
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
-from twinkle.server.state.database.database import Cursor, Database
+from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.tables import LEASES, OPERATOR_REQUESTS
+from twinkle.server.state.records.area import Area, RecordMapper
 
 __all__ = ["EVICT", "Claim", "Leases", "OperatorRequest", "OperatorRequests"]
 
@@ -29,12 +30,11 @@ class Claim(Enum):
     RENEWED = "renewed"  # it was ours, and nobody has had it since
 
 
-class Leases:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class Leases(Area):
+    """Work that only one of several processes may do is done by whoever holds its lease, until the lease runs out."""
 
     async def claim(self, name: str, holder: str, now: float, seconds: float) -> Claim:
-        """Hold the lease from now on for so many seconds, unless another holds it."""
+        """Take or renew a lease for so many seconds from now, unless another process holds it."""
 
         def work(cursor: Cursor) -> Claim:
             row = cursor.row(_GET_LEASE, {"lease": name})
@@ -49,7 +49,7 @@ class Leases:
         return await self._database.write(work)
 
     async def give_up(self, name: str, holder: str) -> None:
-        """Let the next one in."""
+        """End a lease early, so that another process can take it."""
 
         def work(cursor: Cursor) -> None:
             row = cursor.row(_GET_LEASE, {"lease": name})
@@ -86,32 +86,31 @@ class OperatorRequest:
     failed: bool = False
 
 
-class OperatorRequests:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+_REQUEST = RecordMapper(OperatorRequest, OPERATOR_REQUESTS)
+
+
+class OperatorRequests(Area):
+    """What operators ask of the running server on the command line, and its answers."""
 
     async def ask(self, kind: str, target: str, now: float) -> OperatorRequest:
         request = OperatorRequest(f"ask-{secrets.token_hex(8)}", kind, target, now)
-        await self._database.write(lambda cursor: cursor.execute(_INSERT, {**vars(request), "failed": 0}))
+        await self._execute(_INSERT, **_REQUEST.row(request))
         return request
 
     async def get(self, request_id: str) -> OperatorRequest | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": request_id}))
-        return None if row is None else OperatorRequest(**{**row, "failed": bool(row["failed"])})
+        return await self._first(_REQUEST, _GET, id=request_id)
 
     async def open(self) -> tuple[OperatorRequest, ...]:
-        """Those without an answer, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_OPEN, {}))
-        return tuple(OperatorRequest(**{**row, "failed": bool(row["failed"])}) for row in rows)
+        """Return the requests without an answer, oldest first."""
+        return await self._all(_REQUEST, _OPEN)
 
     async def answer(self, request_id: str, answer: str, *, failed: bool) -> None:
-        parameters = {"id": request_id, "said": answer, "is_failed": int(failed)}
-        await self._database.write(lambda cursor: cursor.execute(_ANSWER, parameters))
+        await self._execute(_ANSWER, id=request_id, said=answer, is_failed=int(failed))
 
     async def withdraw(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
-        await self._database.write(lambda cursor: cursor.execute(_DELETE, {"id": request_id}))
+        """Delete a request that nobody waits for any more."""
+        await self._execute(_DELETE, id=request_id)
 
     async def forget(self, before: float) -> None:
-        """Those asked before then, which nobody came back for."""
-        await self._database.write(lambda cursor: cursor.execute(_DELETE_OLD, {"before": before}))
+        """Delete the requests made before then, which nobody came back for."""
+        await self._execute(_DELETE_OLD, before=before)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, delete, insert, select
 
-from twinkle.server.state.database.database import Cursor, Database
+from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.tables import DAMAGE
 from twinkle.server.state.errors import DamagedRecordError
+from twinkle.server.state.records.area import Area, RecordMapper
 
 __all__ = ["Damage", "DamageRecords", "raise_if_damaged"]
 
@@ -30,28 +31,28 @@ class Damage:
     run_id: str | None = None
 
 
-class DamageRecords:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+_DAMAGE = RecordMapper(Damage, DAMAGE)
+
+
+class DamageRecords(Area):
+    """What was found damaged, one entry for each thing."""
 
     async def note(self, damage: Damage) -> None:
         """Put it on record; an earlier entry about the same thing is replaced."""
 
         def work(cursor: Cursor) -> None:
             cursor.execute(_DELETE, {"about": damage.subject})
-            cursor.execute(_INSERT, vars(damage))
+            cursor.execute(_INSERT, _DAMAGE.row(damage))
 
         await self._database.write(work)
 
     async def list(self) -> tuple[Damage, ...]:
         """Return all entries, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, {}))
-        return tuple(Damage(**row) for row in rows)
+        return await self._all(_DAMAGE, _LIST)
 
     async def of_run(self, run_id: str) -> Damage | None:
         """Return the newest entry about a run or anything of it; None: nothing was found."""
-        row = await self._database.read(lambda cursor: cursor.row(_OF_RUN, {"run": run_id}))
-        return None if row is None else Damage(**row)
+        return await self._first(_DAMAGE, _OF_RUN, run=run_id)
 
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
         """Note that a run cannot go on because of damage; returns what to tell its client."""
@@ -61,7 +62,7 @@ class DamageRecords:
 
 
 def raise_if_damaged(cursor: Cursor, subject: str) -> None:
-    """For whoever does not find a record: raise if it was there, and was damaged."""
+    """Raise DamagedRecordError where a record that is not found was there and was damaged."""
     row = cursor.row(_GET, {"about": subject})
     if row is not None:
         raise DamagedRecordError(row["message"])

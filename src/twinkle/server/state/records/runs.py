@@ -3,17 +3,16 @@
 A run has at most one snapshot: the state from which its adapter is recovered. Ops that it covers need no journal.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Literal
 
 from sqlalchemy import bindparam, delete, func, insert, or_, select, update
 
 from twinkle.errors import QuotaError
-from twinkle.model.types import LoraSpec
-from twinkle.server.state.database.database import Cursor, Database, Page, Row
+from twinkle.server.state.database.database import Cursor, Page
 from twinkle.server.state.database.tables import OPS, RUNS, SESSIONS, SNAPSHOTS
+from twinkle.server.state.records.area import Area, RecordMapper
 from twinkle.server.state.records.sessions import SESSION_ROWS
 from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 
@@ -24,42 +23,30 @@ RunState = Literal["live", "failed", "parked"]
 _DELETE_CHECKPOINTS = (
     "runs of sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
 )
+_RUN = RecordMapper(RunRecord, RUNS)
 _OF_ID = RUNS.c.run_id == bindparam("id")
 _OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")
+_OF_SESSION = RUNS.c.session_id == bindparam("session_id")
+_IS_LIVE = RUNS.c.state == "live"
 _OF_PROJECT = RUNS.c.session_id.in_(
     select(SESSIONS.c.session_id).where(SESSIONS.c.project_id == bindparam("project_id"))
 )
+_OLDEST_FIRST = (RUNS.c.created_at, RUNS.c.run_id)
 
 _INSERT = insert(RUNS)
 _GET = select(RUNS).where(_OF_ID)
-_BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
-_OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
-_IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
-_LIVE_NOTED = (
-    select(RUNS)
-    .where(RUNS.c.state == "live", RUNS.c.note == bindparam("note"))
-    .order_by(RUNS.c.created_at, RUNS.c.run_id)
-)
-_LEFT_BEHIND = (
-    select(RUNS)
-    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
-    .where(RUNS.c.state == "live", SESSIONS.c.state != "active")
-    .order_by(RUNS.c.created_at, RUNS.c.run_id)
-)
-_COUNT_LIVE = (
-    select(func.count())
-    .select_from(RUNS.join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id))
-    .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
-)
-_LIVE_OF_TENANT = (
-    select(RUNS)
-    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
-    .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
-    .order_by(RUNS.c.created_at, RUNS.c.run_id)
-)
+_BY_NUMBER = select(RUNS).where(_OF_SESSION, RUNS.c.number == bindparam("number"))
+_LIST_OF_SESSION = select(RUNS).where(_OF_SESSION).order_by(RUNS.c.number)
+_IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(*_OLDEST_FIRST)
+_LIVE_NOTED = select(RUNS).where(_IS_LIVE, RUNS.c.note == bindparam("note")).order_by(*_OLDEST_FIRST)
+_LEFT_BEHIND = select(RUNS).join(SESSIONS).where(_IS_LIVE, SESSIONS.c.state != "active").order_by(*_OLDEST_FIRST)
+# The runs that count against a tenant's limit of adapters. Those of a session that has ended do not: they are evicted.
+_COUNTED = (_OF_TENANT, _IS_LIVE, SESSIONS.c.state == "active")
+_COUNT_LIVE = select(func.count()).select_from(RUNS.join(SESSIONS)).where(*_COUNTED)
+_LIVE_OF_TENANT = select(RUNS).join(SESSIONS).where(*_COUNTED).order_by(*_OLDEST_FIRST)
 _LIVE_BY_REPLICA = (
     select(RUNS.c.replica, func.count().label("runs"))
-    .where(RUNS.c.state == "live", RUNS.c.model_name == bindparam("model_name"))
+    .where(_IS_LIVE, RUNS.c.model_name == bindparam("model_name"))
     .group_by(RUNS.c.replica)
 )
 _COUNT = select(func.count()).select_from(RUNS).where(_OF_TENANT)
@@ -73,78 +60,63 @@ _LIST = (
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
 _SET_STATE = update(RUNS).where(_OF_ID).values(state=bindparam("state"), note=bindparam("note"))
-_NOTE_LIVE = update(RUNS).where(_OF_ID, RUNS.c.state == "live").values(note=bindparam("note"))
+_NOTE_LIVE = update(RUNS).where(_OF_ID, _IS_LIVE).values(note=bindparam("note"))
 _TOUCH = (
     update(RUNS).where(_OF_ID, RUNS.c.last_request_at < bindparam("time")).values(last_request_at=bindparam("time"))
 )
 
 
-class Runs:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class Runs(Area):
+    """The runs of all tenants."""
 
     async def add(self, run: RunRecord) -> RunRecord:
-        """The run, or the one with this number that its session has already."""
-        made = await self._database.write(lambda cursor: insert_run(cursor, run))
-        assert isinstance(made, RunRecord), "without a limit there is room"
-        return made
+        """Return the run, or the one with this number that its session has already."""
+        return await self._database.write(lambda cursor: insert_run(cursor, run))
 
     async def get(self, run_id: str) -> RunRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": run_id}))
-        return None if row is None else _run(row)
+        return await self._first(_RUN, _GET, id=run_id)
 
     async def by_number(self, session_id: str, number: int) -> RunRecord | None:
-        parameters = {"session_id": session_id, "number": number}
-        row = await self._database.read(lambda cursor: cursor.row(_BY_NUMBER, parameters))
-        return None if row is None else _run(row)
+        return await self._first(_RUN, _BY_NUMBER, session_id=session_id, number=number)
 
     async def of_session(self, session_id: str) -> tuple[RunRecord, ...]:
-        """By number."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_OF_SESSION, {"session_id": session_id}))
-        return tuple(map(_run, rows))
+        """Return the runs of a session, by number."""
+        return await self._all(_RUN, _LIST_OF_SESSION, session_id=session_id)
 
     async def in_state(self, state: RunState) -> tuple[RunRecord, ...]:
-        """Oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_IN_STATE, {"state": state}))
-        return tuple(map(_run, rows))
+        """Return the runs in one state, oldest first."""
+        return await self._all(_RUN, _IN_STATE, state=state)
 
     async def left_behind(self) -> tuple[RunRecord, ...]:
-        """Live ones of sessions that have ended, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LEFT_BEHIND, {}))
-        return tuple(map(_run, rows))
+        """Return the live runs of sessions that have ended, oldest first."""
+        return await self._all(_RUN, _LEFT_BEHIND)
 
     async def live_of_tenant(self, tenant_id: str) -> tuple[RunRecord, ...]:
         """Return the runs that count against a tenant's limit of adapters, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_OF_TENANT, {"tenant_id": tenant_id}))
-        return tuple(map(_run, rows))
+        return await self._all(_RUN, _LIVE_OF_TENANT, tenant_id=tenant_id)
 
     async def live_noted(self, note: str) -> tuple[RunRecord, ...]:
-        """Live ones with this note, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_NOTED, {"note": note}))
-        return tuple(map(_run, rows))
+        """Return the live runs with this note, oldest first."""
+        return await self._all(_RUN, _LIVE_NOTED, note=note)
 
     async def live_by_replica(self, model_name: str) -> dict[str, int]:
-        """How many live runs of a base model each replica of it has."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_BY_REPLICA, {"model_name": model_name}))
+        """Return how many live runs of a base model each replica of it has."""
+        rows = await self._rows(_LIVE_BY_REPLICA, model_name=model_name)
         return {row["replica"]: row["runs"] for row in rows}
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0, project_id: str | None = None) -> Page[RunRecord]:
-        """The one with the newest request first; ``project_id`` keeps those whose session belongs to it."""
+        """Return a tenant's runs, the one with the newest request first; ``project_id``: of sessions in a project."""
         listing, count = (_LIST, _COUNT) if project_id is None else (_LIST_OF_PROJECT, _COUNT_OF_PROJECT)
-        parameters = {"tenant_id": tenant_id, "project_id": project_id, "limit": limit, "offset": offset}
-
-        def work(cursor: Cursor) -> Page[RunRecord]:
-            return Page(tuple(map(_run, cursor.rows(listing, parameters))), cursor.number(count, parameters))
-
-        return await self._database.read(work)
+        return await self._page(
+            _RUN, listing, count, tenant_id=tenant_id, project_id=project_id, limit=limit, offset=offset
+        )
 
     async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
-        parameters = {"id": run_id, "state": state, "note": note}
-        await self._database.write(lambda cursor: cursor.execute(_SET_STATE, parameters))
+        await self._execute(_SET_STATE, id=run_id, state=state, note=note)
 
     async def note_live(self, run_id: str, note: str) -> None:
-        """Of a run that is live; one that has just left keeps the note that it left with."""
-        await self._database.write(lambda cursor: cursor.execute(_NOTE_LIVE, {"id": run_id, "note": note}))
+        """Set the note of a run that is live; one that has just left keeps the note that it left with."""
+        await self._execute(_NOTE_LIVE, id=run_id, note=note)
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
         """Note the time of the newest request by run id."""
@@ -155,64 +127,25 @@ class Runs:
 def insert_run(
     cursor: Cursor, run: RunRecord, most: int | None = None, most_rows: int | None = None
 ) -> RunRecord | QuotaError:
-    """Inside a write: the run, or the one with this number that its session has already.
+    """Insert a run inside a write, and return it, or the one with this number that its session has already.
 
-    QuotaError: the tenant has ``most`` live ones, or ``most_rows`` on record. Live ones of a session that has ended do
-    not count: they are being parked.
+    Returns QuotaError where the tenant has ``most`` live runs, or ``most_rows`` on record.
     """
-    row = cursor.row(_BY_NUMBER, {"session_id": run.session_id, "number": run.number})
-    if row is not None:
-        return _run(row)
+    known = _RUN.first(cursor, _BY_NUMBER, session_id=run.session_id, number=run.number)
+    if known is not None:
+        return known
     tenant = {"tenant_id": run.tenant_id}
     if most is not None and cursor.number(_COUNT_LIVE, tenant) >= most:
         return QuotaError("adapters", most, most, "max_adapters_per_tenant")
     if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
         return QuotaError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
-    cursor.execute(_INSERT, _row(run))
+    cursor.execute(_INSERT, _RUN.row(run))
     return run
 
 
-def _row(run: RunRecord) -> Row:
-    return {
-        "run_id": run.run_id,
-        "session_id": run.session_id,
-        "number": run.number,
-        "tenant_id": run.tenant_id,
-        "base_model": run.base_model,
-        "model_name": run.model_name,
-        "spec": json.dumps(asdict(run.spec)),
-        "created_at": run.created_at,
-        "last_request_at": run.last_request_at,
-        "state": run.state,
-        "user_metadata": json.dumps(dict(run.user_metadata)),
-        "note": run.note,
-        "replica": run.replica,
-    }
+# --- snapshots --------------------------------------------------------------------------------------------------------
 
-
-def _run(row: Row) -> RunRecord:
-    return RunRecord(
-        run_id=row["run_id"],
-        session_id=row["session_id"],
-        number=row["number"],
-        tenant_id=row["tenant_id"],
-        base_model=row["base_model"],
-        model_name=row["model_name"],
-        spec=_spec(json.loads(row["spec"])),
-        created_at=row["created_at"],
-        last_request_at=row["last_request_at"],
-        state=row["state"],
-        user_metadata=json.loads(row["user_metadata"]),
-        note=row["note"],
-        replica=row["replica"],
-    )
-
-
-def _spec(fields: Row) -> LoraSpec:
-    targets = fields.pop("target_modules")
-    return LoraSpec(**fields, target_modules=tuple(targets) if isinstance(targets, list) else targets)
-
-
+_SNAPSHOT = RecordMapper(SnapshotRecord, SNAPSHOTS)
 _OF_ADAPTER = SNAPSHOTS.c.adapter_id == bindparam("id")
 
 _INSERT_SNAPSHOT = insert(SNAPSHOTS)
@@ -231,20 +164,16 @@ _MATTERING = (
 )
 
 
-class Snapshots:
-    """One an adapter."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class Snapshots(Area):
+    """The newest snapshot of each adapter."""
 
     async def set(self, snapshot: SnapshotRecord) -> SnapshotRecord | None:
-        """The one that it replaces, whose directory is now nobody's."""
+        """Put a snapshot on record; returns the one that it replaces, whose directory is now nobody's."""
 
         def work(cursor: Cursor) -> SnapshotRecord | None:
-            row = cursor.row(_GET_SNAPSHOT, {"id": snapshot.adapter_id})
-            cursor.execute(_DELETE_SNAPSHOT, {"id": snapshot.adapter_id})
-            cursor.execute(_INSERT_SNAPSHOT, asdict(snapshot))
-            return None if row is None else SnapshotRecord(**row)
+            replaced = _take(cursor, snapshot.adapter_id)
+            cursor.execute(_INSERT_SNAPSHOT, _SNAPSHOT.row(snapshot))
+            return replaced
 
         return await self._database.write(work)
 
@@ -256,29 +185,26 @@ class Snapshots:
         """
 
         def work(cursor: Cursor) -> bool:
-            row = cursor.row(_GET_SNAPSHOT, {"id": adapter_id})
-            if row is None:
-                return False
-            if row["seq"] >= seq:
-                return True
-            if cursor.number(_MATTERING, {"id": adapter_id, "after": row["seq"], "new_seq": seq}):
+            snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
+            if snapshot is None or snapshot.seq >= seq:
+                return snapshot is not None
+            if cursor.number(_MATTERING, {"id": adapter_id, "after": snapshot.seq, "new_seq": seq}):
                 return False
             cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
-            cursor.execute(_INSERT_SNAPSHOT, asdict(replace(SnapshotRecord(**row), seq=seq, failed_seq=failed_seq)))
+            cursor.execute(_INSERT_SNAPSHOT, _SNAPSHOT.row(replace(snapshot, seq=seq, failed_seq=failed_seq)))
             return True
 
         return await self._database.write(work)
 
     async def get(self, adapter_id: str) -> SnapshotRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET_SNAPSHOT, {"id": adapter_id}))
-        return None if row is None else SnapshotRecord(**row)
+        return await self._first(_SNAPSHOT, _GET_SNAPSHOT, id=adapter_id)
 
     async def delete(self, adapter_id: str) -> SnapshotRecord | None:
-        """The one that there was."""
+        """Delete the record of an adapter's snapshot; returns the one that there was."""
+        return await self._database.write(lambda cursor: _take(cursor, adapter_id))
 
-        def work(cursor: Cursor) -> SnapshotRecord | None:
-            row = cursor.row(_GET_SNAPSHOT, {"id": adapter_id})
-            cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
-            return None if row is None else SnapshotRecord(**row)
 
-        return await self._database.write(work)
+def _take(cursor: Cursor, adapter_id: str) -> SnapshotRecord | None:
+    snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
+    cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
+    return snapshot

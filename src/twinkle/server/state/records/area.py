@@ -1,0 +1,141 @@
+"""What all areas of the state share: records as rows of a table, and the queries that return them."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from types import NoneType
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from sqlalchemy import Select, Table
+from sqlalchemy.sql.dml import UpdateBase
+
+from twinkle.server.state.database.database import Cursor, Database, Page, Row
+from twinkle.server.types import BlobRef
+
+__all__ = ["Area", "RecordMapper"]
+
+R = TypeVar("R")
+_Conversion = Callable[[Any], Any]
+
+
+class RecordMapper(Generic[R]):
+    """Makes rows of the records of one dataclass, and records of rows.
+
+    A field lies in the column of its name, and its type says how: text, numbers and bytes as they are, a bool as 0 or
+    1, an enum as its value, a :class:`BlobRef` in three columns ``<field>_segment``, ``<field>_offset`` and
+    ``<field>_length``, everything else as JSON text. What is stored must never change by a byte: rows have checksums,
+    and the next version reads what this one wrote.
+    """
+
+    def __init__(self, record: type[R], table: Table | None = None) -> None:
+        """``table``: where :meth:`row` is stored; its columns that no field names are NULL then."""
+        self._record: Callable[..., R] = record
+        kinds = {name: _kind(hint) for name, hint in get_type_hints(record).items()}
+        self._columns = dict.fromkeys(column.name for column in table.c) if table is not None else {}
+        self._blobs = {
+            name: (f"{name}_segment", f"{name}_offset", f"{name}_length")
+            for name, kind in kinds.items()
+            if kind is BlobRef
+        }
+        names = [field.name for field in fields(record) if field.name not in self._blobs]  # type: ignore[arg-type]
+        self._conversions = [(name, *_conversions(kinds[name])) for name in names]
+
+    def row(self, record: R, **others: object) -> Row:
+        """Return the row of a record, with the values of ``others`` in columns that are no field."""
+        values = vars(record)
+        row = {**self._columns, **{name: store(values[name]) for name, store, _ in self._conversions}, **others}
+        for name, columns in self._blobs.items():
+            if values[name] is not None:
+                row.update(zip(columns, (values[name].segment, values[name].offset, values[name].length), strict=True))
+        return row
+
+    def record(self, row: Row) -> R:
+        """Return the record of a row, which may have more columns than the record has fields."""
+        values = {name: load(row[name]) for name, _, load in self._conversions}
+        for name, (segment, offset, length) in self._blobs.items():
+            stored = row[segment] is not None
+            values[name] = BlobRef(row[segment], row[offset], row[length]) if stored else None
+        return self._record(**values)
+
+    def first(self, cursor: Cursor, statement: Select[Any], **parameters: object) -> R | None:
+        """Return the only record that a query finds; None where it finds none."""
+        row = cursor.row(statement, parameters)
+        return None if row is None else self.record(row)
+
+    def all(self, cursor: Cursor, statement: Select[Any], **parameters: object) -> tuple[R, ...]:
+        """Return all records that a query finds."""
+        return tuple(map(self.record, cursor.rows(statement, parameters)))
+
+
+class Area:
+    """Some tables of the state with methods of their own. Each of the queries here is a transaction by itself."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def _first(self, mapper: RecordMapper[R], statement: Select[Any], **parameters: object) -> R | None:
+        return await self._database.read(lambda cursor: mapper.first(cursor, statement, **parameters))
+
+    async def _all(self, mapper: RecordMapper[R], statement: Select[Any], **parameters: object) -> tuple[R, ...]:
+        return await self._database.read(lambda cursor: mapper.all(cursor, statement, **parameters))
+
+    async def _page(
+        self, mapper: RecordMapper[R], listing: Select[Any], count: Select[Any], **parameters: object
+    ) -> Page[R]:
+        """Return the records of ``listing``, which has a limit, and the ``count`` of all that there are."""
+        return await self._database.read(
+            lambda cursor: Page(mapper.all(cursor, listing, **parameters), cursor.number(count, parameters))
+        )
+
+    async def _rows(self, statement: Select[Any], **parameters: object) -> list[Row]:
+        return await self._database.read(lambda cursor: cursor.rows(statement, parameters))
+
+    async def _number(self, statement: Select[Any], **parameters: object) -> int:
+        return await self._database.read(lambda cursor: cursor.number(statement, parameters))
+
+    async def _execute(self, statement: UpdateBase, **parameters: object) -> int:
+        """Return the number of rows that were changed."""
+        return await self._database.write(lambda cursor: cursor.execute(statement, parameters))
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of a field without ``| None``."""
+    kinds = [each for each in get_args(hint) if each is not NoneType]
+    return kinds[0] if len(kinds) == 1 and NoneType in get_args(hint) else hint
+
+
+def _conversions(kind: Any) -> tuple[_Conversion, _Conversion]:
+    """Return what stores a value of this type in a column, and what loads it."""
+    if kind in (str, int, float) or get_origin(kind) is Literal:
+        return _same, _same
+    if kind is bytes:
+        return _same, _unless_none(bytes)  # PostgreSQL's driver may return another kind of buffer
+    if kind is bool:
+        return int, bool
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _unless_none(attrgetter("value")), _unless_none(kind)
+    return _to_json, lambda text: _from_json(kind, json.loads(text))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _unless_none(convert: _Conversion) -> _Conversion:
+    return lambda value: None if value is None else convert(value)
+
+
+def _to_json(value: Any) -> str:
+    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return json.dumps(dict(plain) if isinstance(plain, Mapping) else plain)
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    """Return what JSON made a list or an object of; sequences in records are tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return kind(**{name: _from_json(None, each) for name, each in value.items()})
+    return value
