@@ -4,20 +4,6 @@ from pathlib import Path
 
 from twinkle.errors import TwinkleError, UserError
 
-__all__ = [
-    "CheckpointExistsError",
-    "DamagedRecordError",
-    "DamagedStateError",
-    "DataDirInUseError",
-    "DatabaseConnectionError",
-    "DatabaseInUseError",
-    "DatabaseUnavailableError",
-    "JournalError",
-    "SchemaVersionError",
-    "StorageFullError",
-    "StoreClosedError",
-]
-
 
 class StorageFullError(TwinkleError, OSError):
     """The disk under the data directory is full (or its quota is). Nothing of the call was kept."""

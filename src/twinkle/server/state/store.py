@@ -1,4 +1,4 @@
-"""Everything the server must still know after it was killed: a data directory, opened.
+"""The state of a server: a data directory, opened.
 
 state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
@@ -10,6 +10,7 @@ lock          held by the one server that works here, or shared by its processes
 
 import asyncio
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, make_url
@@ -54,7 +55,7 @@ class Store:
     def __init__(
         self, data_dir: Path, url: str | None, part: Part, segment_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Blocks: use :meth:`open`."""
+        """Open the directory. It blocks: use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
@@ -114,15 +115,9 @@ class Store:
         check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
         if part is Part.TOOL:
             return
-        try:
-            momentary = DirectoryLock(data_dir) if part is Part.MEMBER else None
-        except DataDirInUseError:
-            return
-        try:
+        # In use: another process of the server has looked.
+        with suppress(DataDirInUseError), DirectoryLock(data_dir) if part is Part.MEMBER else nullcontext():
             examine(database, data_dir)
-        finally:
-            if momentary is not None:
-                momentary.release()
 
     @classmethod
     async def open(
@@ -155,11 +150,11 @@ class Store:
         keep_reserve(self.data_dir)
 
     async def clear(self) -> int:
-        """Forget all that is under way, for a server that begins again; how many records are gone."""
+        """Forget all that is under way, for a server that begins again; returns how many records are gone."""
         return await clear(self._database)
 
     async def close(self) -> None:
-        """Finish what was asked for and let the next one in."""
+        """Finish what was asked for, and release the lock for the next server."""
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
@@ -176,7 +171,7 @@ class Store:
 
     @property
     def transactions(self) -> int:
-        """How many transactions were committed since opening."""
+        """Return how many transactions were committed since opening."""
         return self._database.transactions
 
 
@@ -221,16 +216,14 @@ def _is_unused(connection: Connection) -> bool:
 
 
 def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
-    """Tables never change under a running server: whoever does not hold the lock alone needs it for this moment."""
+    """Bring the tables forward. They never change under a running server: only who has the lock alone may do it."""
     deadline = time.monotonic() + (_MEMBER_SECONDS if part is Part.MEMBER else 0)
     while _is_outdated(driver):
         try:
-            momentary = None if part is Part.SERVER else DirectoryLock(data_dir)
-            try:
-                _migrate(driver)
-            finally:
-                if momentary is not None:
-                    momentary.release()
+            with nullcontext() if part is Part.SERVER else DirectoryLock(data_dir), driver.connect() as connection:
+                driver.begin_migration(connection)
+                migrate(connection)
+                driver.finish_migration(connection)
         except (DataDirInUseError, DatabaseInUseError):  # of a member: another one may be doing it now
             if time.monotonic() >= deadline:
                 raise
@@ -240,10 +233,3 @@ def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
 def _is_outdated(driver: Driver) -> bool:
     with driver.connect() as connection:
         return needs_migration(connection)
-
-
-def _migrate(driver: Driver) -> None:
-    with driver.connect() as connection:
-        driver.begin_migration(connection)
-        migrate(connection)
-        driver.finish_migration(connection)

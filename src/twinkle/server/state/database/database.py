@@ -86,7 +86,7 @@ class _Compiled:
 
 
 class Cursor:
-    """Runs statements in the transaction of whoever was given it."""
+    """Runs statements in one transaction. It belongs to the function that was given it, in that function's thread."""
 
     def __init__(self, driver_cursor: Any, engine: Engine, compiled: dict[Statement, _Compiled]) -> None:
         self.driver_cursor = driver_cursor
@@ -99,24 +99,24 @@ class Cursor:
         return [dict(zip(compiled.columns, row, strict=True)) for row in self.driver_cursor.fetchall()]
 
     def row(self, statement: Select[Any], parameters: Parameters) -> Row | None:
-        """The only row, if there is one."""
+        """Return the only row, or None where there is none."""
         rows = self.rows(statement, parameters)
         return rows[0] if rows else None
 
     def number(self, statement: Select[Any], parameters: Parameters) -> int:
-        """The only value of the only row."""
+        """Return the only value of the only row."""
         row = self.row(statement, parameters)
         assert row is not None
         return int(next(iter(row.values())))
 
     def execute(self, statement: UpdateBase, parameters: Parameters) -> int:
-        """The number of rows it changed."""
+        """Run a statement; returns the number of rows it changed."""
         compiled = self._compile(statement)
         self.driver_cursor.execute(compiled.sql, compiled.values(parameters))
         return int(self.driver_cursor.rowcount)
 
     def execute_many(self, statement: UpdateBase, parameters: Iterable[Parameters]) -> int:
-        """The number of rows they changed together."""
+        """Run a statement once for each set of parameters; returns the number of rows they changed together."""
         compiled = self._compile(statement)
         self.driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
         return int(self.driver_cursor.rowcount)
@@ -271,7 +271,7 @@ class Database:
                 self._maintain(len(group))
 
     def _next_group(self) -> tuple[list[_Write], bool]:
-        """All writes that wait (at least one), and whether the store is being closed."""
+        """Return all writes that wait (at least one), and whether the store is being closed."""
         group: list[_Write] = []
         while len(group) < _GROUP:
             try:
@@ -284,7 +284,7 @@ class Database:
         return group, False
 
     def _commit(self, group: Sequence[_Write]) -> list[Any]:
-        """The results in order, failures as :class:`_Failure`: whatever goes wrong is the caller's, as in a pool.
+        """Return the results in order, failures as :class:`_Failure`: an error is for the caller whose write it was.
 
         Hardly ever does one fail. If one does, nothing of the transaction is left, and each gets one of its own.
         """
@@ -375,7 +375,7 @@ class Database:
             self._loop.call_soon_threadsafe(_resolve, group, results)
 
     def _maintain(self, writes: int) -> None:
-        """Every now and then, let a reader's thread do what would otherwise delay a commit."""
+        """After every few hundred writes, let a reader's thread do what would otherwise delay a commit."""
         self._writes += writes
         if self._writes >= _MAINTENANCE_WRITES:
             self._writes = 0

@@ -14,7 +14,6 @@ more: whatever their writer had committed is committed, and nothing will be adde
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -25,6 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
+from twinkle.server.state.files.guards import DISK_FULL
 from twinkle.server.types import BlobRef
 
 __all__ = ["SEGMENT_BYTES", "Journal", "JournalWriters"]
@@ -36,7 +36,6 @@ _HEADER = struct.Struct("<4sIQ")  # magic, crc32, length of the data
 _SUFFIX = ".journal"
 _WRITER_SUFFIX = ".writer"
 _ALONE = 0  # the number of a writer that shares its journals with nobody
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SEGMENTS_OF_WRITER = 2**32
 _MAX_PARTS = 1000  # of one writev: IOV_MAX is 1024 on Linux
 
@@ -50,7 +49,7 @@ class JournalWriters:
         self._fd, self.own = self._claim()
 
     def is_dead(self, writer: int) -> bool:
-        """Whether nobody writes under this number any more."""
+        """Return whether no process writes under this number any more."""
         try:
             fd = os.open(self._path(writer), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -74,7 +73,7 @@ class JournalWriters:
         os.close(self._fd)
 
     def _claim(self) -> tuple[int, int]:
-        """A number that nobody had. Its file is locked before it has its name: nobody ever sees it unlocked."""
+        """Take a number that no process had. Its file is locked before it has its name: it is never seen unlocked."""
         unnamed = self._directory / f".{secrets.token_hex(8)}"
         fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -130,7 +129,7 @@ class Journal:
             fd = self._segment_for(size)
             self._write(fd, parts, size)
         except OSError as error:
-            if error.errno in _DISK_FULL:
+            if error.errno in DISK_FULL:
                 raise StorageFullError(error.errno, f"no room for {size} bytes in {self._directory}") from error
             raise
         refs = []
@@ -140,7 +139,7 @@ class Journal:
         return refs
 
     def read(self, ref: BlobRef) -> bytes:
-        """The blob, checked."""
+        """Return a blob; JournalError where it is missing or does not have its checksum."""
         try:
             fd = os.open(self._path(ref.segment), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -155,16 +154,16 @@ class Journal:
         return data
 
     def segments(self) -> list[int]:
-        """The numbers of all segments on disk, oldest first."""
+        """Return the numbers of all segments on disk, oldest first."""
         return sorted(int(path.stem) for path in self._directory.glob(f"*{_SUFFIX}"))
 
     def closed_segments(self) -> list[int]:
-        """The segments that nothing will be appended to any more."""
+        """Return the segments that nothing will be appended to any more."""
         self._check_writable()  # a reader cannot know
         return [number for number in self.segments() if self._is_closed(number)]
 
     def writers_left(self) -> set[int]:
-        """Those who left a segment."""
+        """Return the numbers of all writers of which there is a segment."""
         return {_writer_of(number) for number in self.segments()}
 
     def _is_closed(self, number: int) -> bool:
@@ -180,7 +179,7 @@ class Journal:
             self._path(number).unlink(missing_ok=True)
 
     def size(self, segments: Iterable[int] | None = None) -> int:
-        """Bytes of these segments on disk; None: of all."""
+        """Return the bytes of these segments on disk; None: of all."""
         total = 0
         for number in self.segments() if segments is None else segments:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -210,7 +209,7 @@ class Journal:
         return self._fd
 
     def _write(self, fd: int, parts: list[bytes], size: int) -> None:
-        """One system call for all parts: each gives up the interpreter lock, and getting it back can take long."""
+        """Write all parts with one system call: each gives up the interpreter lock, and may wait long to get it back."""
         try:
             written = os.writev(fd, parts[:_MAX_PARTS])
             if written < size:

@@ -45,6 +45,7 @@ from twinkle.server.state.errors import (
     StorageFullError,
 )
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, checked_columns, expected_checksum, with_checksums
+from twinkle.server.state.records.damage import Damage, lost_run
 
 __all__ = ["PostgresDriver"]
 
@@ -147,7 +148,7 @@ class PostgresDriver:
             time.sleep(_LOCK_PAUSE)
 
     def _register(self, cursor: Any) -> None:
-        """Our row, once: when a later connection does not find it, another server has taken over."""
+        """Insert our row, once: when a later connection does not find it, another server has taken over."""
         if self._is_registered:
             cursor.execute("SELECT FROM writers WHERE writer = %s", [self._writer])
             if cursor.fetchone() is None:
@@ -168,7 +169,7 @@ class PostgresDriver:
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def begin(self, cursor: Any) -> None:
-        """One round trip."""
+        """Begin a transaction and number it, in one round trip."""
         self._number += 1
         number = f"UPDATE writers SET transactions = {self._number} WHERE writer = '{self._writer}'"
         cursor.execute(f"{_BEGIN_WRITE}; {number}", prepare=False)
@@ -192,7 +193,7 @@ class PostgresDriver:
         return row is not None and row[0] == self._number
 
     def begin_migration(self, connection: Connection) -> None:
-        """No server may be working: it knows the tables as they were."""
+        """Begin a transaction while no server works with the database: it would know the tables as they were."""
         cursor = connection.connection.cursor()
         cursor.execute(_BEGIN_WRITE)
         self._take_lock(cursor, "pg_try_advisory_xact_lock")
@@ -221,7 +222,7 @@ class PostgresDriver:
                         _fail(connection, table.name, dict(row), key)
 
     def maintain(self, cursor: Any) -> None:
-        """PostgreSQL looks after itself."""
+        """Do nothing: PostgreSQL looks after itself."""
 
 
 def _configure(connection: Any, _record: object) -> None:
@@ -229,7 +230,7 @@ def _configure(connection: Any, _record: object) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The driver's words on one line. libpq's messages never name a password."""
+    """Return what the driver says, on one line. libpq's messages never name a password."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     return " ".join(str(cause).split())
 
@@ -238,7 +239,7 @@ def _fail(connection: Connection, table: str, row: dict[str, Any], key: str) -> 
     run_id = row.get("adapter_id") or row.get("run_id")
     what = f"a row of the table {table} ({key}) is damaged in the server's database"
     is_run = table in ("runs", "snapshots", "ops")
-    message = f"model {run_id}: {what}; load one of its checkpoints into a new model" if is_run else what
+    message = lost_run(run_id, what) if is_run else what
     if is_run:
         change = (
             update(RUNS).where(RUNS.c.run_id == run_id, RUNS.c.state == "live").values(state="failed", note=message)
@@ -247,11 +248,5 @@ def _fail(connection: Connection, table: str, row: dict[str, Any], key: str) -> 
     subject = f"run {run_id}" if is_run else f"row of {table} {key}"
     _logger.error("damaged: %s (tenant %s): %s", subject, row.get("tenant_id", "unknown"), message)
     if connection.execute(select(DAMAGE.c.subject).where(DAMAGE.c.subject == subject)).first() is None:
-        entry = {
-            "subject": subject,
-            "tenant_id": row.get("tenant_id"),
-            "run_id": run_id,
-            "message": message,
-            "found_at": time.time(),
-        }
-        connection.execute(with_checksums(insert(DAMAGE), connection.dialect.name)[0], entry)
+        damage = Damage(subject, message, time.time(), row.get("tenant_id"), run_id)
+        connection.execute(with_checksums(insert(DAMAGE), connection.dialect.name)[0], vars(damage))

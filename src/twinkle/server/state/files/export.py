@@ -35,7 +35,7 @@ _ALLOWED = "an age recipient (age1…) or an SSH public key (ssh-ed25519 … or 
 
 
 def check_recipients(recipients: Sequence[str], field: str) -> None:
-    """Raises for the first that is none."""
+    """Raise InvalidInputError for the first text that is no recipient."""
     if not 1 <= len(recipients) <= _MOST_RECIPIENTS:
         raise InvalidInputError(field, f"{len(recipients)} recipients", f"1 to {_MOST_RECIPIENTS}, or null")
     for index, recipient in enumerate(recipients):
@@ -46,7 +46,7 @@ def check_recipients(recipients: Sequence[str], field: str) -> None:
 
 
 def encrypt_files(directory: Path, recipients: Sequence[str]) -> None:
-    """Each file of the directory becomes ``<file>.age``."""
+    """Replace each file of the directory by an encrypted ``<file>.age``."""
     readers = [_recipient(recipient) for recipient in recipients]
     for file in sorted(directory.iterdir()):
         pyrage.encrypt_file(str(file), str(file.with_name(f"{file.name}.age")), readers)

@@ -15,13 +15,16 @@ from pathlib import Path
 
 from twinkle.server.state.errors import DataDirInUseError
 
-__all__ = ["RESERVE_BYTES", "DirectoryLock", "give_up_reserve", "is_disk_full", "keep_reserve"]
+__all__ = ["DISK_FULL", "RESERVE_BYTES", "DirectoryLock", "give_up_reserve", "is_disk_full", "keep_reserve"]
 
 _PAUSE = 0.05  # seconds between two tries
 
 
 class DirectoryLock:
-    """A file of the directory, locked until :meth:`release` or until the process ends."""
+    """A file of the directory, locked until :meth:`release`, the end of a ``with``, or the end of the process.
+
+    It says who works with a data directory: one server alone, or the processes of one server together.
+    """
 
     def __init__(self, data_dir: Path, *, name: str = "lock", shared: bool = False, wait_seconds: float = 0.0) -> None:
         """``shared``: with others that share it, and with nobody who wants it alone. Blocks for ``wait_seconds``."""
@@ -36,6 +39,12 @@ class DirectoryLock:
     def release(self) -> None:
         os.close(self._fd)
 
+    def __enter__(self) -> "DirectoryLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 
 def _try(fd: int, kind: int) -> bool:
     try:
@@ -49,7 +58,7 @@ RESERVE_BYTES = 8 * 1024 * 1024
 _NAME = "reserve"
 _LOW = 2 * 1024 * 1024  # bytes: with less than this nothing of ours works
 _PLENTY = 4 * RESERVE_BYTES  # bytes: with less than this left behind it, no reserve is made
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What SQLite says when it cannot write: which of them depends on what it was about to do.
 _SQLITE_FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_FSYNC"})
 
@@ -90,7 +99,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Return whether an error, or what caused it, says that the disk is full."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_FULL:
+        if isinstance(seen, OSError) and seen.errno in DISK_FULL:
             return True
         if isinstance(seen, sqlite3.Error) and getattr(seen, "sqlite_errorname", "") in _SQLITE_FULL:
             return True

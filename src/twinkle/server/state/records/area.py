@@ -1,22 +1,27 @@
 """What all areas of the state share: records as rows of a table, and the queries that return them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
+from functools import wraps
 from operator import attrgetter
 from types import NoneType
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from sqlalchemy import Select, Table
+from sqlalchemy import Select, Table, insert
 from sqlalchemy.sql.dml import UpdateBase
 
+from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Page, Row
 from twinkle.server.types import BlobRef
 
-__all__ = ["Area", "RecordMapper"]
+__all__ = ["Area", "RecordMapper", "in_read", "in_write"]
 
+A = TypeVar("A", bound="Area")
+P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 _Conversion = Callable[[Any], Any]
 
 
@@ -30,10 +35,11 @@ class RecordMapper(Generic[R]):
     """
 
     def __init__(self, record: type[R], table: Table | None = None) -> None:
-        """``table``: where :meth:`row` is stored; its columns that no field names are NULL then."""
+        """``table``: where records are inserted; None for those that are only read, from queries of several tables."""
         self._record: Callable[..., R] = record
         kinds = {name: _kind(hint) for name, hint in get_type_hints(record).items()}
         self._columns = dict.fromkeys(column.name for column in table.c) if table is not None else {}
+        self._insert = insert(table) if table is not None else None
         self._blobs = {
             name: (f"{name}_segment", f"{name}_offset", f"{name}_length")
             for name, kind in kinds.items()
@@ -42,14 +48,19 @@ class RecordMapper(Generic[R]):
         names = [field.name for field in fields(record) if field.name not in self._blobs]  # type: ignore[arg-type]
         self._conversions = [(name, *_conversions(kinds[name])) for name in names]
 
-    def row(self, record: R, **others: object) -> Row:
-        """Return the row of a record, with the values of ``others`` in columns that are no field."""
+    def row(self, record: R) -> Row:
+        """Return the row of a record; columns that are no field are NULL in it."""
         values = vars(record)
-        row = {**self._columns, **{name: store(values[name]) for name, store, _ in self._conversions}, **others}
+        row = self._columns | {name: store(values[name]) for name, store, _ in self._conversions}
         for name, columns in self._blobs.items():
             if values[name] is not None:
                 row.update(zip(columns, (values[name].segment, values[name].offset, values[name].length), strict=True))
         return row
+
+    def insert(self, cursor: Cursor, record: R, **others: object) -> None:
+        """Store a record as a new row, with the values of ``others`` in columns that are no field."""
+        assert self._insert is not None, "a mapper without a table only reads"
+        cursor.execute(self._insert, self.row(record) | others)
 
     def record(self, row: Row) -> R:
         """Return the record of a row, which may have more columns than the record has fields."""
@@ -98,6 +109,33 @@ class Area:
     async def _execute(self, statement: UpdateBase, **parameters: object) -> int:
         """Return the number of rows that were changed."""
         return await self._database.write(lambda cursor: cursor.execute(statement, parameters))
+
+
+def in_write(
+    method: Callable[Concatenate[A, Cursor, P], T | QuotaError],
+) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
+    """Make a coroutine of a method of an area whose body is one transaction. It runs in the database's writer thread.
+
+    It may run several times, all but the last without effect (see :meth:`Database.write`).
+    """
+
+    @wraps(method)
+    async def write(self: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._database.write(lambda cursor: method(self, cursor, *args, **kwargs))
+
+    return write
+
+
+def in_read(
+    method: Callable[Concatenate[A, Cursor, P], T],
+) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
+    """Make a coroutine of a method of an area that only reads. It runs in one of the database's reader threads."""
+
+    @wraps(method)
+    async def read(self: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._database.read(lambda cursor: method(self, cursor, *args, **kwargs))
+
+    return read
 
 
 def _kind(hint: Any) -> Any:

@@ -6,7 +6,7 @@ An entry is written in the transaction of what it tells of: both are there or ne
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,10 +54,10 @@ class Audit(Area):
         """Add an entry about something that is no change of the state."""
         await self._database.write(lambda cursor: add_entry(cursor, tenant_id, event, time.time(), details))
 
-    async def list(self, tenant_id: str, since: float, until: float, limit: int) -> tuple[AuditEntry, ...]:
+    async def list(self, tenant_id: str, since: float, until: float, limit: int) -> Sequence[AuditEntry]:
         """Return the newest ``limit`` of a tenant's entries in that time, oldest first."""
         entries = await self._all(_ENTRY, _LIST, tenant=tenant_id, since=since, until=until, limit=limit)
-        return entries[::-1]
+        return list(reversed(entries))
 
     async def prune(self, before: float, most: int = _MOST_ENTRIES) -> None:
         """Forget what is older than ``before``, and of every tenant all but the newest ``most``."""

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Mapping
 
-from sqlalchemy import Update, bindparam, delete, func, insert, select, update
+from sqlalchemy import Update, bindparam, delete, func, select, update
 
 from twinkle.server.state.database.database import Cursor, Page, Row
 from twinkle.server.state.database.tables import CHECKPOINTS, RUNS
 from twinkle.server.state.errors import CheckpointExistsError
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_write
 from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import CheckpointKind, CheckpointRecord
@@ -25,7 +25,6 @@ _NAMED = (
 _OF_TENANT = CHECKPOINTS.c.tenant_id == bindparam("tenant_id")
 _NEWEST_FIRST = (CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.run_id, CHECKPOINTS.c.kind, CHECKPOINTS.c.name)
 
-_INSERT = insert(CHECKPOINTS)
 _GET = select(CHECKPOINTS).where(_NAMED)
 _DELETE = delete(CHECKPOINTS).where(_NAMED)
 _OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
@@ -46,8 +45,10 @@ _SUMS = (
 class Checkpoints(Area):
     """The records of checkpoints: whoever deletes one deletes its directory too."""
 
-    async def add(
+    @in_write
+    def add(
         self,
+        cursor: Cursor,
         checkpoint: CheckpointRecord,
         overwrite: bool = False,
         most_bytes: int | None = None,
@@ -59,21 +60,17 @@ class Checkpoints(Area):
         replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for all files of the tenant.
         """
         name = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-
-        def work(cursor: Cursor) -> CheckpointRecord | None:
-            known = _CHECKPOINT.first(cursor, _GET, **name)
-            is_replayed = known is not None and known.request_id == checkpoint.request_id
-            if known is not None:
-                if not overwrite and not is_replayed:
-                    raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-                cursor.execute(_DELETE, name)
-            cursor.execute(_INSERT, _CHECKPOINT.row(checkpoint))
-            check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
-            if not is_replayed:
-                _audit(cursor, checkpoint, event, checkpoint.created_at, size_bytes=checkpoint.size_bytes)
-            return known
-
-        return await self._database.write(work)
+        known = _CHECKPOINT.first(cursor, _GET, **name)
+        is_replayed = known is not None and known.request_id == checkpoint.request_id
+        if known is not None:
+            if not overwrite and not is_replayed:
+                raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            cursor.execute(_DELETE, name)
+        _CHECKPOINT.insert(cursor, checkpoint)
+        check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
+        if not is_replayed:
+            _audit(cursor, checkpoint, event, checkpoint.created_at, size_bytes=checkpoint.size_bytes)
+        return known
 
     async def get(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
         return await self._first(_CHECKPOINT, _GET, **_key(run_id, kind, name))
@@ -93,20 +90,17 @@ class Checkpoints(Area):
     async def expired(self, now: float) -> tuple[CheckpointRecord, ...]:
         return await self._all(_CHECKPOINT, _EXPIRED, now=now)
 
-    async def delete(
-        self, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
+    @in_write
+    def delete(
+        self, cursor: Cursor, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
     ) -> CheckpointRecord | None:
         """Delete a record and return it; None where there is none. ``event``: what the audit log calls it."""
         key = _key(run_id, kind, name)
-
-        def work(cursor: Cursor) -> CheckpointRecord | None:
-            checkpoint = _CHECKPOINT.first(cursor, _GET, **key)
-            if checkpoint is not None:
-                cursor.execute(_DELETE, key)
-                _audit(cursor, checkpoint, event, time.time())
-            return checkpoint
-
-        return await self._database.write(work)
+        checkpoint = _CHECKPOINT.first(cursor, _GET, **key)
+        if checkpoint is not None:
+            cursor.execute(_DELETE, key)
+            _audit(cursor, checkpoint, event, time.time())
+        return checkpoint
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
         """Set when a checkpoint expires; returns whether there is such a checkpoint."""
@@ -117,17 +111,17 @@ class Checkpoints(Area):
         event = "checkpoint_publish" if public else "checkpoint_unpublish"
         return await self._change(_SET_PUBLIC, _key(run_id, kind, name), event, "public", int(public))
 
-    async def _change(self, statement: Update, key: Row, event: str, column: str, value: float | None) -> bool:
-        def work(cursor: Cursor) -> bool:
-            row = cursor.row(_GET, key)
-            if row is None:
-                return False
-            if row[column] != value:
-                cursor.execute(statement, key | {column: value})
-                _audit(cursor, _CHECKPOINT.record(row), event, time.time(), **{column: value})
-            return True
-
-        return await self._database.write(work)
+    @in_write
+    def _change(
+        self, cursor: Cursor, statement: Update, key: Row, event: str, column: str, value: float | None
+    ) -> bool:
+        row = cursor.row(_GET, key)
+        if row is None:
+            return False
+        if row[column] != value:
+            cursor.execute(statement, key | {column: value})
+            _audit(cursor, _CHECKPOINT.record(row), event, time.time(), **{column: value})
+        return True
 
     async def of_session(self, session_id: str) -> tuple[int, int]:
         """Return how many checkpoints the runs of a session have, and how large they are together."""

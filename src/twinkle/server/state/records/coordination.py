@@ -12,7 +12,7 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.tables import LEASES, OPERATOR_REQUESTS
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_write
 
 __all__ = ["EVICT", "Claim", "Leases", "OperatorRequest", "OperatorRequests"]
 
@@ -33,36 +33,29 @@ class Claim(Enum):
 class Leases(Area):
     """Work that only one of several processes may do is done by whoever holds its lease, until the lease runs out."""
 
-    async def claim(self, name: str, holder: str, now: float, seconds: float) -> Claim:
+    @in_write
+    def claim(self, cursor: Cursor, name: str, holder: str, now: float, seconds: float) -> Claim:
         """Take or renew a lease for so many seconds from now, unless another process holds it."""
+        row = cursor.row(_GET_LEASE, {"lease": name})
+        if row is None:
+            cursor.execute(_INSERT_LEASE, {"name": name, "holder": holder, "until": now + seconds})
+            return Claim.TAKEN
+        if row["holder"] != holder and row["until"] > now:
+            return Claim.REFUSED
+        cursor.execute(_TAKE, {"lease": name, "by": holder, "end": now + seconds})
+        return Claim.RENEWED if row["holder"] == holder else Claim.TAKEN
 
-        def work(cursor: Cursor) -> Claim:
-            row = cursor.row(_GET_LEASE, {"lease": name})
-            if row is None:
-                cursor.execute(_INSERT_LEASE, {"name": name, "holder": holder, "until": now + seconds})
-                return Claim.TAKEN
-            if row["holder"] != holder and row["until"] > now:
-                return Claim.REFUSED
-            cursor.execute(_TAKE, {"lease": name, "by": holder, "end": now + seconds})
-            return Claim.RENEWED if row["holder"] == holder else Claim.TAKEN
-
-        return await self._database.write(work)
-
-    async def give_up(self, name: str, holder: str) -> None:
+    @in_write
+    def give_up(self, cursor: Cursor, name: str, holder: str) -> None:
         """End a lease early, so that another process can take it."""
-
-        def work(cursor: Cursor) -> None:
-            row = cursor.row(_GET_LEASE, {"lease": name})
-            if row is not None and row["holder"] == holder:
-                cursor.execute(_TAKE, {"lease": name, "by": holder, "end": 0.0})
-
-        await self._database.write(work)
+        row = cursor.row(_GET_LEASE, {"lease": name})
+        if row is not None and row["holder"] == holder:
+            cursor.execute(_TAKE, {"lease": name, "by": holder, "end": 0.0})
 
 
 EVICT = "evict"  # an adapter, by its run
 
 _OF_ID = OPERATOR_REQUESTS.c.request_id == bindparam("id")
-_INSERT = insert(OPERATOR_REQUESTS)
 _GET = select(OPERATOR_REQUESTS).where(_OF_ID)
 _OPEN = (
     select(OPERATOR_REQUESTS)
@@ -94,7 +87,7 @@ class OperatorRequests(Area):
 
     async def ask(self, kind: str, target: str, now: float) -> OperatorRequest:
         request = OperatorRequest(f"ask-{secrets.token_hex(8)}", kind, target, now)
-        await self._execute(_INSERT, **_REQUEST.row(request))
+        await self._database.write(lambda cursor: _REQUEST.insert(cursor, request))
         return request
 
     async def get(self, request_id: str) -> OperatorRequest | None:

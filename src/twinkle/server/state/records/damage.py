@@ -3,17 +3,16 @@
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, delete, insert, select
+from sqlalchemy import bindparam, delete, select
 
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.tables import DAMAGE
 from twinkle.server.state.errors import DamagedRecordError
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_write
 
-__all__ = ["Damage", "DamageRecords", "raise_if_damaged"]
+__all__ = ["Damage", "DamageRecords", "lost_run", "raise_if_damaged"]
 
 _OF_SUBJECT = DAMAGE.c.subject == bindparam("about")
-_INSERT = insert(DAMAGE)
 _DELETE = delete(DAMAGE).where(_OF_SUBJECT)
 _GET = select(DAMAGE).where(_OF_SUBJECT)
 _LIST = select(DAMAGE).order_by(DAMAGE.c.found_at, DAMAGE.c.subject)
@@ -37,14 +36,11 @@ _DAMAGE = RecordMapper(Damage, DAMAGE)
 class DamageRecords(Area):
     """What was found damaged, one entry for each thing."""
 
-    async def note(self, damage: Damage) -> None:
+    @in_write
+    def note(self, cursor: Cursor, damage: Damage) -> None:
         """Put it on record; an earlier entry about the same thing is replaced."""
-
-        def work(cursor: Cursor) -> None:
-            cursor.execute(_DELETE, {"about": damage.subject})
-            cursor.execute(_INSERT, _DAMAGE.row(damage))
-
-        await self._database.write(work)
+        cursor.execute(_DELETE, {"about": damage.subject})
+        _DAMAGE.insert(cursor, damage)
 
     async def list(self) -> tuple[Damage, ...]:
         """Return all entries, oldest first."""
@@ -56,9 +52,14 @@ class DamageRecords(Area):
 
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
         """Note that a run cannot go on because of damage; returns what to tell its client."""
-        message = f"model {run_id}: {what}; load one of its checkpoints into a new model"
+        message = lost_run(run_id, what)
         await self.note(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
         return message
+
+
+def lost_run(run_id: object, what: str) -> str:
+    """Return what the client of a run is told that cannot go on."""
+    return f"model {run_id}: {what}; load one of its checkpoints into a new model"
 
 
 def raise_if_damaged(cursor: Cursor, subject: str) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, select, update
 
 from twinkle.server.state.database.database import Cursor, Database, Row
 from twinkle.server.state.database.tables import API_KEYS
@@ -27,7 +27,6 @@ _CACHE_SIZE = 4096
 
 _WORKS = API_KEYS.c.revoked_at.is_(None)
 _OF_ID = API_KEYS.c.key_id == bindparam("id")
-_INSERT = insert(API_KEYS)
 _LIST = select(API_KEYS).order_by(API_KEYS.c.created_at, API_KEYS.c.key_id)
 _BY_HASH = select(API_KEYS).where(API_KEYS.c.key_hash == bindparam("key_hash"), _WORKS)
 _BY_ID = select(API_KEYS).where(_OF_ID, _WORKS)
@@ -68,7 +67,7 @@ class Keys(Area):
         )
 
         def work(cursor: Cursor) -> None:
-            cursor.execute(_INSERT, _KEY.row(record, key_hash=self._hash(b"key", key)))
+            _KEY.insert(cursor, record, key_hash=self._hash(b"key", key))
             add_entry(cursor, record.tenant_id, "key_create", now, {"key_id": record.key_id, "name": name})
 
         await self._database.write(work)

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import and_, bindparam, case, delete, exists, func, insert, or_, select, update
+from sqlalchemy import and_, bindparam, case, delete, exists, func, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Row
 from twinkle.server.state.database.journal import Journal, JournalWriters
 from twinkle.server.state.database.tables import OPS, RUNS, SNAPSHOTS
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_read, in_write
 from twinkle.server.state.records.runs import insert_run
 from twinkle.server.types import Ending, Op, OpKind, OpRecord, Outcome, RunRecord
 
-__all__ = ["Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
+__all__ = ["BODIES_NEEDED", "OPS_WITH_BODIES", "OUTCOMES_NEEDED", "Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
 
 _PRUNE_BATCH = 1000  # rows deleted in one transaction
 
@@ -43,7 +43,6 @@ _SETTLED = or_(
     and_(OPS.c.finished_at.is_(None), ~_LIVE, OPS.c.accepted_at < bindparam("finished_before")),
 )
 
-_INSERT = insert(OPS)
 _GET = select(OPS).where(_AT)
 _AFTER = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number"))
 _SINCE = select(OPS).where(_AFTER, ~_FINAL).order_by(OPS.c.seq)
@@ -71,8 +70,10 @@ _FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finishe
 _DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
 _PRUNABLE = select(OPS.c.adapter_id, OPS.c.seq).where(~_REPLAYED, _SETTLED)
 _PRUNE = delete(OPS).where(_AT, ~_REPLAYED, _SETTLED)
-_BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
-_OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).distinct()
+# What of the journal is kept, also in a backup: segments of bodies and outcomes, and the ops that have such bodies.
+BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
+OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).where(OPS.c.outcome_segment.is_not(None)).distinct()
+OPS_WITH_BODIES = select(OPS.c.adapter_id, OPS.c.seq).where(_NEEDED)
 _OWNERS = RUNS.alias("owners")
 _BYTES_BY_TENANT = (
     select(
@@ -140,58 +141,53 @@ class Ops(Area):
         """Record an op, which survives our death once this returns. One with this number on record stays as it is."""
         return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
 
-    async def accept_run(
+    @in_write
+    def accept_run(
         self,
+        cursor: Cursor,
         run: RunRecord,
         op: Op,
         digest: bytes,
         now: float,
         most: int | None = None,
         most_rows: int | None = None,
-    ) -> AcceptedRun:
+    ) -> AcceptedRun | QuotaError:
         """Record a run and the op that creates its adapter, both or neither. Those that are there already are returned.
 
         ``most``: live runs of a tenant, counted here, where all processes of a server meet; ``most_rows``: of all that
         are on record. Where there are as many, QuotaError.
         """
         assert op.adapter_id == run.run_id
+        recorded = insert_run(cursor, run, most, most_rows)
+        if isinstance(recorded, QuotaError):
+            return recorded
+        if recorded is run:
+            return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
+        return AcceptedRun(recorded, _OP.first(cursor, _GET, **_at(recorded.run_id, op.seq)), created=False)
 
-        def work(cursor: Cursor) -> AcceptedRun | QuotaError:
-            recorded = insert_run(cursor, run, most, most_rows)
-            if isinstance(recorded, QuotaError):
-                return recorded
-            if recorded is run:
-                return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
-            return AcceptedRun(recorded, _OP.first(cursor, _GET, **_at(recorded.run_id, op.seq)), created=False)
-
-        return await self._database.write(work)
-
-    async def record_outcomes(self, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
+    @in_write
+    def record_outcomes(self, cursor: Cursor, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
         """Record outcomes by (adapter id, seq). The first one stands: a client may have seen it before a replay.
 
         Ops that are not on record are passed over.
         """
-
-        def work(cursor: Cursor) -> None:
-            refs = self._outcomes.append([outcome.body for _, _, outcome in outcomes])
-            cursor.execute_many(
-                _FINISH,
-                [
-                    {
-                        **_at(adapter_id, seq),
-                        "segment": ref.segment,
-                        "offset": ref.offset,
-                        "length": ref.length,
-                        "encoding": outcome.encoding.value,
-                        "failed": int(outcome.failed),
-                        "how": outcome.ending.value,
-                        "now": now,
-                    }
-                    for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
-                ],
-            )
-
-        await self._database.write(work)
+        refs = self._outcomes.append([outcome.body for _, _, outcome in outcomes])
+        cursor.execute_many(
+            _FINISH,
+            [
+                {
+                    **_at(adapter_id, seq),
+                    "segment": ref.segment,
+                    "offset": ref.offset,
+                    "length": ref.length,
+                    "encoding": outcome.encoding.value,
+                    "failed": int(outcome.failed),
+                    "how": outcome.ending.value,
+                    "now": now,
+                }
+                for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
+            ],
+        )
 
     async def get(self, adapter_id: str, seq: int) -> OpRecord | None:
         return await self._first(_OP, _GET, **_at(adapter_id, seq))
@@ -216,18 +212,13 @@ class Ops(Area):
         """Return the times of the adapter's ops that are still on record, in sequence order."""
         return await self._all(_OP_TIMES, _TIMES, adapter=adapter_id)
 
-    async def outcome(self, adapter_id: str, seq: int) -> Outcome | None:
+    @in_read
+    def outcome(self, cursor: Cursor, adapter_id: str, seq: int) -> Outcome | None:
         """Return an op's outcome; None while the op is not done, or not on record."""
-
-        def work(cursor: Cursor) -> Outcome | None:
-            record = _OP.first(cursor, _GET, **_at(adapter_id, seq))
-            if record is None or record.outcome is None or record.encoding is None:
-                return None
-            return Outcome(
-                record.encoding, self._outcomes.read(record.outcome), record.failed, record.ending or Ending.RAN
-            )
-
-        return await self._database.read(work)
+        record = _OP.first(cursor, _GET, **_at(adapter_id, seq))
+        if record is None or record.outcome is None or record.encoding is None:
+            return None
+        return Outcome(record.encoding, self._outcomes.read(record.outcome), record.failed, record.ending or Ending.RAN)
 
     async def body(self, record: OpRecord) -> bytes:
         """Return what the client sent: there for every op that recovery may replay, perhaps gone for others."""
@@ -238,15 +229,12 @@ class Ops(Area):
         parameters = [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops]
         await self._database.write(lambda cursor: cursor.execute_many(_DELIVERED, parameters))
 
-    async def forgive_downtime(self, now: float) -> None:
+    @in_write
+    def forgive_downtime(self, cursor: Cursor, now: float) -> None:
         """Keep every outcome for its whole time again: nobody could fetch one, or fetch again one whose answer was cut
         off, from a server that was down."""
-
-        def work(cursor: Cursor) -> None:
-            cursor.execute(_FINISHED_NOW, {"now": now})
-            cursor.execute(_DELIVERED_NOW, {"now": now})
-
-        await self._database.write(work)
+        cursor.execute(_FINISHED_NOW, {"now": now})
+        cursor.execute(_DELIVERED_NOW, {"now": now})
 
     async def prune(self, now: float, delivered_seconds: float, finished_seconds: float) -> Pruned:
         """Forget ops that no recovery needs and that no client will ask for; then delete files that nobody needs.
@@ -271,18 +259,19 @@ class Ops(Area):
         bodies, outcomes = await self._database.write(
             lambda _: (set(self._bodies.closed_segments()), set(self._outcomes.closed_segments()))
         )
+        return await self._delete_unneeded(bodies, outcomes, rows)
 
-        def work(cursor: Cursor) -> Pruned:
-            bodies.difference_update(row["segment"] for row in cursor.rows(_BODIES_NEEDED, {}))
-            outcomes.difference_update(row["segment"] for row in cursor.rows(_OUTCOMES_NEEDED, {}))
-            freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
-            self._bodies.delete_segments(bodies)
-            self._outcomes.delete_segments(outcomes)
-            if self._writers is not None:
-                self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
-            return Pruned(rows, len(bodies), len(outcomes), freed)
-
-        return await self._database.read(work)
+    @in_read
+    def _delete_unneeded(self, cursor: Cursor, bodies: set[int], outcomes: set[int], rows: int) -> Pruned:
+        """Delete those of the closed segments that nothing needs."""
+        bodies = bodies.difference(row["segment"] for row in cursor.rows(BODIES_NEEDED, {}))
+        outcomes = outcomes.difference(row["segment"] for row in cursor.rows(OUTCOMES_NEEDED, {}))
+        freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
+        self._bodies.delete_segments(bodies)
+        self._outcomes.delete_segments(outcomes)
+        if self._writers is not None:
+            self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
+        return Pruned(rows, len(bodies), len(outcomes), freed)
 
     def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
         known = _OP.first(cursor, _GET, **_at(op.adapter_id, op.seq))
@@ -290,7 +279,7 @@ class Ops(Area):
             return Accepted(known, created=False)
         (body,) = self._bodies.append([op.body])
         record = OpRecord(op.adapter_id, op.seq, op.kind, digest, body, accepted_at=now)
-        cursor.execute(_INSERT, _OP.row(record))
+        _OP.insert(cursor, record)
         return Accepted(record, created=True)
 
 

@@ -160,7 +160,7 @@ _ENDED_SESSIONS = update(SESSIONS).where(SESSIONS.c.state == "active").values(st
 
 
 async def clear(database: Database) -> int:
-    """How many records are gone. No server may run."""
+    """Forget what is under way; returns how many records are gone. No server may run."""
 
     def work(cursor: Cursor) -> int:
         gone = sum(cursor.execute(statement, {}) for statement in _CLEARED)

@@ -16,7 +16,7 @@ from twinkle.errors import InvalidInputError
 from twinkle.server.metric_points import MeasuredStep, MetricPoint
 from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.state.database.tables import RUN_METRIC_NAMES, RUN_METRICS, RUNS
-from twinkle.server.state.records.area import Area
+from twinkle.server.state.records.area import Area, in_write
 
 __all__ = ["MAX_NAMES", "MAX_POINTS", "MAX_POINTS_OF_TENANT", "RunMetrics"]
 
@@ -61,30 +61,26 @@ _INSERT_NAME = insert(RUN_METRIC_NAMES)
 class RunMetrics(Area):
     """The points of all runs' curves."""
 
-    async def add_steps(self, steps: Sequence[MeasuredStep]) -> None:
+    @in_write
+    def add_steps(self, cursor: Cursor, steps: Sequence[MeasuredStep]) -> None:
         """Add steps in the order in which they were taken. Those that are on record from before a restart stay."""
         run_of = attrgetter("run_id")
         by_run = {run_id: tuple(group) for run_id, group in groupby(sorted(steps, key=run_of), key=run_of)}
+        for run_id, taken in by_run.items():
+            _add_steps(cursor, run_id, taken)
 
-        def work(cursor: Cursor) -> None:
-            for run_id, taken in by_run.items():
-                _add_steps(cursor, run_id, taken)
-
-        await self._database.write(work)
-
-    async def log(self, run_id: str, step: int | None, values: Mapping[str, float], now: float) -> MetricPoint:
+    @in_write
+    def log(
+        self, cursor: Cursor, run_id: str, step: int | None, values: Mapping[str, float], now: float
+    ) -> MetricPoint:
         """Add a client's values. Without a step they belong to the newest step that the server took."""
-
-        def work(cursor: Cursor) -> MetricPoint:
-            cursor.rows(_LOCK_RUN, {"run": run_id})
-            _admit_names(cursor, run_id, values)
-            number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
-            at_step = _last_step(cursor, run_id)[1] if step is None else step
-            point = MetricPoint(number, now, "client", at_step, values)
-            _add(cursor, run_id, point, None)
-            return point
-
-        return await self._database.write(work)
+        cursor.rows(_LOCK_RUN, {"run": run_id})
+        _admit_names(cursor, run_id, values)
+        number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
+        at_step = _last_step(cursor, run_id)[1] if step is None else step
+        point = MetricPoint(number, now, "client", at_step, values)
+        _add(cursor, run_id, point, None)
+        return point
 
     async def since(self, run_id: str, number: int, limit: int) -> tuple[MetricPoint, ...]:
         """Return the points of a run after that number, oldest first."""

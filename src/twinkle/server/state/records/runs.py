@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from sqlalchemy import bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import bindparam, delete, func, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Page
 from twinkle.server.state.database.tables import OPS, RUNS, SESSIONS, SNAPSHOTS
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_write
 from twinkle.server.state.records.sessions import SESSION_ROWS
 from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 
@@ -33,7 +33,6 @@ _OF_PROJECT = RUNS.c.session_id.in_(
 )
 _OLDEST_FIRST = (RUNS.c.created_at, RUNS.c.run_id)
 
-_INSERT = insert(RUNS)
 _GET = select(RUNS).where(_OF_ID)
 _BY_NUMBER = select(RUNS).where(_OF_SESSION, RUNS.c.number == bindparam("number"))
 _LIST_OF_SESSION = select(RUNS).where(_OF_SESSION).order_by(RUNS.c.number)
@@ -139,7 +138,7 @@ def insert_run(
         return QuotaError("adapters", most, most, "max_adapters_per_tenant")
     if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
         return QuotaError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
-    cursor.execute(_INSERT, _RUN.row(run))
+    _RUN.insert(cursor, run)
     return run
 
 
@@ -148,7 +147,6 @@ def insert_run(
 _SNAPSHOT = RecordMapper(SnapshotRecord, SNAPSHOTS)
 _OF_ADAPTER = SNAPSHOTS.c.adapter_id == bindparam("id")
 
-_INSERT_SNAPSHOT = insert(SNAPSHOTS)
 _GET_SNAPSHOT = select(SNAPSHOTS).where(_OF_ADAPTER)
 _DELETE_SNAPSHOT = delete(SNAPSHOTS).where(_OF_ADAPTER)
 # An op between the snapshot and ``new_seq`` that may have changed its adapter, or has no outcome on record yet.
@@ -167,34 +165,28 @@ _MATTERING = (
 class Snapshots(Area):
     """The newest snapshot of each adapter."""
 
-    async def set(self, snapshot: SnapshotRecord) -> SnapshotRecord | None:
+    @in_write
+    def set(self, cursor: Cursor, snapshot: SnapshotRecord) -> SnapshotRecord | None:
         """Put a snapshot on record; returns the one that it replaces, whose directory is now nobody's."""
+        replaced = _take(cursor, snapshot.adapter_id)
+        _SNAPSHOT.insert(cursor, snapshot)
+        return replaced
 
-        def work(cursor: Cursor) -> SnapshotRecord | None:
-            replaced = _take(cursor, snapshot.adapter_id)
-            cursor.execute(_INSERT_SNAPSHOT, _SNAPSHOT.row(snapshot))
-            return replaced
-
-        return await self._database.write(work)
-
-    async def advance(self, adapter_id: str, seq: int, failed_seq: int | None) -> bool:
+    @in_write
+    def advance(self, cursor: Cursor, adapter_id: str, seq: int, failed_seq: int | None) -> bool:
         """Let the adapter's snapshot cover all ops up to ``seq`` too, none of which changed the adapter.
 
         Only for adapters of Tinker's protocol, whose forward passes leave nothing behind. Returns False and changes
         nothing where one of these ops is not an answered forward pass, or where there is no snapshot.
         """
-
-        def work(cursor: Cursor) -> bool:
-            snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
-            if snapshot is None or snapshot.seq >= seq:
-                return snapshot is not None
-            if cursor.number(_MATTERING, {"id": adapter_id, "after": snapshot.seq, "new_seq": seq}):
-                return False
-            cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
-            cursor.execute(_INSERT_SNAPSHOT, _SNAPSHOT.row(replace(snapshot, seq=seq, failed_seq=failed_seq)))
-            return True
-
-        return await self._database.write(work)
+        snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
+        if snapshot is None or snapshot.seq >= seq:
+            return snapshot is not None
+        if cursor.number(_MATTERING, {"id": adapter_id, "after": snapshot.seq, "new_seq": seq}):
+            return False
+        cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
+        _SNAPSHOT.insert(cursor, replace(snapshot, seq=seq, failed_seq=failed_seq))
+        return True
 
     async def get(self, adapter_id: str) -> SnapshotRecord | None:
         return await self._first(_SNAPSHOT, _GET_SNAPSHOT, id=adapter_id)

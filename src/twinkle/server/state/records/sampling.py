@@ -5,12 +5,12 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_read, in_write
 from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
-__all__ = ["SAMPLING_SESSION_ROWS", "SamplingSessions"]
+__all__ = ["ACTIVE_DIRECTORIES", "SAMPLING_SESSION_ROWS", "SamplingSessions"]
 
 SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
 _END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
@@ -21,7 +21,6 @@ _OF_SESSION = SAMPLING_SESSIONS.c.session_id == bindparam("session_id")
 _COUNT = (
     select(func.count()).select_from(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant_id"))
 )
-_INSERT = insert(SAMPLING_SESSIONS)
 _GET = select(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
 _BY_NUMBER = select(SAMPLING_SESSIONS).where(_OF_SESSION, SAMPLING_SESSIONS.c.number == bindparam("number"))
 _ABANDONED = (
@@ -33,14 +32,15 @@ _ABANDONED = (
         SESSIONS.c.last_seen < bindparam("before"),
     )
 )
-_ACTIVE = (
+# Weights that somebody may still sample from.
+ACTIVE_DIRECTORIES = (
     select(SAMPLING_SESSIONS.c.directory)
     .join(SESSIONS)
     .where(SESSIONS.c.state == "active", SAMPLING_SESSIONS.c.directory.is_not(None))
 )
 _COUNT_ACTIVE = select(func.count()).select_from(SAMPLING_SESSIONS.join(SESSIONS)).where(SESSIONS.c.state == "active")
 _REFERRING = select(func.count()).select_from(
-    _ACTIVE.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
+    ACTIVE_DIRECTORIES.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
 )
 _ORPHANED = (
     select(SAMPLING_SESSIONS)
@@ -49,7 +49,7 @@ _ORPHANED = (
         SAMPLING_SESSIONS.c.version_id != SAMPLING_SESSIONS.c.sampling_session_id,
         SESSIONS.c.state != "active",
         SAMPLING_SESSIONS.c.directory.not_in(select(CHECKPOINTS.c.directory)),
-        SAMPLING_SESSIONS.c.directory.not_in(_ACTIVE),
+        SAMPLING_SESSIONS.c.directory.not_in(ACTIVE_DIRECTORIES),
     )
 )
 _OF_CLIENT = (SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")) & (
@@ -71,43 +71,39 @@ _LIST = select(SAMPLING_SESSIONS).where(_OF_SESSION).order_by(SAMPLING_SESSIONS.
 class SamplingSessions(Area):
     """The sampling sessions of all tenants, and the clients that share one."""
 
-    async def create(
-        self, sampling: SamplingSessionRecord, most_bytes: int | None = None, most_rows: int | None = None
-    ) -> SamplingSessionRecord:
+    @in_write
+    def create(
+        self,
+        cursor: Cursor,
+        sampling: SamplingSessionRecord,
+        most_bytes: int | None = None,
+        most_rows: int | None = None,
+    ) -> SamplingSessionRecord | QuotaError:
         """Return the sampling session, or the one with this number that its session has already.
 
         ``most_bytes``: of all files of the tenant. ``most_rows``: of its sampling sessions on record; where there are
         as many, QuotaError.
         """
-
-        def work(cursor: Cursor) -> SamplingSessionRecord | QuotaError:
-            known = _SAMPLING.first(cursor, _BY_NUMBER, session_id=sampling.session_id, number=sampling.number)
-            if known is not None:
-                return known
-            if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
-                return QuotaError(
-                    "sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS
-                )
-            cursor.execute(_INSERT, _SAMPLING.row(sampling))
-            check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
-            return sampling
-
-        return await self._database.write(work)
+        known = _SAMPLING.first(cursor, _BY_NUMBER, session_id=sampling.session_id, number=sampling.number)
+        if known is not None:
+            return known
+        if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
+            return QuotaError("sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS)
+        _SAMPLING.insert(cursor, sampling)
+        check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
+        return sampling
 
     async def active(self) -> int:
         """Return how many sampling sessions belong to active sessions."""
         return await self._number(_COUNT_ACTIVE)
 
-    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+    @in_read
+    def get(self, cursor: Cursor, sampling_session_id: str) -> SamplingSessionRecord | None:
         """Return a sampling session; DamagedRecordError where its record was damaged."""
-
-        def work(cursor: Cursor) -> SamplingSessionRecord | None:
-            found = _SAMPLING.first(cursor, _GET, id=sampling_session_id)
-            if found is None:
-                raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
-            return found
-
-        return await self._database.read(work)
+        found = _SAMPLING.first(cursor, _GET, id=sampling_session_id)
+        if found is None:
+            raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
+        return found
 
     async def of_session(self, session_id: str) -> tuple[SamplingSessionRecord, ...]:
         """Return the sampling sessions of a session, by number."""
@@ -125,34 +121,26 @@ class SamplingSessions(Area):
         """Return those of sessions that ended whose checkpoint was replaced or deleted: its files can go."""
         return await self._all(_SAMPLING, _ORPHANED)
 
-    async def delete(self, sampling_session_id: str) -> None:
-        def work(cursor: Cursor) -> None:
-            cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
-            cursor.execute(_DELETE, {"id": sampling_session_id})
-
-        await self._database.write(work)
+    @in_write
+    def delete(self, cursor: Cursor, sampling_session_id: str) -> None:
+        cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
+        cursor.execute(_DELETE, {"id": sampling_session_id})
 
     # --- its clients --------------------------------------------------------------------------------------------------
 
-    async def join(self, sampling_session_id: str) -> int:
+    @in_write
+    def join(self, cursor: Cursor, sampling_session_id: str) -> int:
         """Return a number for one more client of the sampling session, which no other has. The first client is 0."""
+        number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
+        cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
+        return number
 
-        def work(cursor: Cursor) -> int:
-            number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
-            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
-            return number
-
-        return await self._database.write(work)
-
-    async def set_numbers_in_use(self, sampling_session_id: str, client: int, numbers: range) -> None:
+    @in_write
+    def set_numbers_in_use(self, cursor: Cursor, sampling_session_id: str, client: int, numbers: range) -> None:
         """Note the sequence numbers that the client may have under way, from now until this is called again."""
-
-        def work(cursor: Cursor) -> None:
-            values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
-            if cursor.execute(_SET_CLIENT, values) == 0:
-                cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
-
-        await self._database.write(work)
+        values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
+        if cursor.execute(_SET_CLIENT, values) == 0:
+            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
 
     async def numbers_in_use(self, sampling_session_id: str, client: int) -> range:
         rows = await self._rows(_GET_CLIENT, id=sampling_session_id, nr=client)

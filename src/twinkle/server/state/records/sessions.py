@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Literal
 
-from sqlalchemy import and_, bindparam, delete, exists, func, insert, or_, select, update
+from sqlalchemy import and_, bindparam, delete, exists, func, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Page
 from twinkle.server.state.database.tables import CUSTOM_LOSSES, RUNS, SESSIONS
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area, RecordMapper, in_read, in_write
 from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.types import CustomLossRecord, FinishReason, SessionRecord
@@ -28,7 +28,6 @@ _OF_ID = SESSIONS.c.session_id == bindparam("id")
 _ACTIVE = SESSIONS.c.state == "active"
 _NEWEST_FIRST = (SESSIONS.c.created_at.desc(), SESSIONS.c.session_id)
 
-_INSERT = insert(SESSIONS)
 _GET = select(SESSIONS).where(_OF_ID)
 _BY_KEY = select(SESSIONS).where(_OF_TENANT, SESSIONS.c.idempotency_key == bindparam("idempotency_key"))
 _COUNT = select(func.count()).select_from(SESSIONS).where(_OF_TENANT)
@@ -62,35 +61,33 @@ _FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
 class Sessions(Area):
     """The sessions of all tenants."""
 
-    async def create(
+    @in_write
+    def create(
         self,
+        cursor: Cursor,
         session: SessionRecord,
         idempotency_key: str | None = None,
         most: int | None = None,
         most_rows: int | None = None,
-    ) -> SessionRecord:
+    ) -> SessionRecord | QuotaError:
         """Return the session, or the one that this tenant created with the same key before.
 
         ``most``: active sessions of the tenant, ``most_rows``: all that are on record; where there are as many,
         QuotaError.
         """
-
-        def work(cursor: Cursor) -> SessionRecord | QuotaError:
-            tenant = {"tenant_id": session.tenant_id}
-            if idempotency_key is not None:
-                known = _SESSION.first(cursor, _BY_KEY, **tenant, idempotency_key=idempotency_key)
-                if known is not None:
-                    return known
-            if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, tenant) >= most:
-                return QuotaError("active sessions", most, most, "max_sessions_per_tenant")
-            if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
-                return QuotaError("sessions on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
-            cursor.execute(_INSERT, _SESSION.row(session, idempotency_key=idempotency_key))
-            details = {"session_id": session.session_id, "project_id": session.project_id}
-            add_entry(cursor, session.tenant_id, "session_create", session.created_at, details)
-            return session
-
-        return await self._database.write(work)
+        tenant = {"tenant_id": session.tenant_id}
+        if idempotency_key is not None:
+            known = _SESSION.first(cursor, _BY_KEY, **tenant, idempotency_key=idempotency_key)
+            if known is not None:
+                return known
+        if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, tenant) >= most:
+            return QuotaError("active sessions", most, most, "max_sessions_per_tenant")
+        if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
+            return QuotaError("sessions on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
+        _SESSION.insert(cursor, session, idempotency_key=idempotency_key)
+        details = {"session_id": session.session_id, "project_id": session.project_id}
+        add_entry(cursor, session.tenant_id, "session_create", session.created_at, details)
+        return session
 
     async def get(self, session_id: str) -> SessionRecord | None:
         return await self._first(_SESSION, _GET, id=session_id)
@@ -117,8 +114,10 @@ class Sessions(Area):
         seen = [{"id": session_id, "seen": time} for session_id, time in last_seen.items()]
         await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, seen))
 
-    async def end(
+    @in_write
+    def end(
         self,
+        cursor: Cursor,
         session_id: str,
         state: Literal["finished", "expired"],
         now: float,
@@ -127,40 +126,31 @@ class Sessions(Area):
     ) -> bool:
         """End a session; returns whether it was active. One that had ended before keeps its state and reason."""
         parameters = {"id": session_id, "end": state, "reason": reason, "detail": detail}
+        if not cursor.execute(_END, parameters):
+            return False
+        session = _existing(cursor, session_id)
+        event = "session_finish" if state == "finished" else "session_expire"
+        add_entry(cursor, session.tenant_id, event, now, {"session_id": session_id, "reason": reason})
+        return True
 
-        def work(cursor: Cursor) -> bool:
-            if not cursor.execute(_END, parameters):
-                return False
-            session = _existing(cursor, session_id)
-            event = "session_finish" if state == "finished" else "session_expire"
-            add_entry(cursor, session.tenant_id, event, now, {"session_id": session_id, "reason": reason})
-            return True
-
-        return await self._database.write(work)
-
-    async def note(self, session_id: str, key: str, name: str, value: object) -> None:
+    @in_write
+    def note(self, cursor: Cursor, session_id: str, key: str, name: str, value: object) -> None:
         """Set ``user_metadata[key][name]`` of a session that exists."""
-
-        def work(cursor: Cursor) -> None:
-            metadata: dict[str, object] = dict(_existing(cursor, session_id).user_metadata)
-            noted = metadata.get(key, {})
-            assert isinstance(noted, dict), "it was made here"
-            metadata[key] = {**noted, name: value}
-            cursor.execute(_SET_METADATA, {"id": session_id, "user_metadata": json.dumps(metadata)})
-
-        await self._database.write(work)
+        metadata: dict[str, object] = dict(_existing(cursor, session_id).user_metadata)
+        noted = metadata.get(key, {})
+        assert isinstance(noted, dict), "it was made here"
+        metadata[key] = {**noted, name: value}
+        cursor.execute(_SET_METADATA, {"id": session_id, "user_metadata": json.dumps(metadata)})
 
     async def active(self) -> int:
         """Return how many active sessions there are."""
         return await self._number(_COUNT_ACTIVE)
 
-    async def set_project(self, session: SessionRecord, project_id: str, now: float) -> None:
-        def work(cursor: Cursor) -> None:
-            details = {"session_id": session.session_id, "project_id": project_id}
-            cursor.execute(_SET_PROJECT, {"id": session.session_id, "project_id": project_id})
-            add_entry(cursor, session.tenant_id, "project_assign", now, details)
-
-        await self._database.write(work)
+    @in_write
+    def set_project(self, cursor: Cursor, session: SessionRecord, project_id: str, now: float) -> None:
+        details = {"session_id": session.session_id, "project_id": project_id}
+        cursor.execute(_SET_PROJECT, {"id": session.session_id, "project_id": project_id})
+        add_entry(cursor, session.tenant_id, "project_assign", now, details)
 
     async def forgive_downtime(self, now: float) -> int:
         """Count all active sessions as seen now, because nobody could reach a server that was down; return how many."""
@@ -176,7 +166,6 @@ def _existing(cursor: Cursor, session_id: str) -> SessionRecord:
 # --- custom losses ----------------------------------------------------------------------------------------------------
 
 _LOSS = RecordMapper(CustomLossRecord, CUSTOM_LOSSES)
-_INSERT_LOSS = insert(CUSTOM_LOSSES)
 _GET_LOSS = select(CUSTOM_LOSSES).where(CUSTOM_LOSSES.c.loss_id == bindparam("id"))
 _COUNT_LOSSES = (
     select(func.count()).select_from(CUSTOM_LOSSES).where(CUSTOM_LOSSES.c.tenant_id == bindparam("tenant_id"))
@@ -191,30 +180,24 @@ _PRUNE_LOSSES = delete(CUSTOM_LOSSES).where(
 class CustomLosses(Area):
     """What the loss graphs of sessions were created from."""
 
-    async def create(self, loss: CustomLossRecord, limit: int) -> CustomLossRecord | None:
+    @in_write
+    def create(self, cursor: Cursor, loss: CustomLossRecord, limit: int) -> CustomLossRecord | None:
         """Return the loss, or the one of this id that there is already; None where its tenant has ``limit`` of them."""
+        known = _LOSS.first(cursor, _GET_LOSS, id=loss.loss_id)
+        if known is not None:
+            return known
+        if cursor.number(_COUNT_LOSSES, {"tenant_id": loss.tenant_id}) >= limit:
+            return None
+        _LOSS.insert(cursor, loss)
+        return loss
 
-        def work(cursor: Cursor) -> CustomLossRecord | None:
-            known = _LOSS.first(cursor, _GET_LOSS, id=loss.loss_id)
-            if known is not None:
-                return known
-            if cursor.number(_COUNT_LOSSES, {"tenant_id": loss.tenant_id}) >= limit:
-                return None
-            cursor.execute(_INSERT_LOSS, _LOSS.row(loss))
-            return loss
-
-        return await self._database.write(work)
-
-    async def get(self, loss_id: str) -> CustomLossRecord | None:
+    @in_read
+    def get(self, cursor: Cursor, loss_id: str) -> CustomLossRecord | None:
         """Return a loss; DamagedRecordError where its record was damaged."""
-
-        def work(cursor: Cursor) -> CustomLossRecord | None:
-            found = _LOSS.first(cursor, _GET_LOSS, id=loss_id)
-            if found is None:
-                raise_if_damaged(cursor, f"custom loss {loss_id}")
-            return found
-
-        return await self._database.read(work)
+        found = _LOSS.first(cursor, _GET_LOSS, id=loss_id)
+        if found is None:
+            raise_if_damaged(cursor, f"custom loss {loss_id}")
+        return found
 
     async def prune(self) -> int:
         """Drop the losses of sessions that ended, once nothing of the session can need them; return how many."""
