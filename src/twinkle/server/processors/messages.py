@@ -23,18 +23,6 @@ import numpy as np
 
 from twinkle.errors import InvalidInputError, QuotaError, ShuttingDownError, UnsupportedError
 
-__all__ = [
-    "Answers",
-    "Frame",
-    "FrameTooLargeError",
-    "Outcome",
-    "Settings",
-    "pack",
-    "read_frame",
-    "receive_frame",
-    "to_json",
-]
-
 _LENGTHS = struct.Struct(">IQ")
 _MOST_HEADER_BYTES = 2**20
 
@@ -70,13 +58,13 @@ class Settings:
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"") -> list[bytes]:
-    """The parts of a frame, to be written one after another: a large body is not copied."""
+    """Return the parts of a frame, to be written one after another: a large body is not copied."""
     text = json.dumps(header).encode()
     return [_LENGTHS.pack(len(text), len(body)) + text, body]
 
 
 def read_frame(stream: BinaryIO) -> Frame | None:
-    """The next frame; None at the end of the stream."""
+    """Return the next frame; None at the end of the stream."""
     lengths = stream.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None
@@ -102,7 +90,10 @@ async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
 
 
 def to_json(value: object) -> str:
-    """Raises UnsupportedError for what JSON cannot hold: bytes, images and other objects."""
+    """Return JSON: arrays and tensors are lists, numbers that are not finite null, times text.
+
+    UnsupportedError for what JSON cannot hold: bytes, images and other objects.
+    """
     try:
         return json.dumps(value, allow_nan=False, default=_listed)
     except ValueError:  # a number that is not finite: the rare case may take longer
@@ -145,19 +136,19 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of the answer; of one that is not there yet, or an error, none."""
+        """Return the bytes of the answer; 0 where it is not there yet, or is an error."""
         done = self.task.done() and not self.task.cancelled() and self.task.exception() is None
         return len(self.task.result()) if done else 0
 
 
 class Answers:
-    """Of one session. Only the last ones are kept: whoever sends a request again does it soon."""
+    """The answers to one session's requests. Only the last ones are kept: a client sends a request again soon."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def once(self, key: str | None, digest: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
-        """What ``work`` returns or raises, now or when this key was first used. ``digest`` is the request's.
+        """Return or raise what ``work`` does, now or when this key was first used. ``digest``: of the request.
 
         The work goes on when the client who waits for it leaves.
         """

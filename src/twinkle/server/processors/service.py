@@ -112,13 +112,13 @@ class ProcessorService:
         }
 
     async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
-        """The id of a new processor."""
+        """Make a processor; returns its id."""
         session = self._sessions.setdefault(session_id, _Session(tenant_id))
         answer = await self._once(session, idempotency_key, b"create", body, lambda: self._create(session, body))
         return answer.decode()
 
     async def call(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> bytes:
-        """``{"result": …}``, as JSON. Raises GoneError at the end of a pass."""
+        """Call a function of a processor; returns ``{"result": …}``, as JSON. GoneError at the end of a pass."""
         session = self._session(tenant_id, session_id)
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
 
@@ -132,12 +132,12 @@ class ProcessorService:
 
     @property
     def budget(self) -> Budget:
-        """The bytes of batches that all workers keep for references."""
+        """Return the bytes of batches that all workers keep for references, and their limit."""
         used = sum(session.kept_bytes for session in self._sessions.values())
         return Budget("referenced_batches", used, self._limits.batch_bytes)
 
     async def end_session(self, session_id: str) -> None:
-        """Ends its worker; nothing of it is left."""
+        """End the session's worker, with all that it has in memory and on disk."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             session.over = True
@@ -228,7 +228,7 @@ class ProcessorService:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _check_room(self, session: _Session) -> None:
-        """Nothing is awaited between this and the counting, so that no two requests take the same place."""
+        """Raise QuotaError where the tenant has its processors. Nothing may be awaited before the new one counts."""
         if self._stopping:
             raise ShuttingDownError
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
@@ -267,7 +267,7 @@ class ProcessorService:
         session.has_slot = True
 
     async def _end_if_empty(self, session: _Session) -> None:
-        """A worker without objects has nothing to keep, and another session may need its place."""
+        """End a worker without objects: another session may need its place."""
         worker = session.worker
         if worker is not None and not (session.live or session.being_made or session.waiting):
             session.worker, session.has_slot, session.kept_bytes = None, False, 0
@@ -275,7 +275,7 @@ class ProcessorService:
 
 
 def _opened(frame: Frame) -> Frame:
-    """What the worker says as the error it is."""
+    """Return the frame, or raise the error that the worker reports in it."""
     match frame.header["outcome"]:
         case "ok":
             return frame
@@ -300,7 +300,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def configured_processors(
     config: ServerConfig, tokenizers: Mapping[str, str | None], place: str = ""
 ) -> ProcessorService | None:
-    """None where the configuration has no application for it.
+    """Return the processor service; None where the configuration has no application for it.
 
     ``tokenizers``: folders by the name of the served model. ``place``: of one among several in their directory.
     """

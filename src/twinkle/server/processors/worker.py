@@ -39,7 +39,7 @@ class Workbench:
         self._context = Context(self.objects, sources)
 
     def create(self, body: bytes) -> str:
-        """The id of a new object."""
+        """Make an object; returns its id."""
         request = _parsed(body)
         kind, name = _taken(request, "processor_type"), _taken(request, "class_type")
         entry = catalog.entry(kind, name)
@@ -48,7 +48,7 @@ class Workbench:
         return self.objects.add(kind, name, made).processor_id
 
     def call(self, body: bytes) -> str:
-        """The result of a function, as JSON."""
+        """Call a function of an object; returns its result, as JSON."""
         request = _parsed(body)
         live = self.objects.get("processor_id", _taken(request, "processor_id"))
         name = _taken(request, "function")
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes under numbers of their own: print() and whatever reads stdin must not meet our messages."""
+    """Return the pipes under numbers of their own: print() and what reads stdin must not meet our messages."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -211,13 +211,13 @@ class _Desk:
         return text
 
     def _unexpected(self, error: Exception) -> tuple[Outcome, str]:
-        """Most are wrong data; whatever it was, the log has all of it."""
+        """Return outcome and text of an error that is not ours: most are wrong data. The log has all of it."""
         if isinstance(error, OSError) and not isinstance(error, TwinkleError):
             return "failed", "the server could not read or write a file; its log has the details"
         return "user", f"{type(error).__name__}: {_OUR_PATHS.sub('…', self._shown(error))[:2000]}"
 
     def _shown(self, error: Exception) -> str:
-        """Without the folders of served models."""
+        """Return the text of an error without the folders of served models."""
         text = str(error)
         for name, folder in self._settings.tokenizers.items():
             text = text if folder is None else text.replace(folder, name)
