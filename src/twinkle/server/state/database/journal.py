@@ -209,7 +209,7 @@ class Journal:
         return self._fd
 
     def _write(self, fd: int, parts: list[bytes], size: int) -> None:
-        """Write all parts with one system call: each gives up the interpreter lock, and may wait long to get it back."""
+        """Write all parts with one system call: each gives up the interpreter lock, and may wait for it afterwards."""
         try:
             written = os.writev(fd, parts[:_MAX_PARTS])
             if written < size:
