@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import CheckpointError
-from twinkle.server.state import JournalError
 from twinkle.server.state.database.journal import Journal
 from twinkle.server.state.database.sqlite import as_sql
+from twinkle.server.state.errors import JournalError
 from twinkle.server.state.files.file_checksums import damaged_files
 from twinkle.server.state.integrity.copies import copied_database, secret_problem
 from twinkle.server.state.integrity.sqlite_check import check_structure, connect, is_whole, read_table, row_tables

@@ -32,7 +32,7 @@ from twinkle.server.state.records.coordination import Leases, OperatorRequests
 from twinkle.server.state.records.damage import DamageRecords
 from twinkle.server.state.records.keys import Keys
 from twinkle.server.state.records.ops import Ops
-from twinkle.server.state.records.retention import Retention, clear
+from twinkle.server.state.records.retention import Retention
 from twinkle.server.state.records.run_metrics import RunMetrics
 from twinkle.server.state.records.runs import Runs, Snapshots
 from twinkle.server.state.records.sampling import SamplingSessions
@@ -151,7 +151,7 @@ class Store:
 
     async def clear(self) -> int:
         """Forget all that is under way, for a server that begins again; returns how many records are gone."""
-        return await clear(self._database)
+        return await self.retention.clear()
 
     async def close(self) -> None:
         """Finish what was asked for, and release the lock for the next server."""

@@ -1,7 +1,7 @@
 """What all areas of the state share: records as rows of a table, and the queries that return them."""
 
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from functools import wraps
@@ -38,34 +38,42 @@ class RecordMapper(Generic[R]):
         """``table``: where records are inserted; None for those that are only read, from queries of several tables."""
         self._record: Callable[..., R] = record
         kinds = {name: _kind(hint) for name, hint in get_type_hints(record).items()}
-        self._columns = dict.fromkeys(column.name for column in table.c) if table is not None else {}
+        self._columns: Row = dict.fromkeys(column.name for column in table.c) if table is not None else {}
         self._insert = insert(table) if table is not None else None
-        self._blobs = {
-            name: (f"{name}_segment", f"{name}_offset", f"{name}_length")
-            for name, kind in kinds.items()
-            if kind is BlobRef
-        }
-        names = [field.name for field in fields(record) if field.name not in self._blobs]  # type: ignore[arg-type]
-        self._conversions = [(name, *_conversions(kinds[name])) for name in names]
+        blobs = [name for name, kind in kinds.items() if kind is BlobRef]
+        self._blobs = [(name, f"{name}_segment", f"{name}_offset", f"{name}_length") for name in blobs]
+        self._names = [field.name for field in fields(record) if field.name not in blobs]  # type: ignore[arg-type]
+        conversions = {name: _conversions(kinds[name]) for name in self._names}
+        # Most values are stored as they are: accepting an op comes here, and calls only what has something to do.
+        self._stores = [(name, store) for name, (store, _) in conversions.items() if store is not _same]
+        self._loads = [(name, load) for name, (_, load) in conversions.items() if load is not _same]
 
     def row(self, record: R) -> Row:
         """Return the row of a record; columns that are no field are NULL in it."""
-        values = vars(record)
-        row = self._columns | {name: store(values[name]) for name, store, _ in self._conversions}
-        for name, columns in self._blobs.items():
-            if values[name] is not None:
-                row.update(zip(columns, (values[name].segment, values[name].offset, values[name].length), strict=True))
+        row = self._columns | vars(record)
+        for name, store in self._stores:
+            if row[name] is not None:
+                row[name] = store(row[name])
+        for name, segment, offset, length in self._blobs:
+            ref = row.pop(name)
+            if ref is not None:
+                row[segment], row[offset], row[length] = ref.segment, ref.offset, ref.length
         return row
 
     def insert(self, cursor: Cursor, record: R, **others: object) -> None:
         """Store a record as a new row, with the values of ``others`` in columns that are no field."""
         assert self._insert is not None, "a mapper without a table only reads"
-        cursor.execute(self._insert, self.row(record) | others)
+        row = self.row(record)
+        row.update(others)
+        cursor.execute(self._insert, row)
 
     def record(self, row: Row) -> R:
         """Return the record of a row, which may have more columns than the record has fields."""
-        values = {name: load(row[name]) for name, _, load in self._conversions}
-        for name, (segment, offset, length) in self._blobs.items():
+        values = {name: row[name] for name in self._names}
+        for name, load in self._loads:
+            if values[name] is not None:
+                values[name] = load(values[name])
+        for name, segment, offset, length in self._blobs:
             stored = row[segment] is not None
             values[name] = BlobRef(row[segment], row[offset], row[length]) if stored else None
         return self._record(**values)
@@ -110,6 +118,10 @@ class Area:
         """Return the number of rows that were changed."""
         return await self._database.write(lambda cursor: cursor.execute(statement, parameters))
 
+    async def _execute_many(self, statement: UpdateBase, parameters: Sequence[Row]) -> int:
+        """Return the number of rows that were changed together."""
+        return await self._database.write(lambda cursor: cursor.execute_many(statement, parameters))
+
 
 def in_write(
     method: Callable[Concatenate[A, Cursor, P], T | QuotaError],
@@ -145,24 +157,20 @@ def _kind(hint: Any) -> Any:
 
 
 def _conversions(kind: Any) -> tuple[_Conversion, _Conversion]:
-    """Return what stores a value of this type in a column, and what loads it."""
+    """Return what stores a value of this type in a column, and what loads it. None is stored as NULL by all."""
     if kind in (str, int, float) or get_origin(kind) is Literal:
         return _same, _same
     if kind is bytes:
-        return _same, _unless_none(bytes)  # PostgreSQL's driver may return another kind of buffer
+        return _same, bytes  # PostgreSQL's driver may return another kind of buffer
     if kind is bool:
         return int, bool
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _unless_none(attrgetter("value")), _unless_none(kind)
+        return attrgetter("value"), kind
     return _to_json, lambda text: _from_json(kind, json.loads(text))
 
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _unless_none(convert: _Conversion) -> _Conversion:
-    return lambda value: None if value is None else convert(value)
 
 
 def _to_json(value: Any) -> str:

@@ -5,7 +5,6 @@ Two journals, because bodies go as soon as snapshots cover them, and outcomes st
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from sqlalchemy import and_, bindparam, case, delete, exists, func, or_, select, update
 
@@ -226,8 +225,7 @@ class Ops(Area):
 
     async def mark_delivered(self, ops: Iterable[tuple[str, int]], now: float) -> None:
         """Note that clients fetched the outcomes of these (adapter id, seq); the first time counts."""
-        parameters = [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops]
-        await self._database.write(lambda cursor: cursor.execute_many(_DELIVERED, parameters))
+        await self._execute_many(_DELIVERED, [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops])
 
     @in_write
     def forgive_downtime(self, cursor: Cursor, now: float) -> None:
@@ -248,8 +246,7 @@ class Ops(Area):
         keys = [_at(row["adapter_id"], row["seq"]) | parameters for row in prunable]
         rows = 0
         for start in range(0, len(keys), _PRUNE_BATCH):
-            batch = keys[start : start + _PRUNE_BATCH]
-            rows += await self._database.write(partial(_delete_rows, batch))
+            rows += await self._execute_many(_PRUNE, keys[start : start + _PRUNE_BATCH])
         return await self.delete_segments(rows)
 
     async def delete_segments(self, rows: int = 0) -> Pruned:
@@ -281,10 +278,6 @@ class Ops(Area):
         record = OpRecord(op.adapter_id, op.seq, op.kind, digest, body, accepted_at=now)
         _OP.insert(cursor, record)
         return Accepted(record, created=True)
-
-
-def _delete_rows(keys: Sequence[Row], cursor: Cursor) -> int:
-    return cursor.execute_many(_PRUNE, keys)
 
 
 def _at(adapter_id: str, seq: int) -> Row:

@@ -119,8 +119,7 @@ class Runs(Area):
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
         """Note the time of the newest request by run id."""
-        times = [{"id": run_id, "time": time} for run_id, time in last_request_at.items()]
-        await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, times))
+        await self._execute_many(_TOUCH, [{"id": run_id, "time": time} for run_id, time in last_request_at.items()])
 
 
 def insert_run(

@@ -111,8 +111,7 @@ class Sessions(Area):
 
     async def touch(self, last_seen: Mapping[str, float]) -> None:
         """Note signs of life by session id. Sessions that are over stay over; time never runs backwards."""
-        seen = [{"id": session_id, "seen": time} for session_id, time in last_seen.items()]
-        await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, seen))
+        await self._execute_many(_TOUCH, [{"id": session_id, "seen": time} for session_id, time in last_seen.items()])
 
     @in_write
     def end(
