@@ -7,6 +7,7 @@
 from twinkle.server.state.database.database import Page
 from twinkle.server.state.errors import (
     CheckpointExistsError,
+    Damage,
     DamagedRecordError,
     DamagedStateError,
     DatabaseConnectionError,
@@ -20,7 +21,6 @@ from twinkle.server.state.errors import (
 )
 from twinkle.server.state.records.audit import AuditEntry
 from twinkle.server.state.records.coordination import EVICT, Claim, OperatorRequest
-from twinkle.server.state.records.damage import Damage
 from twinkle.server.state.records.keys import Keys
 from twinkle.server.state.records.run_metrics import RunMetrics
 from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS, SamplingSessions

@@ -138,11 +138,7 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     if database.exists():
         raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
     new_parents = make_parents(data_dir, private=False)
-    for leftover in data_dir.parent.glob(f".{data_dir.name}{_RESTORING}*"):  # of a restore that was killed
-        pid = leftover.name.rpartition("-")[2]
-        if pid.isdigit() and not _runs(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    partial = data_dir.with_name(f".{data_dir.name}{_RESTORING}{os.getpid()}")
+    partial = _own_directory(data_dir.parent, f".{data_dir.name}{_RESTORING}")
     try:
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(_MANIFEST))
         restrict(partial)
@@ -250,10 +246,7 @@ def _open(database: Path) -> sqlite3.Connection:
 @contextmanager
 def _staging(data_dir: Path) -> Iterator[_Staging]:
     """Make a directory for links, on the disk of the data; those of backups that were killed are removed first."""
-    for leftover in data_dir.glob(f"{_STAGING}*"):
-        if not _runs(int(leftover.name.removeprefix(_STAGING))):
-            shutil.rmtree(leftover, ignore_errors=True)
-    directory = data_dir / f"{_STAGING}{os.getpid()}"
+    directory = _own_directory(data_dir, _STAGING)
     directory.mkdir(mode=0o700)
     try:
         yield _Staging(data_dir, directory)
@@ -261,13 +254,23 @@ def _staging(data_dir: Path) -> Iterator[_Staging]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _own_directory(parent: Path, prefix: str) -> Path:
+    """Return a place for this process, by its number. What processes that were killed have left there is removed."""
+    for leftover in parent.glob(f"{prefix}*"):
+        pid = leftover.name.removeprefix(prefix)
+        if pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    return parent / f"{prefix}{os.getpid()}"
+
+
 def _runs(pid: int) -> bool:
+    """Return whether there is a process of this number, ours or another user's."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     except PermissionError:
         return True
+    except ProcessLookupError:
+        return False
     return True
 
 

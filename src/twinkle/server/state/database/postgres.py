@@ -39,13 +39,14 @@ from twinkle.errors import UserError
 from twinkle.server.state.database.driver import Part
 from twinkle.server.state.database.tables import DAMAGE, METADATA, RUNS
 from twinkle.server.state.errors import (
+    Damage,
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
     StorageFullError,
+    lost_run,
 )
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, checked_columns, expected_checksum, with_checksums
-from twinkle.server.state.records.damage import Damage, lost_run
 
 __all__ = ["PostgresDriver"]
 

@@ -18,13 +18,13 @@ from typing import Any, cast
 
 from twinkle.model.types import LoraSpec
 from twinkle.server.ids import directory_name
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CHECKPOINTS, METADATA, SESSIONS
+from twinkle.server.state.errors import Damage, lost_run
 from twinkle.server.state.files.data_dir import size_of
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
 from twinkle.server.state.integrity.sqlite_check import Contents, connect, read_table, row_tables
-from twinkle.server.state.records.area import RecordMapper
-from twinkle.server.state.records.damage import Damage, lost_run
 from twinkle.server.types import CheckpointKind, CheckpointRecord, SessionRecord
 
 __all__ = ["put_right"]

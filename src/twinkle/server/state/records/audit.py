@@ -13,8 +13,9 @@ from functools import partial
 from sqlalchemy import bindparam, delete, func, insert, select
 
 from twinkle.server.state.database.database import Cursor
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import AUDIT
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area
 
 __all__ = ["Audit", "AuditEntry", "add_entry"]
 

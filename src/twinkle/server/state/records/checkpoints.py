@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from sqlalchemy import Update, bindparam, delete, func, select, update
 
 from twinkle.server.state.database.database import Cursor, Page, Row
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CHECKPOINTS, RUNS
 from twinkle.server.state.errors import CheckpointExistsError
-from twinkle.server.state.records.area import Area, RecordMapper, in_write
+from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import CheckpointKind, CheckpointRecord

@@ -11,8 +11,9 @@ from enum import Enum
 from sqlalchemy import bindparam, delete, insert, select, update
 
 from twinkle.server.state.database.database import Cursor
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import LEASES, OPERATOR_REQUESTS
-from twinkle.server.state.records.area import Area, RecordMapper, in_write
+from twinkle.server.state.records.area import Area, in_write
 
 __all__ = ["EVICT", "Claim", "Leases", "OperatorRequest", "OperatorRequests"]
 

@@ -1,33 +1,22 @@
 """What was found damaged, for operators and for the clients who ask for it."""
 
 import time
-from dataclasses import dataclass
 
 from sqlalchemy import bindparam, delete, select
 
 from twinkle.server.state.database.database import Cursor
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import DAMAGE
-from twinkle.server.state.errors import DamagedRecordError
-from twinkle.server.state.records.area import Area, RecordMapper, in_write
+from twinkle.server.state.errors import Damage, DamagedRecordError, lost_run
+from twinkle.server.state.records.area import Area, in_write
 
-__all__ = ["Damage", "DamageRecords", "lost_run", "raise_if_damaged"]
+__all__ = ["DamageRecords", "raise_if_damaged"]
 
 _OF_SUBJECT = DAMAGE.c.subject == bindparam("about")
 _DELETE = delete(DAMAGE).where(_OF_SUBJECT)
 _GET = select(DAMAGE).where(_OF_SUBJECT)
 _LIST = select(DAMAGE).order_by(DAMAGE.c.found_at, DAMAGE.c.subject)
 _OF_RUN = select(DAMAGE).where(DAMAGE.c.run_id == bindparam("run")).order_by(DAMAGE.c.found_at.desc())
-
-
-@dataclass(frozen=True)
-class Damage:
-    """``subject``: which kind of thing and which one. ``tenant_id``, ``run_id``: whose it is, where that is known."""
-
-    subject: str
-    message: str
-    found_at: float
-    tenant_id: str | None = None
-    run_id: str | None = None
 
 
 _DAMAGE = RecordMapper(Damage, DAMAGE)
@@ -55,11 +44,6 @@ class DamageRecords(Area):
         message = lost_run(run_id, what)
         await self.note(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
         return message
-
-
-def lost_run(run_id: object, what: str) -> str:
-    """Return what the client of a run is told that cannot go on."""
-    return f"model {run_id}: {what}; load one of its checkpoints into a new model"
 
 
 def raise_if_damaged(cursor: Cursor, subject: str) -> None:

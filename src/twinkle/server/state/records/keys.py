@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from sqlalchemy import bindparam, select, update
 
 from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import API_KEYS
-from twinkle.server.state.records.area import Area, RecordMapper
+from twinkle.server.state.records.area import Area
 from twinkle.server.state.records.audit import add_entry
 
 __all__ = ["KEY_PREFIX", "KeyRecord", "Keys"]

@@ -11,8 +11,9 @@ from sqlalchemy import and_, bindparam, case, delete, exists, func, or_, select,
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Row
 from twinkle.server.state.database.journal import Journal, JournalWriters
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import OPS, RUNS, SNAPSHOTS
-from twinkle.server.state.records.area import Area, RecordMapper, in_read, in_write
+from twinkle.server.state.records.area import Area, in_read, in_write
 from twinkle.server.state.records.runs import insert_run
 from twinkle.server.types import Ending, Op, OpKind, OpRecord, Outcome, RunRecord
 

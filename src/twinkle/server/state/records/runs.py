@@ -11,8 +11,9 @@ from sqlalchemy import bindparam, delete, func, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Page
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import OPS, RUNS, SESSIONS, SNAPSHOTS
-from twinkle.server.state.records.area import Area, RecordMapper, in_write
+from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.sessions import SESSION_ROWS
 from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 

@@ -4,8 +4,9 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
-from twinkle.server.state.records.area import Area, RecordMapper, in_read, in_write
+from twinkle.server.state.records.area import Area, in_read, in_write
 from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord

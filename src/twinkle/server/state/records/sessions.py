@@ -8,8 +8,9 @@ from sqlalchemy import and_, bindparam, delete, exists, func, or_, select, updat
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Page
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CUSTOM_LOSSES, RUNS, SESSIONS
-from twinkle.server.state.records.area import Area, RecordMapper, in_read, in_write
+from twinkle.server.state.records.area import Area, in_read, in_write
 from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.types import CustomLossRecord, FinishReason, SessionRecord
