@@ -30,6 +30,13 @@ from twinkle.server.verbs.features import FIELDS, UNSUPPORTED
 
 __all__ = ["Workbench"]
 
+logger = logging.getLogger(__name__)
+
+_OUR_PATHS = re.compile(r"(?<![\w./:-])(/[\w.@+~-]+){2,}/?")
+_FIRST_TO_DIE = "1000"  # if the machine runs out of memory: workers before servers
+_PR_SET_PDEATHSIG = 1  # the signal that a process gets when the one that started it ends
+_NICENESS = 5  # training and requests come first
+
 
 class Workbench:
     """One session's objects, and the requests about them: bodies as clients sent them in, JSON out."""
@@ -98,12 +105,7 @@ def _taken(request: dict[str, Any], key: str) -> str:
     return value
 
 
-logger = logging.getLogger(__name__)
-
-_OUR_PATHS = re.compile(r"(?<![\w./:-])(/[\w.@+~-]+){2,}/?")
-_FIRST_TO_DIE = "1000"  # if the machine runs out of memory: workers before servers
-_PR_SET_PDEATHSIG = 1  # the signal that a process gets when the one that started it ends
-_NICENESS = 5  # training and requests come first
+# --- the process ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
