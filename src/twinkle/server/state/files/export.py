@@ -17,7 +17,7 @@ from twinkle.server.tenancy.work_pools import FairPool
 
 
 def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
-    """``text`` as a path, without links; raises unless it lies in one of the directories that the server's owner named.
+    """Return ``text`` as a path without links. InvalidInputError unless it lies in one of the ``allowed`` directories.
 
     Whether it exists is not told for any other place.
     """
@@ -29,6 +29,8 @@ def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
     where = "an absolute path in one of the server's allowed_dirs" if allowed else "nothing: allowed_dirs is empty"
     raise InvalidInputError(field, text, where)
 
+
+# --- encryption with age (age-encryption.org): nobody else can read the files, this server included -------------------
 
 _MOST_RECIPIENTS = 20
 _ALLOWED = "an age recipient (age1…) or an SSH public key (ssh-ed25519 … or ssh-rsa …)"
@@ -57,6 +59,8 @@ def _recipient(text: str) -> Any:
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     return kind.Recipient.from_str(text)
 
+
+# --- tar streams: an archive that is never whole anywhere -------------------------------------------------------------
 
 _PIECE = 2**20  # bytes in memory at a time
 _BLOCK = 512

@@ -54,6 +54,8 @@ def _try(fd: int, kind: int) -> bool:
     return True
 
 
+# --- space in reserve -------------------------------------------------------------------------------------------------
+
 RESERVE_BYTES = 8 * 1024 * 1024
 _NAME = "reserve"
 _LOW = 2 * 1024 * 1024  # bytes: with less than this nothing of ours works

@@ -17,6 +17,8 @@ from twinkle.server.state.records.area import Area, in_write
 
 __all__ = ["EVICT", "Claim", "Leases", "OperatorRequest", "OperatorRequests"]
 
+# --- leases -----------------------------------------------------------------------------------------------------------
+
 _OF_NAME = LEASES.c.name == bindparam("lease")
 _GET_LEASE = select(LEASES).where(_OF_NAME)
 _INSERT_LEASE = insert(LEASES)
@@ -53,6 +55,8 @@ class Leases(Area):
         if row is not None and row["holder"] == holder:
             cursor.execute(_TAKE, {"lease": name, "by": holder, "end": 0.0})
 
+
+# --- requests of operators --------------------------------------------------------------------------------------------
 
 EVICT = "evict"  # an adapter, by its run
 
