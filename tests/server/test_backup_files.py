@@ -13,7 +13,9 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.state import Store
 from twinkle.server.state.backup import back_up, restore
+from twinkle.server.state.data_check import check_data
 from twinkle.server.state.files.data_dir import DataDir, write_whole
+from twinkle.server.types import Encoding, OpKind, Outcome
 
 RUN = "s1:train:1"
 PATH = CheckpointPath(RUN, "weights", "final")
@@ -99,6 +101,23 @@ def test_a_restored_database_elsewhere_is_on_disk_too(
     disk = Disk(monkeypatch)
     restore(backup, tmp_path / "new", database)
     assert {database, database.parent, tmp_path} <= set(disk.flushed(before=False, name=database))
+
+
+def test_bodies_that_the_server_deleted_are_not_missed(tmp_path: Path) -> None:
+    """Nobody runs an answered forward pass again: neither a backup nor check-data asks for its body."""
+    data_dir = tmp_path / "data"
+
+    async def fill(store: Store) -> None:
+        await begin(store)
+        await accept(store, op(0, bytes(900), RUN, OpKind.FORWARD))
+        await accept(store, op(1, bytes(900), RUN))
+        await store.ops.record_outcomes([(RUN, 0, Outcome(Encoding.JSON, b"{}", False))], now=5.0)
+        assert (await store.ops.delete_segments()).body_segments == 1
+
+    with_store(data_dir, fill, segment_bytes=900)
+    assert not list(check_data(data_dir, data_dir / "state.db"))
+    back_up(data_dir, data_dir / "state.db", tmp_path / "backup")
+    assert len(list((tmp_path / "backup" / "journal" / "bodies").iterdir())) == 1
 
 
 def test_nobody_else_reads_a_backup(tmp_path: Path, data_dir: Path) -> None:

@@ -9,7 +9,7 @@ from running import Server, Tenant, mock_config
 
 from twinkle.server.cli import command_line as cli
 from twinkle.server.state.database import tables
-from twinkle.server.state.records import clearing
+from twinkle.server.state.records import retention
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_it_asks_first(tmp_path: Path, clear, monkeypatch, answer: str, code: in
 
 def test_every_table_is_cleared_or_kept() -> None:
     """A new one needs a decision."""
-    cleared = {statement.table for statement in clearing._DELETIONS}
+    cleared = {statement.table for statement in retention._CLEARED}
     kept = {tables.API_KEYS, tables.AUDIT, tables.CHECKPOINTS, tables.SCHEMA_VERSION, tables.USAGE}
     assert cleared | kept == set(tables.METADATA.tables.values())
     assert not cleared & kept

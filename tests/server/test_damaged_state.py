@@ -23,7 +23,7 @@ from twinkle.server.state.backup import back_up, restore
 from twinkle.server.state.data_check import check_data
 from twinkle.server.state.files.data_dir import DataDir, write_whole
 from twinkle.server.state.files.file_checksums import check_files
-from twinkle.server.state.files.reserve import RESERVE_BYTES, give_up_reserve, keep_reserve
+from twinkle.server.state.files.guards import RESERVE_BYTES, give_up_reserve, keep_reserve
 from twinkle.server.types import SamplingSessionRecord
 
 RUN = "s1:train:1"

@@ -6,7 +6,7 @@ import pytest
 
 from twinkle.server.runtime.process_record import ServerProcess, recorded, running
 from twinkle.server.state import DataDirInUseError
-from twinkle.server.state.files.directory_lock import DirectoryLock
+from twinkle.server.state.files.guards import DirectoryLock
 
 
 def test_another_server_is_refused_before_it_does_anything(tmp_path: Path) -> None:

@@ -24,13 +24,11 @@ from twinkle.dataset import DatasetMeta
 from twinkle.environment import variables_with_own_caches
 from twinkle.errors import GoneError, InvalidInputError, QuotaError, UnsupportedError, UserError
 from twinkle.server.processors import catalog, sources, worker_process
-from twinkle.server.processors.answers import Answers
-from twinkle.server.processors.frames import FrameTooLargeError, Settings, pack, receive_frame
 from twinkle.server.processors.live import Batches, BatchRoom, NoRoomError, Pass
-from twinkle.server.processors.plain import to_json
+from twinkle.server.processors.messages import Answers, FrameTooLargeError, Settings, pack, receive_frame, to_json
 from twinkle.server.processors.service import ProcessorLimits, ProcessorService
 from twinkle.server.processors.sources import Sources
-from twinkle.server.processors.workbench import Workbench
+from twinkle.server.processors.worker import Workbench
 from twinkle.server.processors.worker_process import WorkerEndedError
 
 ENDLESS = [{"messages": [{"role": "assistant", "content": "<think>" * 100_000}]}]  # to find the ends of

@@ -10,16 +10,15 @@ import pytest
 from state_samples import begin, op, run, with_store
 
 from twinkle.server.state import Claim, DataDirInUseError, Store
-from twinkle.server.state.database.journal import Journal
-from twinkle.server.state.database.journal_writers import JournalWriters
-from twinkle.server.state.files.directory_lock import DirectoryLock
+from twinkle.server.state.database.journal import Journal, JournalWriters
+from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.types import Encoding, Outcome
 
 CHILD = """
 import sys, time
 from pathlib import Path
 from twinkle.server.state.database.journal import Journal
-from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.journal import JournalWriters
 writers = JournalWriters(Path(sys.argv[1]) / "writers")
 journal = Journal(Path(sys.argv[1]) / "bodies", 100, writers=writers)
 journal.append([b"theirs"])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twinkle.errors import InvalidInputError, UserError
-from twinkle.server.state.files.age_encryption import check_recipients
+from twinkle.server.state.files.export import check_recipients
 from twinkle.server.types import Op, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.checkpoint_requests import (

@@ -14,8 +14,7 @@ from twinkle.server.cli.opening import config_of, server_options
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.backup import check_backup
 from twinkle.server.state.data_check import Finding, check_data
-from twinkle.server.state.files.directory_lock import DirectoryLock
-from twinkle.server.state.files.reserve import give_up_reserve
+from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
 

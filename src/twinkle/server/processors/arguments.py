@@ -40,7 +40,7 @@ DROPPED = object()
 
 
 def read_arguments(what: str, readers: Readers, given: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    """All arguments of a call; one that is not in the table is an error."""
+    """Return all arguments of a call as their readers read them. UnknownNameError for one that is not in the table."""
     for name in given:
         if name not in readers:
             raise UnknownNameError(f"argument of {what}", name, readers or ("none",))
@@ -51,58 +51,40 @@ def read_arguments(what: str, readers: Readers, given: Mapping[str, Any], contex
 # --- plain values -----------------------------------------------------------------------------------------------------
 
 
-def text(field: str, value: Any, _: Context) -> str:
-    if not isinstance(value, str) or "\x00" in value:
-        raise InvalidInputError(field, value, "text")
-    return value
+def _checked(allowed: str, is_right: Callable[[Any], bool]) -> Reader:
+    """Return what takes a value as it is, or refuses it and says what is ``allowed``."""
 
-
-def revision(field: str, value: Any, _: Context) -> str:
-    if not isinstance(value, str) or not _REVISION.fullmatch(value) or ".." in value:
-        raise InvalidInputError(field, value, "a branch, tag or commit")
-    return value
-
-
-def boolean(field: str, value: Any, _: Context) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidInputError(field, value, "true or false")
-    return value
-
-
-def integer(field: str, value: Any, _: Context) -> int:
-    if type(value) is not int or abs(value) > _LARGEST:
-        raise InvalidInputError(field, value, "an integer")
-    return value
-
-
-def count(field: str, value: Any, _: Context) -> int:
-    if type(value) is not int or not 1 <= value <= _LARGEST:
-        raise InvalidInputError(field, value, "an integer ≥ 1")
-    return value
-
-
-def threads(field: str, value: Any, _: Context) -> int:
-    if type(value) is not int or not 1 <= value <= 8:
-        raise InvalidInputError(field, value, "1 to 8 threads")
-    return value
-
-
-def names(field: str, value: Any, _: Context) -> str | list[str]:
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+    def read(field: str, value: Any, _: Context) -> Any:
+        if not is_right(value):
+            raise InvalidInputError(field, value, allowed)
         return value
-    raise InvalidInputError(field, value, "a name or a list of names")
+
+    return read
 
 
-def mapping(field: str, value: Any, _: Context) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidInputError(field, value, "an object")
-    return value
+def _integer(value: Any, least: int = -_LARGEST, most: int = _LARGEST) -> bool:
+    return type(value) is int and least <= value <= most
 
 
-def token_ids(field: str, value: Any, _: Context) -> list[int]:
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value):
-        return value
-    raise InvalidInputError(field, value, "a list of token ids")
+def _list(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+text = _checked("text", lambda value: _is_text(value) and "\x00" not in value)
+revision = _checked(
+    "a branch, tag or commit", lambda value: _is_text(value) and bool(_REVISION.fullmatch(value)) and ".." not in value
+)
+boolean = _checked("true or false", lambda value: isinstance(value, bool))
+integer = _checked("an integer", _integer)
+count = _checked("an integer ≥ 1", lambda value: _integer(value, 1))
+threads = _checked("1 to 8 threads", lambda value: _integer(value, 1, 8))
+names = _checked("a name or a list of names", lambda value: _is_text(value) or _list(value, _is_text))
+mapping = _checked("an object", lambda value: isinstance(value, dict))
+token_ids = _checked("a list of token ids", lambda value: _list(value, lambda token: _integer(token, 0, 2**31 - 1)))
 
 
 def lists_of_token_ids(field: str, value: Any, context: Context) -> list[list[int]]:
@@ -112,7 +94,7 @@ def lists_of_token_ids(field: str, value: Any, context: Context) -> list[list[in
 
 
 def objects(field: str, value: Any, _: Context) -> Any:
-    """A row or rows, or columns; also as JSON text, which is what clients make of their own mapping types."""
+    """Read a row, rows or columns; also as JSON text, which is what clients make of their own mapping types."""
     read = _parsed(value) if isinstance(value, str) else value
     if not isinstance(read, dict | list):
         raise InvalidInputError(field, value, "an object or a list of objects")
@@ -120,12 +102,12 @@ def objects(field: str, value: Any, _: Context) -> Any:
 
 
 def optional(reader: Reader) -> Reader:
-    """Also null."""
+    """Return a reader that takes null, too."""
     return lambda field, value, context: None if value is None else reader(field, value, context)
 
 
 def only(*values: object) -> Reader:
-    """An option of the library that cannot be set here: the values that leave it as it is."""
+    """Return a reader for an option that cannot be set here: it takes the values that leave the option as it is."""
 
     def read(field: str, value: Any, _: Context) -> object:
         if not any(value == one and type(value) is type(one) for one in values):
@@ -144,7 +126,7 @@ def output_path(field: str, value: Any, context: Context) -> Path:
 
 
 def dataset_meta(field: str, value: Any, context: Context) -> DatasetMeta:
-    """JSON text with a DatasetMeta, or the object itself."""
+    """Read a DatasetMeta, as JSON text or as an object."""
     read = _parsed(value) if isinstance(value, str) else value
     if not isinstance(read, dict):
         raise InvalidInputError(field, value, "a DatasetMeta (data sets are named by one, also those of a hub)")
@@ -152,7 +134,7 @@ def dataset_meta(field: str, value: Any, context: Context) -> DatasetMeta:
 
 
 def live_object(processor_type: str) -> Reader:
-    """An object of the session by its id."""
+    """Return a reader for an object of the session, by its id."""
 
     def read(field: str, value: Any, context: Context) -> Any:
         live = context.objects.get(field, value)
@@ -164,7 +146,7 @@ def live_object(processor_type: str) -> Reader:
 
 
 def class_or_object(processor_type: str, homes: Mapping[str, str]) -> Reader:
-    """One of these classes by its name, or an object of the session. Names of plugins are names that nobody knows."""
+    """Return a reader for one of these classes by its name, or an object of the session. Plugins are not offered."""
     by_id = live_object(processor_type)
 
     def read(field: str, value: Any, context: Context) -> Any:
@@ -180,14 +162,14 @@ def class_of(homes: Mapping[str, str]) -> Reader:
 
 
 def class_named(field: str, name: object, homes: Mapping[str, str]) -> Any:
-    """The class of this name; ``homes`` are all that there are, with their modules."""
+    """Return the class of this name; ``homes`` has all that there are, with their modules."""
     if not isinstance(name, str) or name not in homes:
         raise UnknownNameError(field, str(name)[:200], homes or ("none",))
     return getattr(import_module(homes[name]), name)
 
 
 def _parsed(value: str) -> Any:
-    """What JSON text holds; any other text is not what was asked for."""
+    """Return what JSON text holds; None for any other text."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -36,7 +36,7 @@ class Pass:
         self._items, self._over = iter(thing), None
 
     def forget(self) -> None:
-        """The next item begins a new pass: what is iterated over was changed."""
+        """Let the next item begin a new pass: the object was changed."""
         self._items, self._over = None, None
 
     def next(self, thing: Any) -> Any:

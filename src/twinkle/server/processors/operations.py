@@ -12,7 +12,7 @@ from twinkle.dataset import Dataset
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.server.processors.arguments import Context
 from twinkle.server.processors.live import Live
-from twinkle.server.processors.plain import to_json
+from twinkle.server.processors.messages import to_json
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -60,7 +60,7 @@ def make_template(made: "type[Template]", options: dict[str, Any], context: Cont
 
 
 def method(name: str) -> Run:
-    """The method of this name."""
+    """Return what calls the method of this name."""
 
     def run(live: Live, arguments: dict[str, Any], _: Context) -> object:
         try:
@@ -73,7 +73,7 @@ def method(name: str) -> Run:
 
 
 def changing(name: str) -> Run:
-    """A method after which a pass over the object begins anew."""
+    """Return what calls a method after which a pass over the object begins anew."""
     run_method = method(name)
 
     def run(live: Live, arguments: dict[str, Any], context: Context) -> object:
@@ -100,7 +100,7 @@ def refuse_media(_live: Live, _arguments: dict[str, Any], _: Context) -> None:
 
 
 def set_template(live: Live, arguments: dict[str, Any], context: Context) -> None:
-    """Under the argument's name, which differs from class to class."""
+    """Set a dataset's template. The name of the argument differs from class to class."""
     name = "template_cls" if live.class_name == "IterablePackingDataset" else "template_func"
     if name not in arguments:
         raise InvalidInputError(f"arguments of {live.class_name}.set_template", sorted(arguments), f"also {name}")
@@ -121,7 +121,7 @@ def next_row(live: Live, _arguments: dict[str, Any], _: Context) -> object:
 
 
 def next_batch(live: Live, arguments: dict[str, Any], _: Context) -> JsonText:
-    """The rows, or with ``by_reference`` a name for them; both count as a batch."""
+    """Return the next rows, or with ``by_reference`` a name for them; both count as a batch."""
     rows = live.course.next(live.thing)
     number = live.batches.add(to_json(rows))
     if not arguments.get("by_reference", False):
@@ -139,6 +139,6 @@ def get_batch(live: Live, arguments: dict[str, Any], _: Context) -> JsonText:
 
 
 def close(live: Live, _arguments: dict[str, Any], context: Context) -> str:
-    """The object counts no longer; others that were made with it keep it."""
+    """Remove an object from the session; others that were made with it keep it."""
     context.objects.remove(live)
     return "ok"

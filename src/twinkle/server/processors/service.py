@@ -22,15 +22,15 @@ from twinkle.errors import (
     TwinkleServerError,
     UserError,
 )
-from twinkle.server.processors.answers import Answers
-from twinkle.server.processors.frames import Frame, Settings
+from twinkle.server.config import ServerConfig
 from twinkle.server.processors.live import UnknownProcessorError
+from twinkle.server.processors.messages import Answers, Frame, Settings
 from twinkle.server.processors.worker_process import WorkerEndedError, WorkerProcess
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import Budget
 from twinkle.server.verbs.features import FIELDS, numbers
 
-__all__ = ["ProcessorLimits", "ProcessorService", "Processors"]
+__all__ = ["ProcessorLimits", "ProcessorService", "Processors", "configured_processors"]
 
 _LONGEST_KEY = 256
 _MOST_WAITING = 64  # requests of one session
@@ -112,13 +112,13 @@ class ProcessorService:
         }
 
     async def create(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> str:
-        """The id of a new processor."""
+        """Make a processor; returns its id."""
         session = self._sessions.setdefault(session_id, _Session(tenant_id))
         answer = await self._once(session, idempotency_key, b"create", body, lambda: self._create(session, body))
         return answer.decode()
 
     async def call(self, tenant_id: str, session_id: str, body: bytes, idempotency_key: str | None) -> bytes:
-        """``{"result": …}``, as JSON. Raises GoneError at the end of a pass."""
+        """Call a function of a processor; returns ``{"result": …}``, as JSON. GoneError at the end of a pass."""
         session = self._session(tenant_id, session_id)
         return await self._once(session, idempotency_key, b"call", body, lambda: self._call(session, body))
 
@@ -132,12 +132,12 @@ class ProcessorService:
 
     @property
     def budget(self) -> Budget:
-        """The bytes of batches that all workers keep for references."""
+        """Return the bytes of batches that all workers keep for references, and their limit."""
         used = sum(session.kept_bytes for session in self._sessions.values())
         return Budget("referenced_batches", used, self._limits.batch_bytes)
 
     async def end_session(self, session_id: str) -> None:
-        """Ends its worker; nothing of it is left."""
+        """End the session's worker, with all that it has in memory and on disk."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             session.over = True
@@ -228,7 +228,7 @@ class ProcessorService:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _check_room(self, session: _Session) -> None:
-        """Nothing is awaited between this and the counting, so that no two requests take the same place."""
+        """Raise QuotaError where the tenant has its processors. Nothing may be awaited before the new one counts."""
         if self._stopping:
             raise ShuttingDownError
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
@@ -267,7 +267,7 @@ class ProcessorService:
         session.has_slot = True
 
     async def _end_if_empty(self, session: _Session) -> None:
-        """A worker without objects has nothing to keep, and another session may need its place."""
+        """End a worker without objects: another session may need its place."""
         worker = session.worker
         if worker is not None and not (session.live or session.being_made or session.waiting):
             session.worker, session.has_slot, session.kept_bytes = None, False, 0
@@ -275,7 +275,7 @@ class ProcessorService:
 
 
 def _opened(frame: Frame) -> Frame:
-    """What the worker says as the error it is."""
+    """Return the frame, or raise the error that the worker reports in it."""
     match frame.header["outcome"]:
         case "ok":
             return frame
@@ -295,3 +295,33 @@ def _rows(lines: bytes) -> list[dict[str, Any]]:
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {name: numbers(value, f"inputs.{name}") if name in FIELDS else value for name, value in row.items()}
+
+
+def configured_processors(
+    config: ServerConfig, tokenizers: Mapping[str, str | None], place: str = ""
+) -> ProcessorService | None:
+    """Return the processor service; None where the configuration has no application for it.
+
+    ``tokenizers``: folders by the name of the served model. ``place``: of one among several in their directory.
+    """
+    if config.processor is None:
+        return None
+    limits = config.limits
+    settings = Settings(
+        allowed_dirs=tuple(str(directory) for directory in config.allowed_dirs),
+        tokenizers=dict(tokenizers),
+        cache_dir="",  # each worker has its own
+        memory_bytes=int(limits.processor_memory_gib * 2**30),
+        answer_bytes=limits.max_request_bytes,
+        hub_bytes=limits.max_hub_download_bytes,
+        disk_bytes=int(limits.processor_disk_gib * 2**30),
+    )
+    processor_limits = ProcessorLimits(
+        processors_per_tenant=limits.max_processors_per_tenant,
+        workers_per_tenant=limits.max_processor_sessions_per_tenant,
+        workers=config.processor.max_workers,
+        call_seconds=limits.processor_call_seconds,
+        batch_bytes_per_tenant=limits.max_referenced_batch_bytes_per_tenant,
+        batch_bytes=limits.max_referenced_batch_bytes,
+    )
+    return ProcessorService(config.data_dir / "processors" / place, settings, processor_limits)

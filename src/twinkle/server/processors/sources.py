@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.errors import DownloadError, InvalidInputError, MissingDependencyError, UnsupportedError
 from twinkle.hub import HubOperation
-from twinkle.server.state.files.allowed_dirs import allowed_path
+from twinkle.server.state.files.export import allowed_path
 
 if TYPE_CHECKING:
     import datasets
@@ -68,7 +68,7 @@ class Sources:
         return allowed_path(field, text, self._allowed)
 
     def model_folder(self, text: str) -> str:
-        """What a template may load its tokenizer from: a served model by any of its names, a hub's, a directory."""
+        """Return where a template loads its tokenizer from: a served model by any of its names, a hub, a directory."""
         for name in (text, _SCHEME.sub("", text, count=1)):
             if name in self._tokenizers:
                 folder = self._tokenizers[name]
@@ -93,7 +93,7 @@ class Sources:
             raise InvalidInputError("model_id", f"{model_id}, which has {size} bytes", allowed)
 
     def meta(self, meta: DatasetMeta) -> DatasetMeta:
-        """The same rows by a name that cannot be mistaken for another place."""
+        """Return the same rows by a name that cannot be mistaken for another place."""
         for field, text in (("subset_name", meta.subset_name), ("split", meta.split)):
             if not _LABEL.fullmatch(text):
                 raise InvalidInputError(f"dataset_meta.{field}", text, "up to 200 characters without slashes")
@@ -156,7 +156,7 @@ class Sources:
             ) from error
 
     def _place(self, hub: str, name: str, revision: str | None, token: str | None) -> tuple[str, str]:
-        """What the ``datasets`` library loads, and how the names of all of its files begin."""
+        """Return what the ``datasets`` library loads, and how the names of all of its files begin."""
         if hub == "hf":
             return name, f"hf://datasets/{name}@"
         if revision is not None:
@@ -178,7 +178,7 @@ class _Loaded(DatasetMeta):
 
 
 def decoded_meta(field: str, value: Mapping[str, Any]) -> DatasetMeta:
-    """A DatasetMeta as clients write it."""
+    """Return the DatasetMeta that a client wrote as an object."""
     given = {key: item for key, item in value.items() if key != "_TWINKLE_TYPE_"}
     unknown = sorted(set(given) - set(_META_KEYS))
     if unknown or value.get("_TWINKLE_TYPE_") != "DatasetMeta":
@@ -238,7 +238,7 @@ def _data_files(builder: "datasets.DatasetBuilder") -> Iterator[str]:
 
 
 def _refuse_media(rows: Any) -> None:
-    """Before a row is read. A stream that does not know its columns has them from text files, which have none."""
+    """Refuse columns of media before a row is read. A stream of text files does not know its columns, and has none."""
     for name, feature in (rows.features.to_dict() if rows.features is not None else {}).items():
         media = sorted(_types(feature) - _PLAIN_COLUMNS)
         if media:

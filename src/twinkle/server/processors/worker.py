@@ -1,11 +1,12 @@
 """The process that holds one session's objects: ``python -m twinkle.server.processors.worker``.
 
-It answers one request after another. It ends when its stdin does, also in the middle of a request: without a server
+It answers one request after another, and ends when its stdin does, also in the middle of a request: without a server
 there is nobody to answer. What libraries print goes to stderr, which is the server's log.
 """
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import queue
@@ -18,11 +19,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from twinkle.environment import read_environment, set_variable_defaults
-from twinkle.errors import GoneError, TwinkleError, UserError
-from twinkle.server.processors.frames import Frame, Outcome, Settings, pack, read_frame
-from twinkle.server.processors.live import NoRoomError, UnknownProcessorError
+from twinkle.errors import GoneError, InvalidInputError, TwinkleError, UnsupportedError, UserError
+from twinkle.server.processors import catalog
+from twinkle.server.processors.arguments import Context, class_named, read_arguments
+from twinkle.server.processors.live import BatchRoom, LiveObjects, NoRoomError, UnknownProcessorError
+from twinkle.server.processors.messages import Frame, Outcome, Settings, pack, read_frame, to_json
+from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.sources import Sources
-from twinkle.server.processors.workbench import Workbench
+from twinkle.server.verbs.features import FIELDS, UNSUPPORTED
+
+__all__ = ["Workbench"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,76 @@ _OUR_PATHS = re.compile(r"(?<![\w./:-])(/[\w.@+~-]+){2,}/?")
 _FIRST_TO_DIE = "1000"  # if the machine runs out of memory: workers before servers
 _PR_SET_PDEATHSIG = 1  # the signal that a process gets when the one that started it ends
 _NICENESS = 5  # training and requests come first
+
+
+class Workbench:
+    """One session's objects, and the requests about them: bodies as clients sent them in, JSON out."""
+
+    def __init__(self, sources: Sources, most_of_one_batch: int) -> None:
+        self.objects = LiveObjects(BatchRoom(most_of_one_batch))
+        self._context = Context(self.objects, sources)
+
+    def create(self, body: bytes) -> str:
+        """Make an object; returns its id."""
+        request = _parsed(body)
+        kind, name = _taken(request, "processor_type"), _taken(request, "class_type")
+        entry = catalog.entry(kind, name)
+        options = read_arguments(name, entry.options, request, self._context)
+        made = entry.make(class_named("class_type", name, {name: entry.home}), options, self._context)
+        return self.objects.add(kind, name, made).processor_id
+
+    def call(self, body: bytes) -> str:
+        """Call a function of an object; returns its result, as JSON."""
+        request = _parsed(body)
+        live = self.objects.get("processor_id", _taken(request, "processor_id"))
+        name = _taken(request, "function")
+        function = catalog.function(live.processor_type, live.class_name, name)
+        arguments = read_arguments(f"{live.class_name}.{name}", function.arguments, request, self._context)
+        result = function.run(live, arguments, self._context)
+        return result.text if isinstance(result, JsonText) else to_json(result)
+
+    def batch(self, processor_id: str, number: int) -> str:
+        """Return the rows of a loader's batch: a line of JSON each, so that the server can read them one by one.
+
+        Of rows that have tokens only the columns that training reads.
+        """
+        live = self.objects.get("processor_id", processor_id)
+        if live.processor_type != "dataloader":
+            raise InvalidInputError("processor_id", f"a {live.processor_type}", "a dataloader")
+        text = live.batches.get(number)
+        if not text.startswith("["):
+            raise UnsupportedError("inputs: batches of set_processor are no rows; fetch the rows, or leave it out")
+        return "\n".join(json.dumps(_for_training(row)) for row in json.loads(text))
+
+
+def _for_training(row: Any) -> Any:
+    if not isinstance(row, dict) or row.get("input_ids") is None:
+        return row
+    return {name: row[name] for name in (*FIELDS, *UNSUPPORTED) if row.get(name) is not None}
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        request = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError("body", body[:60], f"JSON ({str(error)[:120]})") from None
+    if not isinstance(request, dict):
+        raise InvalidInputError("body", request, "a JSON object")
+    return request
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _taken(request: dict[str, Any], key: str) -> str:
+    value = request.pop(key, None)
+    if not isinstance(value, str):
+        raise InvalidInputError(key, value, "text")
+    return value
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -49,7 +125,7 @@ def main() -> None:
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes under numbers of their own: print() and whatever reads stdin must not meet our messages."""
+    """Return the pipes under numbers of their own: print() and what reads stdin must not meet our messages."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -137,13 +213,13 @@ class _Desk:
         return text
 
     def _unexpected(self, error: Exception) -> tuple[Outcome, str]:
-        """Most are wrong data; whatever it was, the log has all of it."""
+        """Return outcome and text of an error that is not ours: most are wrong data. The log has all of it."""
         if isinstance(error, OSError) and not isinstance(error, TwinkleError):
             return "failed", "the server could not read or write a file; its log has the details"
         return "user", f"{type(error).__name__}: {_OUR_PATHS.sub('…', self._shown(error))[:2000]}"
 
     def _shown(self, error: Exception) -> str:
-        """Without the folders of served models."""
+        """Return the text of an error without the folders of served models."""
         text = str(error)
         for name, folder in self._settings.tokenizers.items():
             text = text if folder is None else text.replace(folder, name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from twinkle.environment import variables_with_own_caches
 from twinkle.errors import NotFoundError
-from twinkle.server.processors.frames import Frame, FrameTooLargeError, Settings, pack, receive_frame
+from twinkle.server.processors.messages import Frame, FrameTooLargeError, Settings, pack, receive_frame
 
 __all__ = ["WorkerEndedError", "WorkerProcess"]
 
@@ -79,7 +79,7 @@ class WorkerProcess:
 
     @property
     def why(self) -> str:
-        """What ended it."""
+        """Return what ended the process."""
         if self._why is not None:
             return self._why
         code = self._process.returncode
@@ -88,7 +88,7 @@ class WorkerProcess:
         return f"exit status {code}"
 
     async def ask(self, header: Mapping[str, Any], body: bytes, seconds: float) -> Frame:
-        """Its answer, after those to earlier questions. One that takes longer than ``seconds`` ends the worker."""
+        """Return the worker's answer. Questions wait for their turn; one that takes ``seconds`` ends the worker."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with self._turn:
@@ -107,13 +107,13 @@ class WorkerProcess:
         raise WorkerEndedError(self.why)
 
     async def end(self, why: str) -> None:
-        """Returns when it is gone, with all that it had on disk."""
+        """End the process; returns when it is gone, with all that it had on disk."""
         self.kill(why)
         if self._watching is not None:
             await asyncio.shield(self._watching)
 
     def kill(self, why: str) -> None:
-        """Nothing of it is worth waiting for. Whoever asked it is told why."""
+        """End the process at once; pending requests are told why."""
         if self._process.returncode is None:
             self._why = self._why or why
             with contextlib.suppress(ProcessLookupError):

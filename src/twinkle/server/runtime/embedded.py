@@ -26,7 +26,7 @@ from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
-from twinkle.server.processors.configured import configured_processors
+from twinkle.server.processors.service import configured_processors
 from twinkle.server.runtime.assembly import services_on
 from twinkle.server.runtime.process_record import recorded
 from twinkle.server.runtime.startup_banner import announcement

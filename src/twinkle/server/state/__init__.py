@@ -1,8 +1,13 @@
-"""What the server must still know after it was killed: a database for records, a journal for bytes."""
+"""What the server must still know after it was killed: a database for records, a journal for bytes, and files.
+
+``records/`` has the areas of the state, ``database/`` the tables, the two databases they can be in, and the journal,
+``files/`` the data directory, ``integrity/`` what finds damage and puts it right. Nothing here knows a protocol.
+"""
 
 from twinkle.server.state.database.database import Page
 from twinkle.server.state.errors import (
     CheckpointExistsError,
+    Damage,
     DamagedRecordError,
     DamagedStateError,
     DatabaseConnectionError,
@@ -14,36 +19,24 @@ from twinkle.server.state.errors import (
     StorageFullError,
     StoreClosedError,
 )
-from twinkle.server.state.integrity.damage import Damage, DamageRecords
-from twinkle.server.state.records.audit import Audit, AuditEntry
-from twinkle.server.state.records.checkpoints import Checkpoints
-from twinkle.server.state.records.keys import KeyRecord, Keys
-from twinkle.server.state.records.leases import Claim, Leases
-from twinkle.server.state.records.operator_requests import EVICT, OperatorRequest, OperatorRequests
-from twinkle.server.state.records.ops import Accepted, AcceptedRun, Ops, Pruned
-from twinkle.server.state.records.retention import Retention
+from twinkle.server.state.records.audit import AuditEntry
+from twinkle.server.state.records.coordination import EVICT, Claim, OperatorRequest
+from twinkle.server.state.records.keys import Keys
 from twinkle.server.state.records.run_metrics import RunMetrics
-from twinkle.server.state.records.runs import Runs, RunState
 from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS, SamplingSessions
-from twinkle.server.state.records.sessions import SESSION_ROWS, Sessions
-from twinkle.server.state.records.snapshots import Snapshots
-from twinkle.server.state.records.usage import DailyUsage, UsageRecords
+from twinkle.server.state.records.sessions import SESSION_ROWS
+from twinkle.server.state.records.usage import DailyUsage
 from twinkle.server.state.store import Store
 
 __all__ = [
     "EVICT",
     "SAMPLING_SESSION_ROWS",
     "SESSION_ROWS",
-    "Accepted",
-    "AcceptedRun",
-    "Audit",
     "AuditEntry",
     "CheckpointExistsError",
-    "Checkpoints",
     "Claim",
     "DailyUsage",
     "Damage",
-    "DamageRecords",
     "DamagedRecordError",
     "DamagedStateError",
     "DataDirInUseError",
@@ -51,24 +44,13 @@ __all__ = [
     "DatabaseInUseError",
     "DatabaseUnavailableError",
     "JournalError",
-    "KeyRecord",
     "Keys",
-    "Leases",
     "OperatorRequest",
-    "OperatorRequests",
-    "Ops",
     "Page",
-    "Pruned",
-    "Retention",
     "RunMetrics",
-    "RunState",
-    "Runs",
     "SamplingSessions",
     "SchemaVersionError",
-    "Sessions",
-    "Snapshots",
     "StorageFullError",
     "Store",
     "StoreClosedError",
-    "UsageRecords",
 ]

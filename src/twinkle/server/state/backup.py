@@ -21,11 +21,17 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sqlalchemy import select, union
+
 from twinkle.errors import TwinkleServerError
-from twinkle.server.state.files.data_dir import make_parents
-from twinkle.server.state.files.file_checksums import checksum_of
+from twinkle.server.state.database.sqlite import as_sql
+from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_SESSIONS, SNAPSHOTS
+from twinkle.server.state.files.data_dir import make_parents, restrict, sync, sync_all
+from twinkle.server.state.files.file_checksums import sums_of
 from twinkle.server.state.integrity.copies import write_private
 from twinkle.server.state.integrity.examination import check_before_opening
+from twinkle.server.state.records.ops import BODIES_NEEDED, OUTCOMES_NEEDED
+from twinkle.server.state.records.sampling import ACTIVE_DIRECTORIES
 
 __all__ = ["BackupSummary", "back_up", "check_backup", "restore"]
 
@@ -39,18 +45,8 @@ _STAGING = ".backup-"
 _RESTORING = ".restoring-"
 
 # Files that must be there. What else a sampler was made from may be gone: nobody samples from it any more.
-_DIRECTORIES = """
-SELECT directory FROM snapshots UNION SELECT directory FROM checkpoints UNION
-SELECT directory FROM sampling_sessions JOIN sessions USING (session_id)
-WHERE directory IS NOT NULL AND state = 'active'
-"""
-_OLD_VERSIONS = "SELECT DISTINCT directory FROM sampling_sessions WHERE directory IS NOT NULL"
-_BODIES = """
-SELECT DISTINCT body_segment FROM ops
-WHERE EXISTS (SELECT 1 FROM runs WHERE run_id = ops.adapter_id AND state = 'live')
-AND NOT EXISTS (SELECT 1 FROM snapshots WHERE adapter_id = ops.adapter_id AND seq >= ops.seq)
-"""
-_OUTCOMES = "SELECT DISTINCT outcome_segment FROM ops WHERE outcome_segment IS NOT NULL"
+_DIRECTORIES = union(select(SNAPSHOTS.c.directory), select(CHECKPOINTS.c.directory), ACTIVE_DIRECTORIES)
+_VERSIONS = select(SAMPLING_SESSIONS.c.directory).where(SAMPLING_SESSIONS.c.directory.is_not(None)).distinct()
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class _Staging:
     linked: set[str] = field(default_factory=set)
 
     def link(self, name: str) -> bool:
-        """Whether it was there. A directory that is being deleted may come out incomplete: see the module."""
+        """Link a file or directory; returns whether it was there. One that is being deleted may come out incomplete."""
         source = self.data_dir / name
         try:
             files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
@@ -111,15 +107,15 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
             _copy(staging.directory / name, target / name)
         _copy(staging.directory / _DATABASE, target / _DATABASE)
     _copy(data_dir / _SECRET, target / _SECRET)
-    for path in target.rglob("*"):  # the operator may have made the directory, open to all
-        _make_private(path)
-    sums = _sums(target)
+    for path in target.iterdir():  # the operator may have made the directory, open to all
+        restrict(path)
+    sums = sums_of(target, _MANIFEST)
     summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
-    _sync(target)
+    sync_all(target)
     # Last: a backup without it was not finished.
     write_private(target / _MANIFEST, _manifest(summary, sums))
     for directory in (target, target.parent, *(new.parent for new in new_parents)):
-        _sync_path(directory)
+        sync(directory)
     return summary
 
 
@@ -128,7 +124,7 @@ def check_backup(source: Path) -> list[str]:
     _, sums = _read_manifest(source)
     if sums is None:
         return []
-    found = _sums(source)
+    found = sums_of(source, _MANIFEST)
     return sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
 
 
@@ -142,16 +138,11 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     if database.exists():
         raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
     new_parents = make_parents(data_dir, private=False)
-    for leftover in data_dir.parent.glob(f".{data_dir.name}{_RESTORING}*"):  # of a restore that was killed
-        pid = leftover.name.rpartition("-")[2]
-        if pid.isdigit() and not _runs(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    partial = data_dir.with_name(f".{data_dir.name}{_RESTORING}{os.getpid()}")
+    partial = _own_directory(data_dir.parent, f".{data_dir.name}{_RESTORING}")
     try:
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(_MANIFEST))
-        for path in (partial, *partial.rglob("*")):
-            _make_private(path)
-        _sync(partial)
+        restrict(partial)
+        sync_all(partial)
         inside = database.is_relative_to(data_dir)
         if inside and database != data_dir / _DATABASE:
             (partial / _DATABASE).rename(partial / database.relative_to(data_dir))
@@ -160,11 +151,11 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
         if not inside:
             new_parents += make_parents(database, private=False)
             shutil.move(partial / _DATABASE, database)  # on another disk it is a new copy
-            _sync_path(database)
-            _sync_path(database.parent)
+            sync(database)
+            sync(database.parent)
         partial.rename(data_dir)
         for directory in (data_dir.parent, *(new.parent for new in new_parents)):
-            _sync_path(directory)
+            sync(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return summary
@@ -178,13 +169,14 @@ def _manifest(summary: BackupSummary, sums: Mapping[str, tuple[int, int]]) -> by
 
 def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int, int]] | None]:
     """Return what the backup holds, and size and checksum of its files; None: an earlier version made it."""
+    damaged = TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored")
     try:
         content = json.loads((source / _MANIFEST).read_bytes())
         form = content["format"]
     except FileNotFoundError:
         raise TwinkleServerError(f"{source} is not a backup, or one that was not finished: no {_MANIFEST}") from None
     except (ValueError, KeyError, TypeError):
-        raise TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored") from None
+        raise damaged from None
     if form not in (1, _FORMAT):
         raise TwinkleServerError(f"{source} was made by another version of Twinkle, in a format that this one lacks")
     try:
@@ -195,37 +187,12 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
             if content["checksum"] != json.loads(_manifest(summary, sums))["checksum"]:
                 raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored") from None
+        raise damaged from None
     files = [path for path in source.rglob("*") if path.is_file() and path.name != _MANIFEST]
     found = len(files), sum(path.stat().st_size for path in files)
     if sums is None and found != (summary.files, summary.size_bytes):
         raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as it was written")
     return summary, sums
-
-
-def _sums(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return size and checksum of all files of a backup, by name."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {
-        path.relative_to(directory).as_posix(): (path.stat().st_size, checksum_of(path))
-        for path in files
-        if path != directory / _MANIFEST
-    }
-
-
-def _sync(directory: Path) -> None:
-    """Put all files and directories below one on disk, and it as well."""
-    for path in (*directory.rglob("*"), directory):
-        _sync_path(path)
-
-
-def _sync_path(path: Path) -> None:
-    """Put one file, or the names that a directory holds, on disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # --- what to copy -----------------------------------------------------------------------------------------------------
@@ -254,14 +221,13 @@ def _stage(staging: _Staging, database: Path) -> _Named:
 
 def _named(database: Path) -> _Named:
     with closing(_open(database)) as connection:
-
-        def column(sql: str) -> list[str | int]:
-            return [row[0] for row in connection.execute(sql)]
-
-        directories = frozenset(map(str, column(_DIRECTORIES)))
-        segments = [f"journal/bodies/{int(number):08d}.journal" for number in column(_BODIES)]
-        segments += [f"journal/outcomes/{int(number):08d}.journal" for number in column(_OUTCOMES)]
-        return _Named(directories, frozenset(map(str, column(_OLD_VERSIONS))) - directories, frozenset(segments))
+        directories, versions, bodies, outcomes = (
+            frozenset(row[0] for row in connection.execute(as_sql(statement)))
+            for statement in (_DIRECTORIES, _VERSIONS, BODIES_NEEDED, OUTCOMES_NEEDED)
+        )
+        segments = {f"journal/bodies/{number:08d}.journal" for number in bodies}
+        segments |= {f"journal/outcomes/{number:08d}.journal" for number in outcomes}
+        return _Named(directories, versions - directories, frozenset(segments))
 
 
 def _copy_database(source: Path, target: Path) -> None:
@@ -279,11 +245,8 @@ def _open(database: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _staging(data_dir: Path) -> Iterator[_Staging]:
-    """On the disk of the data, for links; those of a backup that was killed go first."""
-    for leftover in data_dir.glob(f"{_STAGING}*"):
-        if not _runs(int(leftover.name.removeprefix(_STAGING))):
-            shutil.rmtree(leftover, ignore_errors=True)
-    directory = data_dir / f"{_STAGING}{os.getpid()}"
+    """Make a directory for links, on the disk of the data; those of backups that were killed are removed first."""
+    directory = _own_directory(data_dir, _STAGING)
     directory.mkdir(mode=0o700)
     try:
         yield _Staging(data_dir, directory)
@@ -291,13 +254,23 @@ def _staging(data_dir: Path) -> Iterator[_Staging]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _own_directory(parent: Path, prefix: str) -> Path:
+    """Return a place for this process, by its number. What processes that were killed have left there is removed."""
+    for leftover in parent.glob(f"{prefix}*"):
+        pid = leftover.name.removeprefix(prefix)
+        if pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    return parent / f"{prefix}{os.getpid()}"
+
+
 def _runs(pid: int) -> bool:
+    """Return whether there is a process of this number, ours or another user's."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     except PermissionError:
         return True
+    except ProcessLookupError:
+        return False
     return True
 
 
@@ -317,11 +290,6 @@ def _copy(source: Path, target: Path) -> None:
     else:
         shutil.copyfile(source, target)
         target.chmod(0o600)
-
-
-def _make_private(path: Path) -> None:
-    """Let nobody but the server's user read a file or a directory."""
-    path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _check_empty(directory: Path, rule: str) -> None:

@@ -4,19 +4,21 @@ Nothing is changed. On PostgreSQL the database looks after its own structure; ro
 """
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from twinkle.errors import CheckpointError
-from twinkle.server.state import JournalError
 from twinkle.server.state.database.journal import Journal
-from twinkle.server.state.files.file_checksums import damaged_files, read_checksums
+from twinkle.server.state.database.sqlite import as_sql
+from twinkle.server.state.errors import JournalError
+from twinkle.server.state.files.file_checksums import damaged_files
 from twinkle.server.state.integrity.copies import copied_database, secret_problem
-from twinkle.server.state.integrity.sqlite_check import check_structure, connect, count_damaged, read_table, row_tables
+from twinkle.server.state.integrity.sqlite_check import check_structure, connect, is_whole, read_table, row_tables
 from twinkle.server.state.integrity.wal_check import check_wal
+from twinkle.server.state.records.ops import OPS_WITH_BODIES
 from twinkle.server.types import BlobRef
 
 __all__ = ["Finding", "check_data"]
@@ -81,14 +83,11 @@ def _rows(connection: sqlite3.Connection) -> Iterator[Finding]:
 
 def _files(connection: sqlite3.Connection, data_dir: Path) -> Iterator[Finding]:
     owners = {row["run_id"]: row for row in read_table(connection, "runs").good}
-    covered = {row["adapter_id"]: row["seq"] for row in read_table(connection, "snapshots").good}
+    with_bodies = set(connection.execute(as_sql(OPS_WITH_BODIES)))
     for kind, place in (("bodies", "body"), ("outcomes", "outcome")):
         journal = Journal(data_dir / "journal" / kind, writable=False)
         for op in read_table(connection, "ops").good:
-            run = owners.get(op["adapter_id"], {})
-            is_needed = kind == "outcomes" or (
-                run.get("state") == "live" and op["seq"] > covered.get(op["adapter_id"], -1)
-            )
+            is_needed = kind == "outcomes" or (op["adapter_id"], op["seq"]) in with_bodies
             if op[f"{place}_segment"] is None or not is_needed:
                 continue
             try:
@@ -96,7 +95,7 @@ def _files(connection: sqlite3.Connection, data_dir: Path) -> Iterator[Finding]:
             except (JournalError, OSError) as error:
                 remedy = _RUN_IS_FAILED if kind == "bodies" else "the request is to be sent again"
                 what = f"{place} of request {op['adapter_id']}:{op['seq']} ({error})"
-                yield Finding(what, run.get("tenant_id"), op["adapter_id"], remedy)
+                yield Finding(what, owners.get(op["adapter_id"], {}).get("tenant_id"), op["adapter_id"], remedy)
     yield from _directories(connection, data_dir, owners)
 
 
@@ -104,37 +103,35 @@ def _directories(
     connection: sqlite3.Connection, data_dir: Path, owners: dict[str, dict[str, Any]]
 ) -> Iterator[Finding]:
     for row in read_table(connection, "snapshots").good:
-        run = owners.get(row["adapter_id"], {})
-        yield from _directory(
-            data_dir, row["directory"], "snapshot", run.get("tenant_id"), row["adapter_id"], _RUN_IS_FAILED
-        )
+        tenant_id = owners.get(row["adapter_id"], {}).get("tenant_id")
+        about = Finding("snapshot", tenant_id, row["adapter_id"], _RUN_IS_FAILED)
+        yield from _directory(data_dir / row["directory"], about)
     named = set()
     for row in read_table(connection, "checkpoints").good:
         named.add(row["directory"])
         name = f"checkpoint tinker://{row['run_id']}/{row['kind']}/{row['name']}"
         remedy = "load another checkpoint, or take it from a backup"
-        yield from _directory(data_dir, row["directory"], name, row["tenant_id"], row["run_id"], remedy)
+        yield from _directory(data_dir / row["directory"], Finding(name, row["tenant_id"], row["run_id"], remedy))
     sessions = {row["session_id"]: row["state"] for row in read_table(connection, "sessions").good}
     for row in read_table(connection, "sampling_sessions").good:
         is_active = sessions.get(row["session_id"]) == "active"
         if row["directory"] is not None and row["directory"] not in named and is_active:
-            name = f"sampler version {row['sampling_session_id']}"
-            yield from _directory(data_dir, row["directory"], name, row["tenant_id"], None, "publish it again")
+            about = Finding(f"sampler version {row['sampling_session_id']}", row["tenant_id"], None, "publish it again")
+            yield from _directory(data_dir / row["directory"], about)
 
 
-def _directory(
-    data_dir: Path, directory: str, name: str, tenant_id: str | None, run_id: str | None, remedy: str
-) -> Iterable[Finding]:
-    place = data_dir / directory
+def _directory(place: Path, about: Finding) -> Iterator[Finding]:
+    """Yield what is wrong with the files of a directory; ``about`` says what it is, and whose."""
+    problems: list[str]
     if not place.is_dir():
-        return [Finding(f"{name}: {place} is missing", tenant_id, run_id, remedy)]
-    try:
-        if read_checksums(place) is None:
-            return []  # of an earlier version
-        damaged = damaged_files(place)
-    except CheckpointError as error:
-        return [Finding(f"{name}: {error}", tenant_id, run_id, remedy)]
-    return [Finding(f"{name}: {place / file}", tenant_id, run_id, remedy) for file in damaged]
+        problems = [f"{place} is missing"]
+    else:
+        try:
+            problems = [str(place / file) for file in damaged_files(place)]
+        except CheckpointError as error:
+            problems = [str(error)]
+    for problem in problems:
+        yield replace(about, what=f"{about.what}: {problem}")
 
 
 def _copy(data_dir: Path) -> Iterator[Finding]:
@@ -143,8 +140,7 @@ def _copy(data_dir: Path) -> Iterator[Finding]:
         return
     whole = False
     with suppress(sqlite3.Error, UnicodeDecodeError), closing(connect(copy, read_only=True)) as connection:
-        structure = check_structure(connection)
-        whole = structure.broken is None and not structure.indexes and count_damaged(connection) == 0
+        whole = is_whole(connection, check_structure(connection))
     if not whole:
         yield Finding(f"{copy} is damaged", None, None, "the next start makes it again")
 

@@ -1,22 +1,9 @@
-"""What can go wrong with the server's own state. Each is also a standard-library type."""
+"""What can go wrong with the server's own state: errors, each also a standard-library type, and damage on disk."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from twinkle.errors import TwinkleError, UserError
-
-__all__ = [
-    "CheckpointExistsError",
-    "DamagedRecordError",
-    "DamagedStateError",
-    "DataDirInUseError",
-    "DatabaseConnectionError",
-    "DatabaseInUseError",
-    "DatabaseUnavailableError",
-    "JournalError",
-    "SchemaVersionError",
-    "StorageFullError",
-    "StoreClosedError",
-]
 
 
 class StorageFullError(TwinkleError, OSError):
@@ -96,3 +83,19 @@ class CheckpointExistsError(UserError):
             f"name: run {run_id} has a checkpoint {kind}/{name} already; choose another name, delete it, "
             "or pass overwrite"
         )
+
+
+@dataclass(frozen=True)
+class Damage:
+    """``subject``: which kind of thing and which one. ``tenant_id``, ``run_id``: whose it is, where that is known."""
+
+    subject: str
+    message: str
+    found_at: float
+    tenant_id: str | None = None
+    run_id: str | None = None
+
+
+def lost_run(run_id: object, what: str) -> str:
+    """Return what the client of a run is told that cannot go on."""
+    return f"model {run_id}: {what}; load one of its checkpoints into a new model"

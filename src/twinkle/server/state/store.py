@@ -1,4 +1,4 @@
-"""Everything the server must still know after it was killed: a data directory, opened.
+"""The state of a server: a data directory, opened.
 
 state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
 journal/      bodies of requests and encoded outcomes, in segment files
@@ -10,6 +10,7 @@ lock          held by the one server that works here, or shared by its processes
 
 import asyncio
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, make_url
@@ -18,31 +19,24 @@ from sqlalchemy.exc import ArgumentError
 from twinkle.errors import MissingDependencyError, UnsupportedError
 from twinkle.server.state.database.database import Database
 from twinkle.server.state.database.driver import Driver, Part
-from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal
-from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.journal import SEGMENT_BYTES, Journal, JournalWriters
 from twinkle.server.state.database.migrations import migrate, needs_migration
-from twinkle.server.state.database.postgres_rows import fail_damaged
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.errors import DatabaseInUseError, DataDirInUseError
-from twinkle.server.state.files.directory_lock import DirectoryLock
-from twinkle.server.state.files.reserve import give_up_reserve, is_disk_full, keep_reserve
+from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve, is_disk_full, keep_reserve
 from twinkle.server.state.integrity.copies import read_secret
-from twinkle.server.state.integrity.damage import DamageRecords
 from twinkle.server.state.integrity.examination import DatabaseCopies, check_before_opening, examine
 from twinkle.server.state.records.audit import Audit
 from twinkle.server.state.records.checkpoints import Checkpoints
-from twinkle.server.state.records.clearing import clear
-from twinkle.server.state.records.custom_losses import CustomLosses
+from twinkle.server.state.records.coordination import Leases, OperatorRequests
+from twinkle.server.state.records.damage import DamageRecords
 from twinkle.server.state.records.keys import Keys
-from twinkle.server.state.records.leases import Leases
-from twinkle.server.state.records.operator_requests import OperatorRequests
 from twinkle.server.state.records.ops import Ops
 from twinkle.server.state.records.retention import Retention
 from twinkle.server.state.records.run_metrics import RunMetrics
-from twinkle.server.state.records.runs import Runs
+from twinkle.server.state.records.runs import Runs, Snapshots
 from twinkle.server.state.records.sampling import SamplingSessions
-from twinkle.server.state.records.sessions import Sessions
-from twinkle.server.state.records.snapshots import Snapshots
+from twinkle.server.state.records.sessions import CustomLosses, Sessions
 from twinkle.server.state.records.usage import UsageRecords
 
 __all__ = ["Store"]
@@ -61,7 +55,7 @@ class Store:
     def __init__(
         self, data_dir: Path, url: str | None, part: Part, segment_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Blocks: use :meth:`open`."""
+        """Open the directory. It blocks: use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
@@ -89,9 +83,8 @@ class Store:
             self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, self._writers)
             self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, self._writers)
             self._database = Database(driver, loop)
-            if file is None and part is Part.SERVER:
-                with driver.connect() as connection:
-                    fail_damaged(connection)
+            if part is Part.SERVER:
+                driver.fail_damaged_rows()
             if isinstance(driver, SqliteDriver) and file is not None and part is not Part.TOOL:
                 self._copies = DatabaseCopies(file, data_dir)
                 self._copies.make()
@@ -122,15 +115,9 @@ class Store:
         check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
         if part is Part.TOOL:
             return
-        try:
-            momentary = DirectoryLock(data_dir) if part is Part.MEMBER else None
-        except DataDirInUseError:
-            return
-        try:
+        # In use: another process of the server has looked.
+        with suppress(DataDirInUseError), DirectoryLock(data_dir) if part is Part.MEMBER else nullcontext():
             examine(database, data_dir)
-        finally:
-            if momentary is not None:
-                momentary.release()
 
     @classmethod
     async def open(
@@ -163,11 +150,11 @@ class Store:
         keep_reserve(self.data_dir)
 
     async def clear(self) -> int:
-        """Forget all that is under way, for a server that begins again; how many records are gone."""
-        return await clear(self._database)
+        """Forget all that is under way, for a server that begins again; returns how many records are gone."""
+        return await self.retention.clear()
 
     async def close(self) -> None:
-        """Finish what was asked for and let the next one in."""
+        """Finish what was asked for, and release the lock for the next server."""
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
@@ -184,7 +171,7 @@ class Store:
 
     @property
     def transactions(self) -> int:
-        """How many transactions were committed since opening."""
+        """Return how many transactions were committed since opening."""
         return self._database.transactions
 
 
@@ -229,16 +216,14 @@ def _is_unused(connection: Connection) -> bool:
 
 
 def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
-    """Tables never change under a running server: whoever does not hold the lock alone needs it for this moment."""
+    """Bring the tables forward. They never change under a running server: only who has the lock alone may do it."""
     deadline = time.monotonic() + (_MEMBER_SECONDS if part is Part.MEMBER else 0)
     while _is_outdated(driver):
         try:
-            momentary = None if part is Part.SERVER else DirectoryLock(data_dir)
-            try:
-                _migrate(driver)
-            finally:
-                if momentary is not None:
-                    momentary.release()
+            with nullcontext() if part is Part.SERVER else DirectoryLock(data_dir), driver.connect() as connection:
+                driver.begin_migration(connection)
+                migrate(connection)
+                driver.finish_migration(connection)
         except (DataDirInUseError, DatabaseInUseError):  # of a member: another one may be doing it now
             if time.monotonic() >= deadline:
                 raise
@@ -248,10 +233,3 @@ def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
 def _is_outdated(driver: Driver) -> bool:
     with driver.connect() as connection:
         return needs_migration(connection)
-
-
-def _migrate(driver: Driver) -> None:
-    with driver.connect() as connection:
-        driver.begin_migration(connection)
-        migrate(connection)
-        driver.finish_migration(connection)

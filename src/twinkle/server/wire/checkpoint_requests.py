@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from twinkle.server.state.files.age_encryption import check_recipients
+from twinkle.server.state.files.export import check_recipients
 from twinkle.server.types import ExportWeights, OpKind
 from twinkle.server.wire.fields import CheckpointName, Id, Metadata, Number, Request, Text, TimeToLive, parse
 from twinkle.server.wire.requests import OptimizerConfig, SequencedRequest, check_access_token, check_optimizer

@@ -15,7 +15,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.protocols.native.http import native_tenant_of
 from twinkle.server.protocols.tinker.runs import Limit, Offset
 from twinkle.server.services.training.adapters import AdapterStatus, Residency
-from twinkle.server.state.files.tar_stream import TarStream
+from twinkle.server.state.files.export import TarStream
 from twinkle.server.types import RunRecord, SessionRecord
 
 router = APIRouter(prefix=f"{PREFIX}/twinkle")

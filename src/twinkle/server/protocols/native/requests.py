@@ -20,7 +20,7 @@ from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.requests import SMALL_BODY
-from twinkle.server.state.files.allowed_dirs import allowed_path
+from twinkle.server.state.files.export import allowed_path
 from twinkle.server.types import Op, Outcome, RunRecord
 from twinkle.server.verbs.codec import create_op, lora_config, refused_op, verb_op
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows

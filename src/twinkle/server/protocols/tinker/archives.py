@@ -20,7 +20,7 @@ from twinkle.server.http.requests import (
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.protocols.tinker.runs import path_of
 from twinkle.server.services.checkpoints.access import expired, readable_checkpoint
-from twinkle.server.state.files.tar_stream import TarStream
+from twinkle.server.state.files.export import TarStream
 
 router = APIRouter(prefix=PREFIX)
 

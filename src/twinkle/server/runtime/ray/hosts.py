@@ -26,8 +26,7 @@ from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, repor
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.gateway.reporting import Telemetry
-from twinkle.server.processors.configured import configured_processors
-from twinkle.server.processors.service import Processors, ProcessorService
+from twinkle.server.processors.service import Processors, ProcessorService, configured_processors
 from twinkle.server.runtime.assembly import services_on
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.layout import Layout, layout_of
@@ -40,7 +39,7 @@ from twinkle.server.runtime.ray.replica_model import load_replica
 from twinkle.server.runtime.ray.router import Router
 from twinkle.server.state import Claim, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.state.files.directory_lock import DirectoryLock
+from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord, SessionRecord

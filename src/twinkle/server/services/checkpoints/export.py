@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from twinkle.model.types import FloatArray
 from twinkle.server.backends.backend import TrainingBackend
-from twinkle.server.state.files.age_encryption import encrypt_files
 from twinkle.server.state.files.data_dir import write_whole
+from twinkle.server.state.files.export import encrypt_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEAD = "base_model.model.model.unembed_tokens"

@@ -26,8 +26,8 @@ from twinkle.server.services.checkpoints.access import loadable_checkpoint, with
 from twinkle.server.services.checkpoints.export import prepare_export
 from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.state import StorageFullError, Store
-from twinkle.server.state.files.allowed_dirs import allowed_path
 from twinkle.server.state.files.data_dir import DataDir, copy_whole, make_parents, seal_written, size_of
+from twinkle.server.state.files.export import allowed_path
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns

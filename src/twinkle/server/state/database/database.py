@@ -34,6 +34,7 @@ from typing import Any, Generic, TypeVar
 from sqlalchemy import Engine, PoolProxiedConnection, Select
 from sqlalchemy.sql.dml import UpdateBase
 
+from twinkle.errors import QuotaError
 from twinkle.server.state.database.driver import Driver
 from twinkle.server.state.errors import (
     DatabaseConnectionError,
@@ -85,7 +86,7 @@ class _Compiled:
 
 
 class Cursor:
-    """Runs statements in the transaction of whoever was given it."""
+    """Runs statements in one transaction. It belongs to the function that was given it, in that function's thread."""
 
     def __init__(self, driver_cursor: Any, engine: Engine, compiled: dict[Statement, _Compiled]) -> None:
         self.driver_cursor = driver_cursor
@@ -98,24 +99,24 @@ class Cursor:
         return [dict(zip(compiled.columns, row, strict=True)) for row in self.driver_cursor.fetchall()]
 
     def row(self, statement: Select[Any], parameters: Parameters) -> Row | None:
-        """The only row, if there is one."""
+        """Return the only row, or None where there is none."""
         rows = self.rows(statement, parameters)
         return rows[0] if rows else None
 
     def number(self, statement: Select[Any], parameters: Parameters) -> int:
-        """The only value of the only row."""
+        """Return the only value of the only row."""
         row = self.row(statement, parameters)
         assert row is not None
         return int(next(iter(row.values())))
 
     def execute(self, statement: UpdateBase, parameters: Parameters) -> int:
-        """The number of rows it changed."""
+        """Run a statement; returns the number of rows it changed."""
         compiled = self._compile(statement)
         self.driver_cursor.execute(compiled.sql, compiled.values(parameters))
         return int(self.driver_cursor.rowcount)
 
     def execute_many(self, statement: UpdateBase, parameters: Iterable[Parameters]) -> int:
-        """The number of rows they changed together."""
+        """Run a statement once for each set of parameters; returns the number of rows they changed together."""
         compiled = self._compile(statement)
         self.driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
         return int(self.driver_cursor.rowcount)
@@ -199,17 +200,21 @@ class Database:
         self._check_open()
         return await self._loop.run_in_executor(self._readers, self._read, work)
 
-    async def write(self, work: Callable[[Cursor], T]) -> T:
+    async def write(self, work: Callable[[Cursor], T | QuotaError]) -> T:
         """Run ``work`` in the writer's thread and return when it is committed.
 
         If it raises, what it wrote is undone and the error is this caller's alone. It may be run several times, all but
         the last without effect on the database. A caller that is cancelled stops waiting; its work is done all the
-        same.
+        same. A QuotaError that ``work`` returns is raised here: raised there, it would have the transaction, which
+        other callers share, done again.
         """
         self._check_open()
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[T | QuotaError] = self._loop.create_future()
         self._queue.put(_Write(work, future))
-        return await future
+        result = await future
+        if isinstance(result, QuotaError):
+            raise result
+        return result
 
     async def close(self) -> None:
         """Commit what waits and let go of the files."""
@@ -266,7 +271,7 @@ class Database:
                 self._maintain(len(group))
 
     def _next_group(self) -> tuple[list[_Write], bool]:
-        """All writes that wait (at least one), and whether the store is being closed."""
+        """Return all writes that wait (at least one), and whether the store is being closed."""
         group: list[_Write] = []
         while len(group) < _GROUP:
             try:
@@ -279,7 +284,7 @@ class Database:
         return group, False
 
     def _commit(self, group: Sequence[_Write]) -> list[Any]:
-        """The results in order, failures as :class:`_Failure`: whatever goes wrong is the caller's, as in a pool.
+        """Return the results in order, failures as :class:`_Failure`: an error is for the caller whose write it was.
 
         Hardly ever does one fail. If one does, nothing of the transaction is left, and each gets one of its own.
         """
@@ -370,7 +375,7 @@ class Database:
             self._loop.call_soon_threadsafe(_resolve, group, results)
 
     def _maintain(self, writes: int) -> None:
-        """Every now and then, let a reader's thread do what would otherwise delay a commit."""
+        """After every few hundred writes, let a reader's thread do what would otherwise delay a commit."""
         self._writes += writes
         if self._writes >= _MAINTENANCE_WRITES:
             self._writes = 0

@@ -24,34 +24,37 @@ class Driver(Protocol):
     def engine(self) -> Engine: ...
 
     def connect(self) -> AbstractContextManager[Connection]:
-        """SQLAlchemy's connection, for migrations."""
+        """Return SQLAlchemy's connection, for migrations."""
 
     def begin_migration(self, connection: Connection) -> None:
-        """A transaction that nobody else writes beside."""
+        """Begin a transaction in which nobody else can write."""
 
     def finish_migration(self, connection: Connection) -> None:
         """Make what this database needs beside the tables, and commit."""
+
+    def fail_damaged_rows(self) -> None:
+        """Compare every row with its checksum where nobody has done so before the database was opened."""
 
     def connect_reader(self) -> PoolProxiedConnection: ...
 
     def connect_writer(self) -> PoolProxiedConnection: ...
 
     def begin(self, cursor: Any) -> None:
-        """A transaction of the writer. Others that write, in this process or elsewhere, wait for its end."""
+        """Begin a transaction of the writer. Others that write, in this process or elsewhere, wait for its end."""
 
     def commit(self, cursor: Any) -> None: ...
 
     def is_committed(self, cursor: Any) -> bool:
-        """Whether the last transaction, whose connection was lost, took place. Asked on a new connection."""
+        """Return whether the last transaction, whose connection was lost, took place. ``cursor`` is of a new one."""
 
     def is_lost(self, connection: PoolProxiedConnection) -> bool:
-        """Whether an error means that the connection is of no use any more."""
+        """Return whether a connection is of no use any more."""
 
     def typed(self, error: Exception) -> Exception:
-        """One of our errors where the driver's says what we have a type for."""
+        """Return one of our errors where we have a type for what the driver's says; otherwise the same error."""
 
     def maintain(self, cursor: Any) -> None:
-        """What is to be done now and then, in a reader's thread."""
+        """Do what is to be done now and then, in a reader's thread."""
 
     def leave(self, cursor: Any) -> None:
-        """The writer's last words."""
+        """Tell the database that the writer ends."""

@@ -8,32 +8,89 @@ A segment is closed for good when it is full or when the process ends, so an app
 at the end of a segment, where no record points to it: it is left alone. Nobody ever walks from blob to blob, so a
 damaged blob, header or data, costs nobody but the op whose blob it is.
 
-The processes of one server may share a journal (``state.database.journal_writers``): then a segment's number
-begins with its writer's.
+The processes of one server may share a journal (:class:`JournalWriters`): then a segment's number begins with its
+writer's. A process holds a lock on the file of its number. Segments of a number whose lock is free belong to nobody any
+more: whatever their writer had committed is committed, and nothing will be added to them.
 """
 
 import contextlib
-import errno
+import fcntl
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 
-from twinkle.server.state.database.journal_writers import ALONE, JournalWriters
 from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
+from twinkle.server.state.files.guards import DISK_FULL
 from twinkle.server.types import BlobRef
 
-__all__ = ["SEGMENT_BYTES", "Journal"]
+__all__ = ["SEGMENT_BYTES", "Journal", "JournalWriters"]
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 
 _MAGIC = b"TWJ1"
 _HEADER = struct.Struct("<4sIQ")  # magic, crc32, length of the data
 _SUFFIX = ".journal"
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_WRITER_SUFFIX = ".writer"
+_ALONE = 0  # the number of a writer that shares its journals with nobody
 _SEGMENTS_OF_WRITER = 2**32
 _MAX_PARTS = 1000  # of one writev: IOV_MAX is 1024 on Linux
+
+
+class JournalWriters:
+    """The writers of one data directory; we are number :attr:`own` until :meth:`close`."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory
+        self._fd, self.own = self._claim()
+
+    def is_dead(self, writer: int) -> bool:
+        """Return whether no process writes under this number any more."""
+        try:
+            fd = os.open(self._path(writer), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def forget_dead(self, with_segments: set[int]) -> None:
+        """Remove the files of dead writers of which no segment is left."""
+        for path in self._directory.glob(f"*{_WRITER_SUFFIX}"):
+            writer = int(path.stem)
+            if writer not in with_segments and self.is_dead(writer):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _claim(self) -> tuple[int, int]:
+        """Take a number that no process had. Its file is locked before it has its name: it is never seen unlocked."""
+        unnamed = self._directory / f".{secrets.token_hex(8)}"
+        fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        highest = max((int(path.stem) for path in self._directory.glob(f"*{_WRITER_SUFFIX}")), default=_ALONE)
+        try:
+            for number in count(highest + 1):
+                try:
+                    os.link(unnamed, self._path(number))
+                except FileExistsError:
+                    continue
+                return fd, number
+        finally:
+            unnamed.unlink()
+        raise AssertionError("there are always more numbers")
+
+    def _path(self, writer: int) -> Path:
+        return self._directory / f"{writer:08d}{_WRITER_SUFFIX}"
 
 
 class Journal:
@@ -51,7 +108,7 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._writable = writable
         self._writers = writers
-        self._writer = ALONE if writers is None else writers.own
+        self._writer = _ALONE if writers is None else writers.own
         self._segment = self._writer * _SEGMENTS_OF_WRITER  # the one appended to; none yet while _fd is None
         self._fd: int | None = None
         self._end = 0  # where the next blob of that segment goes
@@ -72,7 +129,7 @@ class Journal:
             fd = self._segment_for(size)
             self._write(fd, parts, size)
         except OSError as error:
-            if error.errno in _DISK_FULL:
+            if error.errno in DISK_FULL:
                 raise StorageFullError(error.errno, f"no room for {size} bytes in {self._directory}") from error
             raise
         refs = []
@@ -82,7 +139,7 @@ class Journal:
         return refs
 
     def read(self, ref: BlobRef) -> bytes:
-        """The blob, checked."""
+        """Return a blob; JournalError where it is missing or does not have its checksum."""
         try:
             fd = os.open(self._path(ref.segment), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -97,16 +154,16 @@ class Journal:
         return data
 
     def segments(self) -> list[int]:
-        """The numbers of all segments on disk, oldest first."""
+        """Return the numbers of all segments on disk, oldest first."""
         return sorted(int(path.stem) for path in self._directory.glob(f"*{_SUFFIX}"))
 
     def closed_segments(self) -> list[int]:
-        """The segments that nothing will be appended to any more."""
+        """Return the segments that nothing will be appended to any more."""
         self._check_writable()  # a reader cannot know
         return [number for number in self.segments() if self._is_closed(number)]
 
     def writers_left(self) -> set[int]:
-        """Those who left a segment."""
+        """Return the numbers of all writers of which there is a segment."""
         return {_writer_of(number) for number in self.segments()}
 
     def _is_closed(self, number: int) -> bool:
@@ -122,7 +179,7 @@ class Journal:
             self._path(number).unlink(missing_ok=True)
 
     def size(self, segments: Iterable[int] | None = None) -> int:
-        """Bytes of these segments on disk; None: of all."""
+        """Return the bytes of these segments on disk; None: of all."""
         total = 0
         for number in self.segments() if segments is None else segments:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -152,7 +209,7 @@ class Journal:
         return self._fd
 
     def _write(self, fd: int, parts: list[bytes], size: int) -> None:
-        """One system call for all parts: each gives up the interpreter lock, and getting it back can take long."""
+        """Write all parts with one system call: each gives up the interpreter lock, and may wait for it afterwards."""
         try:
             written = os.writev(fd, parts[:_MAX_PARTS])
             if written < size:

@@ -7,9 +7,13 @@ writes, a tool's too, holds the second until its end, as SQLite would have it.
 A connection can be lost between our COMMIT and its answer. So that the next one can say what became of it, each writer
 has a row in ``writers`` that its every transaction numbers anew. A server that opens the database deletes the rows of
 servers before it: one that was cut off and believed dead finds its row gone and writes nothing any more.
+
+PostgreSQL looks after its own structure, so a row whose checksum is wrong is not rewritten. A run whose own row,
+snapshot or op is damaged is failed; everything else is named in the log and in the table ``damage``.
 """
 
 import errno
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -17,19 +21,36 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from sqlalchemy import URL, Connection, Engine, NullPool, PoolProxiedConnection, create_engine, event
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    NullPool,
+    PoolProxiedConnection,
+    create_engine,
+    event,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError
 
 from twinkle.errors import UserError
 from twinkle.server.state.database.driver import Part
+from twinkle.server.state.database.tables import DAMAGE, METADATA, RUNS
 from twinkle.server.state.errors import (
+    Damage,
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
     StorageFullError,
+    lost_run,
 )
+from twinkle.server.state.integrity.row_checksums import CHECKSUM, checked_columns, expected_checksum, with_checksums
 
 __all__ = ["PostgresDriver"]
+
+_logger = logging.getLogger(__name__)
 
 _SERVER_LOCK = int.from_bytes(b"twinkle\0")
 _WRITE_LOCK = int.from_bytes(b"twinkle\1")
@@ -128,7 +149,7 @@ class PostgresDriver:
             time.sleep(_LOCK_PAUSE)
 
     def _register(self, cursor: Any) -> None:
-        """Our row, once: when a later connection does not find it, another server has taken over."""
+        """Insert our row, once: when a later connection does not find it, another server has taken over."""
         if self._is_registered:
             cursor.execute("SELECT FROM writers WHERE writer = %s", [self._writer])
             if cursor.fetchone() is None:
@@ -149,7 +170,7 @@ class PostgresDriver:
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def begin(self, cursor: Any) -> None:
-        """One round trip."""
+        """Begin a transaction and number it, in one round trip."""
         self._number += 1
         number = f"UPDATE writers SET transactions = {self._number} WHERE writer = '{self._writer}'"
         cursor.execute(f"{_BEGIN_WRITE}; {number}", prepare=False)
@@ -173,7 +194,7 @@ class PostgresDriver:
         return row is not None and row[0] == self._number
 
     def begin_migration(self, connection: Connection) -> None:
-        """No server may be working: it knows the tables as they were."""
+        """Begin a transaction while no server works with the database: it would know the tables as they were."""
         cursor = connection.connection.cursor()
         cursor.execute(_BEGIN_WRITE)
         self._take_lock(cursor, "pg_try_advisory_xact_lock")
@@ -191,8 +212,18 @@ class PostgresDriver:
             return DatabaseUnavailableError()
         return error
 
+    def fail_damaged_rows(self) -> None:
+        with self.connect() as connection:
+            for table in METADATA.sorted_tables:
+                columns = checked_columns(table)
+                if columns:
+                    wrong = select(*columns).where(table.c[CHECKSUM] != expected_checksum(columns))
+                    for row in connection.execute(wrong).mappings().all():
+                        key = ", ".join(str(row[each.name]) for each in table.primary_key)
+                        _fail(connection, table.name, dict(row), key)
+
     def maintain(self, cursor: Any) -> None:
-        """PostgreSQL looks after itself."""
+        """Do nothing: PostgreSQL looks after itself."""
 
 
 def _configure(connection: Any, _record: object) -> None:
@@ -200,6 +231,23 @@ def _configure(connection: Any, _record: object) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The driver's words on one line. libpq's messages never name a password."""
+    """Return what the driver says, on one line. libpq's messages never name a password."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     return " ".join(str(cause).split())
+
+
+def _fail(connection: Connection, table: str, row: dict[str, Any], key: str) -> None:
+    run_id = row.get("adapter_id") or row.get("run_id")
+    what = f"a row of the table {table} ({key}) is damaged in the server's database"
+    is_run = table in ("runs", "snapshots", "ops")
+    message = lost_run(run_id, what) if is_run else what
+    if is_run:
+        change = (
+            update(RUNS).where(RUNS.c.run_id == run_id, RUNS.c.state == "live").values(state="failed", note=message)
+        )
+        connection.execute(with_checksums(change, connection.dialect.name)[0])
+    subject = f"run {run_id}" if is_run else f"row of {table} {key}"
+    _logger.error("damaged: %s (tenant %s): %s", subject, row.get("tenant_id", "unknown"), message)
+    if connection.execute(select(DAMAGE.c.subject).where(DAMAGE.c.subject == subject)).first() is None:
+        damage = Damage(subject, message, time.time(), row.get("tenant_id"), run_id)
+        connection.execute(with_checksums(insert(DAMAGE), connection.dialect.name)[0], vars(damage))

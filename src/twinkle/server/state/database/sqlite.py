@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, PoolProxiedConnection, create_engine, event
+from sqlalchemy import URL, Connection, Engine, PoolProxiedConnection, SelectBase, create_engine, event
+from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
 
 from twinkle.errors import UnsupportedError
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.integrity.row_checksums import SQL_FUNCTION, checksum_function
 from twinkle.server.state.integrity.sqlite_check import set_schema_sum
 
-__all__ = ["SqliteDriver", "default_url"]
+__all__ = ["SqliteDriver", "as_sql", "default_url"]
 
 # The default BEGIN takes the write lock at the first write, and fails there when another process wrote in between.
 _BEGIN_WRITE = "BEGIN IMMEDIATE"
@@ -56,6 +57,9 @@ class SqliteDriver:
         set_schema_sum(connection.connection.driver_connection)
         connection.commit()
 
+    def fail_damaged_rows(self) -> None:
+        """Do nothing: ``state.integrity.examination`` looks at the file before it is opened."""
+
     def connect_reader(self) -> PoolProxiedConnection:
         return self.engine.raw_connection()
 
@@ -86,6 +90,11 @@ class SqliteDriver:
 
     def leave(self, cursor: Any) -> None:
         pass
+
+
+def as_sql(statement: SelectBase) -> str:
+    """Return a query with its constants in it, for a connection that is not the server's own."""
+    return str(statement.compile(dialect=sqlite_dialect(), compile_kwargs={"literal_binds": True}))
 
 
 def checkpoint(cursor: Any) -> None:

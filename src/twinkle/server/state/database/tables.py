@@ -4,11 +4,12 @@ Columns hold what every driver takes and returns as it is (text, integers, float
 driver's own cursor, without SQLAlchemy's conversion of values (see ``state.database.database``). Structured
 values are JSON text; booleans are 0 and 1. Times are seconds since the epoch.
 
-Every table but ``schema_version`` has a column ``checksum`` too (``state.integrity.row_checksums``): it is
-added at the end of this file.
+Every table but ``schema_version`` has a column ``checksum`` too (``state.integrity.row_checksums``).
 
 A change here needs a migration in :mod:`twinkle.server.state.database.migrations`.
 """
+
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -26,34 +27,19 @@ from sqlalchemy import (
 
 from twinkle.server.state.integrity.row_checksums import CHECKSUM
 
-__all__ = [
-    "API_KEYS",
-    "AUDIT",
-    "CHECKPOINTS",
-    "CUSTOM_LOSSES",
-    "DAMAGE",
-    "LEASES",
-    "METADATA",
-    "OPERATOR_REQUESTS",
-    "OPS",
-    "RUNS",
-    "RUN_METRICS",
-    "RUN_METRIC_NAMES",
-    "SAMPLING_CLIENTS",
-    "SAMPLING_SESSIONS",
-    "SCHEMA_VERSION",
-    "SESSIONS",
-    "SNAPSHOTS",
-    "USAGE",
-]
-
 METADATA = MetaData()
+
+
+def _table(name: str, *parts: Column[Any] | Index, sqlite_with_rowid: bool = True) -> Table:
+    """Make a table whose rows have a checksum, in the last column."""
+    checksum = Column(CHECKSUM, BigInteger, nullable=False, server_default="0")
+    return Table(name, METADATA, *parts, checksum, sqlite_with_rowid=sqlite_with_rowid)
+
 
 SCHEMA_VERSION = Table("schema_version", METADATA, Column("version", Integer, nullable=False))
 
-SESSIONS = Table(
+SESSIONS = _table(
     "sessions",
-    METADATA,
     Column("session_id", String, primary_key=True),
     Column("tenant_id", String, nullable=False),
     Column("idempotency_key", String),
@@ -73,9 +59,8 @@ SESSIONS = Table(
     Index("sessions_by_state_of_tenant", "tenant_id", "state"),
 )
 
-RUNS = Table(
+RUNS = _table(
     "runs",
-    METADATA,
     Column("run_id", String, primary_key=True),
     Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
     Column("number", BigInteger, nullable=False),
@@ -94,9 +79,8 @@ RUNS = Table(
     Index("runs_by_state", "state"),
 )
 
-CHECKPOINTS = Table(
+CHECKPOINTS = _table(
     "checkpoints",
-    METADATA,
     Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
     Column("kind", String, primary_key=True),
     Column("name", String, primary_key=True),
@@ -112,9 +96,8 @@ CHECKPOINTS = Table(
     Index("checkpoints_by_expiry", "expires_at"),
 )
 
-SAMPLING_SESSIONS = Table(
+SAMPLING_SESSIONS = _table(
     "sampling_sessions",
-    METADATA,
     Column("sampling_session_id", String, primary_key=True),
     Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
     Column("number", BigInteger, nullable=False),
@@ -132,9 +115,8 @@ SAMPLING_SESSIONS = Table(
 )
 
 # The clients of a sampling session that have a number of their own or used sequence numbers; those in use lie between.
-SAMPLING_CLIENTS = Table(
+SAMPLING_CLIENTS = _table(
     "sampling_clients",
-    METADATA,
     Column("sampling_session_id", String, ForeignKey("sampling_sessions.sampling_session_id"), primary_key=True),
     Column("client", BigInteger, primary_key=True, autoincrement=False),
     Column("first_seq", BigInteger, nullable=False),
@@ -143,9 +125,8 @@ SAMPLING_CLIENTS = Table(
 )
 
 # Losses of a session's own. A body is a few kilobytes, and is looked up with the first op that uses it.
-CUSTOM_LOSSES = Table(
+CUSTOM_LOSSES = _table(
     "custom_losses",
-    METADATA,
     Column("loss_id", String, primary_key=True),
     Column("session_id", String, ForeignKey("sessions.session_id"), nullable=False),
     Column("number", BigInteger, nullable=False),
@@ -159,9 +140,8 @@ CUSTOM_LOSSES = Table(
 
 # A row a request; the bytes of body and outcome are in the journal. One tree is all that accepting an op has to change:
 # SQLite keeps the rows in the primary key itself, and what pruning looks for it finds by reading the whole table.
-OPS = Table(
+OPS = _table(
     "ops",
-    METADATA,
     Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("kind", String, nullable=False),
@@ -181,9 +161,8 @@ OPS = Table(
     sqlite_with_rowid=False,
 )
 
-SNAPSHOTS = Table(
+SNAPSHOTS = _table(
     "snapshots",
-    METADATA,
     Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
     Column("seq", BigInteger, nullable=False),
     Column("directory", Text, nullable=False),
@@ -192,18 +171,16 @@ SNAPSHOTS = Table(
 )
 
 # Who of several processes does what only one may do.
-LEASES = Table(
+LEASES = _table(
     "leases",
-    METADATA,
     Column("name", String, primary_key=True),
     Column("holder", String, nullable=False),
     Column("until", Double, nullable=False),
 )
 
 # Points of a run's curves. Those of optimizer steps have the number of their op, those that a client logged none.
-RUN_METRICS = Table(
+RUN_METRICS = _table(
     "run_metrics",
-    METADATA,
     Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("recorded_at", Double, nullable=False),
@@ -214,17 +191,15 @@ RUN_METRICS = Table(
 )
 
 # What a client has called its values so far.
-RUN_METRIC_NAMES = Table(
+RUN_METRIC_NAMES = _table(
     "run_metric_names",
-    METADATA,
     Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
     Column("name", String, primary_key=True),
     sqlite_with_rowid=False,
 )
 
-API_KEYS = Table(
+API_KEYS = _table(
     "api_keys",
-    METADATA,
     Column("key_id", String, primary_key=True),
     Column("tenant_id", String, nullable=False),
     Column("name", Text, nullable=False),
@@ -234,9 +209,8 @@ API_KEYS = Table(
 )
 
 # A day of a tenant; see twinkle.server.usage. ``storage_bytes``: the most that was on disk that day.
-USAGE = Table(
+USAGE = _table(
     "usage",
-    METADATA,
     Column("tenant_id", String, primary_key=True),
     Column("day", String, primary_key=True),
     Column("trained_tokens", BigInteger, nullable=False),
@@ -248,9 +222,8 @@ USAGE = Table(
 )
 
 # What an operator asks of the running server on the command line.
-OPERATOR_REQUESTS = Table(
+OPERATOR_REQUESTS = _table(
     "operator_requests",
-    METADATA,
     Column("request_id", String, primary_key=True),
     Column("kind", String, nullable=False),
     Column("target", String, nullable=False),
@@ -259,9 +232,8 @@ OPERATOR_REQUESTS = Table(
     Column("failed", Integer, nullable=False),
 )
 
-AUDIT = Table(
+AUDIT = _table(
     "audit",
-    METADATA,
     Column("entry_id", String, primary_key=True),
     Column("tenant_id", String, nullable=False),
     Column("at", Double, nullable=False),
@@ -272,16 +244,11 @@ AUDIT = Table(
 )
 
 # What was found damaged, and what it cost. ``subject``: of which kind and which one, such as "run s-1:train:0".
-DAMAGE = Table(
+DAMAGE = _table(
     "damage",
-    METADATA,
     Column("subject", String, primary_key=True),
     Column("tenant_id", String),
     Column("run_id", String),
     Column("message", Text, nullable=False),
     Column("found_at", Double, nullable=False),
 )
-
-for _table in METADATA.sorted_tables:
-    if _table is not SCHEMA_VERSION:
-        _table.append_column(Column(CHECKSUM, BigInteger, nullable=False, server_default="0"))

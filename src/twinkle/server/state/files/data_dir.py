@@ -42,15 +42,15 @@ class DataDir:
     root: Path
 
     def checkpoint(self, path: CheckpointPath, seq: int) -> Path:
-        """Of its own for every op: a name may be used again, but what a sampler was made from never changes."""
+        """Return a directory that no other op has: a name may be used again, but a sampler's files never change."""
         return self.root / "checkpoints" / directory_name(path.run_id) / path.kind / path.name / str(seq)
 
     def sampler(self, sampling_session_id: str, run_number: int, seq: int) -> Path:
-        """Of its own for every op, as above: a client may give one number to two of them by mistake."""
+        """Return a directory that no other op has: a client may give one number to two sampling sessions by mistake."""
         return self.root / "samplers" / f"{directory_name(sampling_session_id)}-{run_number}-{seq}"
 
     def snapshot(self, run_id: str, seq: int) -> Path:
-        """Of its own each time: the last one is not touched before the next one is on record."""
+        """Return a new directory each time: a snapshot is not touched before the next one is on record."""
         return self.snapshots(run_id) / f"{seq}-{secrets.token_hex(4)}"
 
     def snapshots(self, run_id: str) -> Path:
@@ -61,18 +61,18 @@ class DataDir:
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
     def remove_empty(self, recorded: str) -> None:
-        """The directories of a run in which a checkpoint was, if none is left there. Nobody may be saving to it."""
+        """Remove a run's directories of checkpoints where none is left. Nobody may be saving to them."""
         checkpoints, run = Path(recorded).parts[:2]
         _remove_empty(self.root / checkpoints / run)
 
     def remove_snapshots(self, run_id: str, recorded: str | None) -> None:
-        """All of a run, of which the last is ``recorded``: one of an earlier version may lie elsewhere."""
+        """Remove all snapshots of a run. ``recorded``: the last one; an earlier version may have put it elsewhere."""
         shutil.rmtree(self.snapshots(run_id), ignore_errors=True)
         if recorded is not None:
             self._remove_snapshot(self.root / recorded)
 
     def remove_older_snapshots(self, newest: Path, replaced: str | None) -> None:
-        """All of a run but the newest. ``replaced``: the one on record before, as above."""
+        """Remove all snapshots of a run but the newest. ``replaced``: the one on record before, wherever it lies."""
         for other in newest.parent.iterdir():
             if other != newest:
                 shutil.rmtree(other, ignore_errors=True)
@@ -85,7 +85,7 @@ class DataDir:
             directory.parent.rmdir()
 
     def remove_unfinished(self, idle_seconds: float = 0.0) -> None:
-        """What a crash left of directories that were being written.
+        """Remove what a crash left of directories that were being written.
 
         Others may be writing, if whoever is at it would have changed something in the last ``idle_seconds``; with 0
         nobody may.
@@ -106,7 +106,7 @@ class DataDir:
 
 
 def write_snapshot(directory: Path, snapshot: AdapterSnapshot, native: bytes | None) -> None:
-    """Whole or not at all. ``native``: what the library's verbs know."""
+    """Write a snapshot, whole or not at all. ``native``: the state of the native protocol's verbs."""
     write_whole(directory, partial(_fill_snapshot, snapshot, native))
 
 
@@ -150,14 +150,14 @@ def read_native_state(directory: Path) -> bytes | None:
 
 
 def _remove_empty(directory: Path) -> None:
-    """The directory and those in it, as far as there are no files."""
+    """Remove the directory and those in it, as far as there are no files."""
     for inner, _, _ in os.walk(directory, topdown=False):
         with suppress(OSError):  # it is not empty, or gone already
             os.rmdir(inner)
 
 
 def copy_whole(source: Path, target: Path, *, private: bool = True) -> None:
-    """In the place of what is there, whole or not at all. CheckpointError where the source is damaged.
+    """Copy a directory to the place of another, whole or not at all. CheckpointError where the source is damaged.
 
     ``private``: for nobody else to read; otherwise the modes are what this process gives to new files.
     """
@@ -166,7 +166,7 @@ def copy_whole(source: Path, target: Path, *, private: bool = True) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """shutil.copytree would go on after an error, and raise one that does not say what was wrong."""
+    """Copy all files. shutil.copytree would go on after an error, and raise one that does not say what was wrong."""
     for entry in sorted(os.scandir(source), key=lambda each: each.name):
         if entry.is_dir():
             (target / entry.name).mkdir()
@@ -177,7 +177,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool = True) -> None:
-    """What ``fill`` writes appears under its final name when all of it is on disk, or not at all.
+    """Let ``fill`` write a directory, which gets its final name when all of it is on disk, or not at all.
 
     When this returns it is there to stay, with the way to it: whatever it replaces may be deleted.
     """
@@ -187,12 +187,11 @@ def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool 
     try:
         fill(staging)
         seal(staging, private=private)
-        for path in (*staging.rglob("*"), staging):
-            _flush(path)
+        sync_all(staging)
         shutil.rmtree(directory, ignore_errors=True)  # of an op that runs again after a crash
         os.replace(staging, directory)
         for parent in (directory.parent, *(new.parent for new in new_parents)):
-            _flush(parent)
+            sync(parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -208,9 +207,13 @@ def make_parents(directory: Path, *, private: bool = True) -> list[Path]:
 def seal(directory: Path, *, private: bool = True) -> None:
     """Note the checksums of all files, and let nobody else read them if they are ``private``."""
     write_checksums(directory)
-    taken = 0o077 if private else _umask()
-    for path in (directory, *directory.rglob("*")):
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~taken)
+    restrict(directory, 0o077 if private else _umask())
+
+
+def restrict(path: Path, taken: int = 0o077) -> None:
+    """Take these mode bits from a file, or from a directory and all that is in it; by default those of all others."""
+    for each in (path, *path.rglob("*")):
+        each.chmod((0o777 if each.is_dir() else 0o666) & ~taken)
 
 
 def _umask() -> int:
@@ -223,11 +226,18 @@ def _umask() -> int:
 def seal_written(directory: Path) -> None:
     """:func:`seal` what others wrote, before its record says that it is there."""
     seal(directory)
-    _flush(directory / CHECKSUMS)
-    _flush(directory)
+    sync(directory / CHECKSUMS)
+    sync(directory)
 
 
-def _flush(path: Path) -> None:
+def sync_all(directory: Path) -> None:
+    """Put a directory on disk, with all that is in it."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Put one file, or the names that a directory holds, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from twinkle.errors import CheckpointError
 
-__all__ = ["CHECKSUMS", "check_files", "checksum_of", "damaged_files", "read_checksums", "write_checksums"]
+__all__ = ["CHECKSUMS", "check_files", "damaged_files", "read_checksums", "sums_of", "write_checksums"]
 
 CHECKSUMS = "checksums.json"
 _PIECE = 2**20
@@ -22,10 +22,13 @@ _logger = logging.getLogger(__name__)
 
 def write_checksums(directory: Path) -> None:
     """Note size and checksum of every file in the directory and those below it."""
-    (directory / CHECKSUMS).unlink(missing_ok=True)
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sums = {path.relative_to(directory).as_posix(): [path.stat().st_size, checksum_of(path)] for path in files}
-    (directory / CHECKSUMS).write_text(_sealed(sums))
+    (directory / CHECKSUMS).write_text(_sealed(sums_of(directory, CHECKSUMS)))
+
+
+def sums_of(directory: Path, without: str) -> dict[str, tuple[int, int]]:
+    """Return (size, checksum) by name of every file in the directory and those below it, but of ``without`` in it."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / without)
+    return {path.relative_to(directory).as_posix(): (path.stat().st_size, _checksum(path)) for path in files}
 
 
 def read_checksums(directory: Path) -> Mapping[str, tuple[int, int]] | None:
@@ -59,7 +62,7 @@ def check_files(directory: Path) -> None:
         raise
 
 
-def checksum_of(file: Path) -> int:
+def _checksum(file: Path) -> int:
     checksum = 0
     with file.open("rb") as content:
         while piece := content.read(_PIECE):
@@ -69,7 +72,7 @@ def checksum_of(file: Path) -> int:
 
 def _is_whole(file: Path, size: int, checksum: int) -> bool:
     try:
-        return file.stat().st_size == size and checksum_of(file) == checksum
+        return file.stat().st_size == size and _checksum(file) == checksum
     except OSError:
         return False
 

@@ -1,1 +1,4 @@
-"""Checksums of rows and copies of what all tenants depend on: how damage is found, named and repaired."""
+"""Finding damage on disk and putting it right: checksums of rows, SQLite's structure and WAL, copies, repair.
+
+``examination.py`` is what a server runs before it opens a database; the rest are its parts.
+"""

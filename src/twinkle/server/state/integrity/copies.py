@@ -17,18 +17,6 @@ from pathlib import Path
 
 from twinkle.server.state.errors import DamagedStateError
 
-__all__ = [
-    "COPIES",
-    "copied_database",
-    "copy_database",
-    "is_database_of",
-    "is_same_boot",
-    "note_opening",
-    "read_secret",
-    "secret_problem",
-    "write_private",
-]
-
 COPIES = "copies"
 _SECRET = "secret"
 _DATABASE = "state.db"

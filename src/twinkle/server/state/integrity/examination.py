@@ -8,11 +8,11 @@ would answer clients as if what they were promised had never been.
 import logging
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 from twinkle.server.state.errors import DamagedStateError, DataDirInUseError
-from twinkle.server.state.files.directory_lock import DirectoryLock
+from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.integrity.copies import (
     copied_database,
     copy_database,
@@ -21,7 +21,7 @@ from twinkle.server.state.integrity.copies import (
     note_opening,
 )
 from twinkle.server.state.integrity.row_repair import put_right
-from twinkle.server.state.integrity.sqlite_check import check_structure, connect, count_damaged
+from twinkle.server.state.integrity.sqlite_check import check_structure, connect, is_whole
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
 
 __all__ = ["DatabaseCopies", "check_before_opening", "examine", "is_in_use"]
@@ -50,16 +50,9 @@ def check_before_opening(database: Path, data_dir: Path, *, has_lock: bool) -> N
             what = "is empty" if database.exists() else "is missing"
             raise DamagedStateError(database, f"{what}, though {data_dir} holds the files of a server", data_dir)
         return
-    damage = check_wal(database)
-    if damage is None:
+    if check_wal(database) is None:
         return
-    momentary = None
-    if not has_lock:
-        try:
-            momentary = DirectoryLock(data_dir)
-        except DataDirInUseError:
-            return
-    try:
+    with suppress(DataDirInUseError), nullcontext() if has_lock else DirectoryLock(data_dir):
         damage = check_wal(database)  # nobody writes now
         if damage is None:
             return
@@ -72,9 +65,6 @@ def check_before_opening(database: Path, data_dir: Path, *, has_lock: bool) -> N
             )
         else:
             raise DamagedStateError(damage.file, str(damage), data_dir)
-    finally:
-        if momentary is not None:
-            momentary.release()
 
 
 def examine(database: Path, data_dir: Path) -> None:
@@ -88,8 +78,8 @@ def examine(database: Path, data_dir: Path) -> None:
                 structure = check_structure(connection)
                 if structure.broken is not None:
                     raise DamagedStateError(database, f"is damaged: {structure.broken}", data_dir)
-                is_whole = not structure.indexes and count_damaged(connection) == 0
-            if not is_whole:
+                whole = is_whole(connection, structure)
+            if not whole:
                 with closing(connect(database)) as connection:
                     _put_right(connection, database, data_dir)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -133,7 +123,7 @@ class DatabaseCopies:
             self.make()
 
     def make_if_changed(self) -> None:
-        """Of a database that was closed."""
+        """Copy a database that was closed, unless the copy is newer."""
         copy = copied_database(self._data_dir)
         if not copy.exists() or copy.stat().st_mtime <= self._database.stat().st_mtime:
             self.make()

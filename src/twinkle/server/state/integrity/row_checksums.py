@@ -38,18 +38,6 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import BIT
 from sqlalchemy.sql.dml import UpdateBase
 
-__all__ = [
-    "CHECKSUM",
-    "SQL_FUNCTION",
-    "checked_columns",
-    "checksum_function",
-    "expected_checksum",
-    "fill_checksums",
-    "row_checksum",
-    "with_checksums",
-    "without_checksum",
-]
-
 CHECKSUM = "checksum"
 SQL_FUNCTION = "row_checksum"  # of connections to SQLite
 _DIGITS = 15  # hexadecimal: 60 bits fit a BIGINT
@@ -99,19 +87,14 @@ def with_checksums(statement: UpdateBase, dialect: str) -> tuple[UpdateBase, Cal
         values: dict[str, ColumnElement[Any]] = {column.name: bindparam(column.name) for column in columns}
         if dialect == "sqlite":
             return statement.values({**values, CHECKSUM: bindparam(CHECKSUM)}), _inserted(columns)
-        return statement.values({**values, CHECKSUM: _sum(_casts(columns, values))}), None
+        return statement.values({**values, CHECKSUM: expected_checksum(_casts(columns, values))}), None
     given = {getattr(column, "name", column): _reusable(value) for column, value in (statement._values or {}).items()}
     new = _casts(columns, {column.name: given.get(column.name, column) for column in columns})
     if dialect == "sqlite":
         checksum: ColumnElement[int] = getattr(func, SQL_FUNCTION)(table.c[CHECKSUM], *columns, *new)
     else:
-        checksum = table.c[CHECKSUM].op("#")(_sum(columns)).op("#")(_sum(new))
+        checksum = table.c[CHECKSUM].op("#")(expected_checksum(columns)).op("#")(expected_checksum(new))
     return statement.values({CHECKSUM: checksum}), None
-
-
-def expected_checksum(columns: Sequence[ColumnElement[Any]]) -> ColumnElement[int]:
-    """Return what a row's checksum should be, as an expression of PostgreSQL."""
-    return _sum(columns)
 
 
 def fill_checksums(connection: Connection, name: str) -> None:
@@ -119,7 +102,7 @@ def fill_checksums(connection: Connection, name: str) -> None:
     table = Table(name, MetaData(), autoload_with=connection)
     columns = checked_columns(table)
     if connection.dialect.name != "sqlite":
-        connection.execute(table.update().values({CHECKSUM: _sum(columns)}))
+        connection.execute(table.update().values({CHECKSUM: expected_checksum(columns)}))
         return
     key = list(table.primary_key.columns)
     rows = connection.execute(select(*columns, *(column.label(f"key_{column.name}") for column in key))).all()
@@ -141,7 +124,7 @@ def _reusable(value: Any) -> Any:
 
 
 def _inserted(columns: Sequence[Column[Any]]) -> Callable[[Mapping[str, Any]], int]:
-    """What is stored in a column of floating-point numbers comes back as one, also where an integer was given."""
+    """Return what computes the checksum of a new row, of values as they come back: a DOUBLE makes integers floats."""
     kinds = [(column.name, isinstance(column.type, Double)) for column in columns]
 
     def checksum(parameters: Mapping[str, Any]) -> int:
@@ -163,7 +146,8 @@ def _casts(columns: Sequence[Column[Any]], values: Mapping[str, ColumnElement[An
     ]
 
 
-def _sum(values: Sequence[ColumnElement[Any]]) -> ColumnElement[int]:
+def expected_checksum(values: Sequence[ColumnElement[Any]]) -> ColumnElement[int]:
+    """Return what a row's checksum should be, as an expression of PostgreSQL."""
     digest = func.md5(cast(func.row(*values), Text))
     digits = literal("x", String).concat(func.left(digest, _DIGITS))
     return cast(cast(digits, BIT(4 * _DIGITS)), BigInteger)

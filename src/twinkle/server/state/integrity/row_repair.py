@@ -10,18 +10,22 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from twinkle.model.types import LoraSpec
 from twinkle.server.ids import directory_name
-from twinkle.server.state.files.file_checksums import CHECKSUMS
+from twinkle.server.state.database.mapper import RecordMapper
+from twinkle.server.state.database.tables import CHECKPOINTS, METADATA, SESSIONS
+from twinkle.server.state.errors import Damage, lost_run
+from twinkle.server.state.files.data_dir import size_of
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
 from twinkle.server.state.integrity.sqlite_check import Contents, connect, read_table, row_tables
+from twinkle.server.types import CheckpointKind, CheckpointRecord, SessionRecord
 
 __all__ = ["put_right"]
 
@@ -29,16 +33,17 @@ Row = dict[str, Any]
 
 _logger = logging.getLogger(__name__)
 
-_SPEC = json.dumps(asdict(LoraSpec(rank=1)))
 _PUT_BACK = "its record was damaged: it is put back from the copy"
-_SPEC_FIELDS = json.loads(_SPEC).keys()
-_KEYS: Mapping[str, tuple[str, ...]] = {
-    "sessions": ("session_id",),
-    "runs": ("run_id",),
-    "sampling_sessions": ("sampling_session_id",),
-    "custom_losses": ("loss_id",),
-    "checkpoints": ("run_id", "kind", "name"),
-    "api_keys": ("key_id",),
+_SESSION = RecordMapper(SessionRecord, SESSIONS)
+_CHECKPOINT = RecordMapper(CheckpointRecord, CHECKPOINTS)
+# What a run's row holds where the damaged row cannot be believed.
+_OTHERWISE: Row = {
+    "number": 0,
+    "base_model": "",
+    "model_name": "",
+    "spec": json.dumps(asdict(LoraSpec(rank=1))),
+    "user_metadata": "{}",
+    "replica": "",
 }
 
 
@@ -60,22 +65,23 @@ def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
     connection.execute("PRAGMA foreign_keys=OFF")
     connection.execute("BEGIN IMMEDIATE")
     for name in repair.changed:
-        _rewrite(connection, name, repair.tables[name])
-    for entry in repair.entries:
-        columns = [*entry, CHECKSUM]
-        values = [*entry.values(), row_checksum([entry[column] for column in sorted(entry)])]
-        marks = ", ".join("?" * len(columns))
-        connection.execute(f"INSERT OR REPLACE INTO damage ({', '.join(columns)}) VALUES ({marks})", values)
+        connection.execute(f"DELETE FROM {name}")  # written anew: a row whose key is damaged cannot be found by it
+        _insert(connection, "IGNORE", name, repair.tables[name].good)
+    _insert(connection, "REPLACE", "damage", [_with_checksum(vars(entry)) for entry in repair.entries])
     connection.execute("COMMIT")
     return damaged
 
 
-def _rewrite(connection: sqlite3.Connection, name: str, contents: Contents) -> None:
-    """Write a table anew: a row whose key is damaged cannot be found by it."""
-    connection.execute(f"DELETE FROM {name}")
-    marks = ", ".join("?" * len(contents.columns))
-    rows = [[row[column] for column in contents.columns] for row in contents.good]
-    connection.executemany(f"INSERT OR IGNORE INTO {name} ({', '.join(contents.columns)}) VALUES ({marks})", rows)
+def _insert(connection: sqlite3.Connection, otherwise: str, name: str, rows: Sequence[Row]) -> None:
+    """Insert rows, which all have the same columns. ``otherwise``: what to do where there is one of the same key."""
+    if rows:
+        columns = list(rows[0])
+        into = f"INSERT OR {otherwise} INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        connection.executemany(into, [[row[column] for column in columns] for row in rows])
+
+
+def _with_checksum(row: Row) -> Row:
+    return {**row, CHECKSUM: row_checksum([row[column] for column in sorted(row)])}
 
 
 @dataclass
@@ -83,10 +89,10 @@ class _Repair:
     data_dir: Path
     tables: dict[str, Contents] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
-    entries: list[Row] = field(default_factory=list)  # of the table damage
+    entries: list[Damage] = field(default_factory=list)
 
     def decide(self) -> None:
-        """Whose records come first, then what belongs to them."""
+        """Decide about all damaged rows, those of owners first, then those that belong to them."""
         deciding: Mapping[str, Callable[[str, Row], None]] = {
             "sessions": self._sessions,
             "runs": self._runs,
@@ -105,15 +111,14 @@ class _Repair:
     # --- by table -----------------------------------------------------------------------------------------------------
 
     def _sessions(self, name: str, row: Row) -> None:
-        used = {other["session_id"] for other in (*self._good("runs"), *self._good("sampling_sessions"))}
+        owners = (*self._good("runs"), *self._good("sampling_sessions"))
         copied = self._copied(name, row)
-        known = used - {other["session_id"] for other in self._good(name)}
-        session_id = _nearest(row["session_id"], known) or (copied and copied["session_id"])
+        known = {other["session_id"] for other in owners} - {other["session_id"] for other in self._good(name)}
+        session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
             self._say(f"session {row['session_id']}", "its record is damaged, and nothing belongs to it: it is removed")
             return
         copied = copied or self._copied(name, {"session_id": session_id})
-        owners = (*self._good("runs"), *self._good("sampling_sessions"))
         tenant_id = next((other["tenant_id"] for other in owners if other["session_id"] == session_id), None)
         now = time.time()
         if copied is not None and copied["state"] == row["state"]:
@@ -124,22 +129,13 @@ class _Repair:
             self._say(f"session {session_id}", "its record is damaged: it is removed")
             return
         what = "the session's record was damaged on the server's disk: make a new client"
-        self._put(
-            name,
-            {
-                **dict.fromkeys(self.tables[name].columns),
-                "session_id": session_id,
-                "tenant_id": tenant_id or (copied and copied["tenant_id"]),
-                "created_at": _number(row["created_at"], now),
-                "last_seen": now,
-                "state": "expired",
-                "sdk_version": "",
-                "tags": "[]",
-                "user_metadata": "{}",
-                "finish_reason": "errored",
-                "finish_detail": what,
-            },
+        owner = tenant_id or (copied["tenant_id"] if copied else None)
+        assert owner is not None, "one of both is there"
+        created_at = _believed(row, {"created_at": now})["created_at"]
+        session = SessionRecord(
+            session_id, owner, created_at, now, "expired", finish_reason="errored", finish_detail=what
         )
+        self._put(name, _SESSION.row(session))
         self._say(f"session {session_id}", f"{what}; its adapters are parked", tenant_id)
 
     def _runs(self, name: str, row: Row) -> None:
@@ -165,27 +161,13 @@ class _Repair:
         if session is None:
             self._say(f"run {run_id}", "its record is damaged, its session is not known: it is removed", None, run_id)
             return
-        message = _lost(run_id, "its record was damaged on the server's disk")
+        message = lost_run(run_id, "its record was damaged on the server's disk")
+        owned = {"run_id": run_id, "session_id": session_id, "tenant_id": session["tenant_id"]}
         number = run_id.rpartition(":train:")[2]
-        self._put(
-            name,
-            {
-                **{column: _plain(value) for column, value in row.items()},
-                "run_id": run_id,
-                "session_id": session_id,
-                "number": int(number) if number.isdigit() else _whole(row["number"]),
-                "tenant_id": session["tenant_id"],
-                "base_model": _text(row["base_model"]),
-                "model_name": _text(row["model_name"]),
-                "spec": _object(row["spec"], _SPEC_FIELDS, _SPEC),
-                "created_at": _number(row["created_at"], time.time()),
-                "last_request_at": _number(row["last_request_at"], time.time()),
-                "state": "failed",
-                "user_metadata": _object(row["user_metadata"], None, "{}"),
-                "note": message,
-                "replica": _text(row["replica"]),
-            },
-        )
+        if number.isdigit():
+            owned["number"] = int(number)
+        otherwise = _OTHERWISE | dict.fromkeys(("created_at", "last_request_at"), time.time())
+        self._put(name, _believed(row, otherwise) | owned | {"state": "failed", "note": message})
         self._say(f"run {run_id}", message, session["tenant_id"], run_id)
 
     def _snapshots(self, name: str, row: Row) -> None:
@@ -235,21 +217,17 @@ class _Repair:
         run = next((run for run in self._good("runs") if directory_name(run["run_id"]) == run_name), None)
         if run is None:
             return None
-        files = [file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS]
-        return {
-            **dict.fromkeys(self.tables["checkpoints"].columns),
-            "run_id": run["run_id"],
-            "kind": kind,
-            "name": name,
-            "tenant_id": run["tenant_id"],
-            "request_id": f"{run['run_id']}:{seq}",
-            "directory": str(directory.relative_to(self.data_dir)),
-            "created_at": directory.stat().st_mtime,
-            "size_bytes": sum(file.stat().st_size for file in files),
-            "expires_at": None,
-            "public": 0,
-            "user_metadata": "{}",
-        }
+        checkpoint = CheckpointRecord(
+            run_id=run["run_id"],
+            kind=cast("CheckpointKind", kind),
+            name=name,
+            tenant_id=run["tenant_id"],
+            request_id=f"{run['run_id']}:{seq}",
+            directory=str(directory.relative_to(self.data_dir)),
+            created_at=directory.stat().st_mtime,
+            size_bytes=size_of(directory),
+        )
+        return _CHECKPOINT.row(checkpoint)
 
     def _api_keys(self, name: str, row: Row) -> None:
         copied = self._copied(name, row)
@@ -268,9 +246,9 @@ class _Repair:
         self._same_or_gone(name, row, "custom loss", "create it again")
 
     def _same_or_gone(self, name: str, row: Row, kind: str, advice: str) -> None:
-        """Rows that never change are those of the copy."""
+        """Put back the copy of a row that never changes; without one, the row is gone."""
         copied = self._copied(name, row)
-        (key,) = _KEYS[name]
+        (key,) = _key(name)
         if copied is not None:
             self._put(name, copied)
             self._say(f"record of {copied[key]}", _PUT_BACK, copied["tenant_id"])
@@ -279,12 +257,14 @@ class _Repair:
         self._say(f"{kind} {row[key]}", message)
 
     def _other(self, name: str, row: Row) -> None:
-        content = {column: _plain(value) for column, value in row.items() if column != CHECKSUM}
+        content = {
+            column: _printable(value) if isinstance(value, str) else value
+            for column, value in row.items()
+            if column != CHECKSUM
+        }
         shown = json.dumps(content, default=str)[:500]
-        self._say(
-            f"row of {name} {_short_name(shown)}",
-            f"a row of the table {name} is damaged: it is removed; it reads {shown}",
-        )
+        subject = f"row of {name} {row_checksum([shown]):08x}"  # it has no other name
+        self._say(subject, f"a row of the table {name} is damaged: it is removed; it reads {shown}")
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -295,11 +275,10 @@ class _Repair:
     def _put(self, name: str, row: Row) -> None:
         columns = self.tables[name].columns
         whole = {column: row.get(column) for column in columns if column != CHECKSUM}
-        whole[CHECKSUM] = row_checksum([whole[column] for column in sorted(columns) if column != CHECKSUM])
-        self.tables[name].good.append(whole)
+        self.tables[name].good.append(_with_checksum(whole))
 
     def _fail(self, run_id: str, what: str) -> None:
-        message = _lost(run_id, what)
+        message = lost_run(run_id, what)
         for run in self._good("runs"):
             if run["run_id"] == run_id:
                 self.tables["runs"].good.remove(run)
@@ -327,7 +306,7 @@ class _Repair:
 
     def _copied(self, name: str, row: Row) -> Row | None:
         """Return the row as the copy has it, if it has it whole: by its key, or by all but the damaged part."""
-        key = _KEYS[name]
+        key = _key(name)
         found = None
         with (
             suppress(sqlite3.Error, UnicodeDecodeError, OSError),
@@ -346,24 +325,13 @@ class _Repair:
     def _say(self, subject: str, message: str, tenant_id: str | None = None, run_id: str | None = None) -> None:
         subject, message = _printable(subject), _printable(message)
         _logger.error("damaged: %s (tenant %s): %s", subject, tenant_id or "unknown", message)
-        self.entries.append(
-            {
-                "subject": subject,
-                "tenant_id": tenant_id,
-                "run_id": run_id,
-                "message": message if message.startswith(subject) or ":" in message else f"{subject}: {message}",
-                "found_at": time.time(),
-            }
-        )
+        whole = message if message.startswith(subject) or ":" in message else f"{subject}: {message}"
+        self.entries.append(Damage(subject, whole, time.time(), tenant_id, run_id))
 
 
-def _lost(run_id: str, what: str) -> str:
-    return f"model {run_id}: {what}; load one of its checkpoints into a new model"
-
-
-def _short_name(text: str) -> str:
-    """Return a short name for a text, for entries that have no other."""
-    return f"{row_checksum([text]):08x}"
+def _key(table: str) -> tuple[str, ...]:
+    """Return the columns by which a row is found."""
+    return tuple(column.name for column in METADATA.tables[table].primary_key)
 
 
 def _nearest(value: object, known: Iterable[str]) -> str | None:
@@ -384,10 +352,6 @@ def _differences(one: Row, other: Row) -> int:
     return sum(one.get(column) != other.get(column) for column in one if column != CHECKSUM)
 
 
-def _plain(value: object) -> object:
-    return _printable(value) if isinstance(value, str) else value
-
-
 def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
@@ -396,19 +360,23 @@ def _text(value: object) -> str:
     return _printable(value) if isinstance(value, str) else ""
 
 
-def _number(value: object, otherwise: float) -> float:
-    return value if isinstance(value, float) else otherwise
+def _believed(row: Row, otherwise: Row) -> Row:
+    """Return the columns that ``otherwise`` names, as the damaged row has them, or from there where it has nonsense.
+
+    A value must have the type of the other one; JSON text must hold an object, with the same names if there are any.
+    """
+    believed = {}
+    for column, default in otherwise.items():
+        value = _printable(row[column]) if isinstance(row[column], str) else row[column]
+        is_json = isinstance(default, str) and default.startswith("{")
+        is_right = type(value) is type(default) and (not is_json or _is_object_like(value, default))
+        believed[column] = value if is_right else default
+    return believed
 
 
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _object(value: object, names: Collection[str] | None, otherwise: str) -> str:
-    """Return JSON text of an object, with these names where they are given; the other text where it is none."""
+def _is_object_like(text: str, other: str) -> bool:
     try:
-        read = json.loads(_text(value))
+        read, names = json.loads(text), json.loads(other).keys()
     except ValueError:
-        return otherwise
-    is_right = isinstance(read, dict) and (names is None or set(read) == set(names))
-    return _text(value) if is_right else otherwise
+        return False
+    return isinstance(read, dict) and (not names or read.keys() == names)

@@ -8,23 +8,12 @@ import json
 import re
 import sqlite3
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
-
-__all__ = [
-    "Contents",
-    "Structure",
-    "check_structure",
-    "connect",
-    "count_damaged",
-    "read_table",
-    "row_tables",
-    "set_schema_sum",
-]
 
 _MOST_COMPLAINTS = 200
 # What integrity_check says of an index that does not fit its table: it can be made again from it.
@@ -83,21 +72,18 @@ def row_tables(connection: sqlite3.Connection) -> list[str]:
 def read_table(connection: sqlite3.Connection, table: str) -> Contents:
     """Read all rows in the order in which they lie there: an index may be what is damaged."""
     cursor = connection.execute(f"SELECT * FROM {table} NOT INDEXED")
-    columns = tuple(column[0] for column in cursor.description)
-    contents = Contents(columns, [], [])
-    for row in _compared(cursor, columns):
-        (contents.good if row[1] else contents.damaged).append(row[0])
+    contents = Contents(tuple(column[0] for column in cursor.description), [], [])
+    for row, is_good in _compared(cursor):
+        (contents.good if is_good else contents.damaged).append(row)
     return contents
 
 
-def count_damaged(connection: sqlite3.Connection) -> int:
-    """Return how many rows are not as they were written."""
-    count = 0
-    for table in row_tables(connection):
-        cursor = connection.execute(f"SELECT * FROM {table} NOT INDEXED")
-        columns = tuple(column[0] for column in cursor.description)
-        count += sum(not is_good for _, is_good in _compared(cursor, columns))
-    return count
+def is_whole(connection: sqlite3.Connection, structure: Structure) -> bool:
+    """Return whether nothing is damaged: no index, and no row of any table."""
+    if structure.broken is not None or structure.indexes:
+        return False
+    cursors = (connection.execute(f"SELECT * FROM {table} NOT INDEXED") for table in row_tables(connection))
+    return all(is_good for cursor in cursors for _, is_good in _compared(cursor))
 
 
 def set_schema_sum(connection: Any) -> None:
@@ -119,7 +105,9 @@ def _schema_sum(connection: Any) -> int:
     return zlib.crc32(content.encode(errors="surrogateescape")) & 0x7FFFFFFF or 1
 
 
-def _compared(cursor: sqlite3.Cursor, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], bool]]:
+def _compared(cursor: sqlite3.Cursor) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield every row, and whether it has its checksum."""
+    columns = [column[0] for column in cursor.description]
     order = [columns.index(name) for name in sorted(columns) if name != CHECKSUM]
     place = columns.index(CHECKSUM)
     for row in cursor:

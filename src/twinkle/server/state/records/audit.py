@@ -12,8 +12,10 @@ from functools import partial
 
 from sqlalchemy import bindparam, delete, func, insert, select
 
-from twinkle.server.state.database.database import Cursor, Database
+from twinkle.server.state.database.database import Cursor
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import AUDIT
+from twinkle.server.state.records.area import Area
 
 __all__ = ["Audit", "AuditEntry", "add_entry"]
 
@@ -43,25 +45,25 @@ class AuditEntry:
     details: Mapping[str, object]
 
 
-class Audit:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+_ENTRY = RecordMapper(AuditEntry)
+
+
+class Audit(Area):
+    """The audit log of all tenants."""
 
     async def add(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
-        """Of something that is no change of the state."""
+        """Add an entry about something that is no change of the state."""
         await self._database.write(lambda cursor: add_entry(cursor, tenant_id, event, time.time(), details))
 
     async def list(self, tenant_id: str, since: float, until: float, limit: int) -> Sequence[AuditEntry]:
-        """The newest ``limit`` of a tenant's entries in that time, oldest first."""
-        parameters = {"tenant": tenant_id, "since": since, "until": until, "limit": limit}
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, parameters))
-        return [AuditEntry(row["at"], row["event"], json.loads(row["details"])) for row in reversed(rows)]
+        """Return the newest ``limit`` of a tenant's entries in that time, oldest first."""
+        entries = await self._all(_ENTRY, _LIST, tenant=tenant_id, since=since, until=until, limit=limit)
+        return list(reversed(entries))
 
     async def prune(self, before: float, most: int = _MOST_ENTRIES) -> None:
         """Forget what is older than ``before``, and of every tenant all but the newest ``most``."""
-        await self._database.write(lambda cursor: cursor.execute(_DROP, {"before": before}))
-        crowded = await self._database.read(lambda cursor: cursor.rows(_COUNTS, {"most": most}))
-        for row in crowded:
+        await self._execute(_DROP, before=before)
+        for row in await self._rows(_COUNTS, most=most):
             await self._database.write(partial(_drop_oldest, row["tenant_id"], most))
 
 
@@ -72,7 +74,7 @@ def _drop_oldest(tenant_id: str, most: int, cursor: Cursor) -> None:
 
 
 def add_entry(cursor: Cursor, tenant_id: str, event: str, now: float, details: Mapping[str, object]) -> None:
-    """Inside a write."""
+    """Add an entry inside a write."""
     entry = {
         "entry_id": secrets.token_hex(12),
         "tenant_id": tenant_id,

@@ -1,19 +1,22 @@
 """Checkpoints: which directories exist under which names."""
 
-import json
 import time
 from collections.abc import Mapping
 
-from sqlalchemy import Update, bindparam, delete, func, insert, select, update
+from sqlalchemy import Update, bindparam, delete, func, select, update
 
-from twinkle.server.state.database.database import Cursor, Database, Page, Row
+from twinkle.server.state.database.database import Cursor, Page, Row
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CHECKPOINTS, RUNS
 from twinkle.server.state.errors import CheckpointExistsError
+from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import CheckpointKind, CheckpointRecord
 
 __all__ = ["Checkpoints"]
+
+_CHECKPOINT = RecordMapper(CheckpointRecord, CHECKPOINTS)
 
 _NAMED = (
     (CHECKPOINTS.c.run_id == bindparam("run"))
@@ -23,7 +26,6 @@ _NAMED = (
 _OF_TENANT = CHECKPOINTS.c.tenant_id == bindparam("tenant_id")
 _NEWEST_FIRST = (CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.run_id, CHECKPOINTS.c.kind, CHECKPOINTS.c.name)
 
-_INSERT = insert(CHECKPOINTS)
 _GET = select(CHECKPOINTS).where(_NAMED)
 _DELETE = delete(CHECKPOINTS).where(_NAMED)
 _OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
@@ -36,116 +38,99 @@ _SET_EXPIRY = update(CHECKPOINTS).where(_NAMED).values(expires_at=bindparam("exp
 _SET_PUBLIC = update(CHECKPOINTS).where(_NAMED).values(public=bindparam("public"))
 _SUMS = (
     select(func.count().label("count"), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0).label("bytes"))
-    .select_from(CHECKPOINTS.join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id))
+    .select_from(CHECKPOINTS.join(RUNS))
     .where(RUNS.c.session_id == bindparam("session"))
 )
 
 
-class Checkpoints:
-    """Rows only: whoever deletes a row deletes its directory too."""
+class Checkpoints(Area):
+    """The records of checkpoints: whoever deletes one deletes its directory too."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    async def add(
+    @in_write
+    def add(
         self,
+        cursor: Cursor,
         checkpoint: CheckpointRecord,
         overwrite: bool = False,
         most_bytes: int | None = None,
         event: str = "checkpoint_save",
     ) -> CheckpointRecord | None:
-        """The one that it replaces, whose directory is now nobody's. ``most_bytes``: of all files of the tenant.
+        """Add a checkpoint; returns the one that it replaces, whose directory is now nobody's.
 
         A name that is taken is an error unless ``overwrite`` is set or the same request took it: an op that is
-        replayed after a crash adds its checkpoint again.
+        replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for all files of the tenant.
         """
         name = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-
-        def work(cursor: Cursor) -> CheckpointRecord | None:
-            row = cursor.row(_GET, name)
-            if row is not None:
-                if not overwrite and row["request_id"] != checkpoint.request_id:
-                    raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-                cursor.execute(_DELETE, name)
-            cursor.execute(_INSERT, _row(checkpoint))
-            check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
-            if row is None or row["request_id"] != checkpoint.request_id:
-                _tell(cursor, checkpoint, event, checkpoint.created_at, size_bytes=checkpoint.size_bytes)
-            return None if row is None else _checkpoint(row)
-
-        return await self._database.write(work)
+        known = _CHECKPOINT.first(cursor, _GET, **name)
+        is_replayed = known is not None and known.request_id == checkpoint.request_id
+        if known is not None:
+            if not overwrite and not is_replayed:
+                raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            cursor.execute(_DELETE, name)
+        _CHECKPOINT.insert(cursor, checkpoint)
+        check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
+        if not is_replayed:
+            _audit(cursor, checkpoint, event, checkpoint.created_at, size_bytes=checkpoint.size_bytes)
+        return known
 
     async def get(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, _key(run_id, kind, name)))
-        return None if row is None else _checkpoint(row)
+        return await self._first(_CHECKPOINT, _GET, **_key(run_id, kind, name))
 
     async def of_run(self, run_id: str) -> tuple[CheckpointRecord, ...]:
-        """Newest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_OF_RUN, {"run": run_id}))
-        return tuple(map(_checkpoint, rows))
+        """Return the checkpoints of a run, newest first."""
+        return await self._all(_CHECKPOINT, _OF_RUN, run=run_id)
 
     async def latest(self, run_id: str) -> Mapping[CheckpointKind, CheckpointRecord]:
-        """The newest of each kind that the run has."""
+        """Return the newest checkpoint of each kind that the run has."""
         return {checkpoint.kind: checkpoint for checkpoint in reversed(await self.of_run(run_id))}
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[CheckpointRecord]:
-        """Newest first."""
-
-        def work(cursor: Cursor) -> Page[CheckpointRecord]:
-            rows = cursor.rows(_LIST, {"tenant_id": tenant_id, "limit": limit, "offset": offset})
-            return Page(tuple(map(_checkpoint, rows)), cursor.number(_COUNT, {"tenant_id": tenant_id}))
-
-        return await self._database.read(work)
+        """Return a tenant's checkpoints, newest first."""
+        return await self._page(_CHECKPOINT, _LIST, _COUNT, tenant_id=tenant_id, limit=limit, offset=offset)
 
     async def expired(self, now: float) -> tuple[CheckpointRecord, ...]:
-        rows = await self._database.read(lambda cursor: cursor.rows(_EXPIRED, {"now": now}))
-        return tuple(map(_checkpoint, rows))
+        return await self._all(_CHECKPOINT, _EXPIRED, now=now)
 
-    async def delete(
-        self, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
+    @in_write
+    def delete(
+        self, cursor: Cursor, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
     ) -> CheckpointRecord | None:
-        """The one that was deleted. ``event``: what the audit log calls it."""
+        """Delete a record and return it; None where there is none. ``event``: what the audit log calls it."""
         key = _key(run_id, kind, name)
-
-        def work(cursor: Cursor) -> CheckpointRecord | None:
-            row = cursor.row(_GET, key)
-            if row is None:
-                return None
+        checkpoint = _CHECKPOINT.first(cursor, _GET, **key)
+        if checkpoint is not None:
             cursor.execute(_DELETE, key)
-            _tell(cursor, _checkpoint(row), event, time.time())
-            return _checkpoint(row)
-
-        return await self._database.write(work)
+            _audit(cursor, checkpoint, event, time.time())
+        return checkpoint
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
-        """Whether there is such a checkpoint."""
+        """Set when a checkpoint expires; returns whether there is such a checkpoint."""
         return await self._change(_SET_EXPIRY, _key(run_id, kind, name), "checkpoint_set_ttl", "expires_at", expires_at)
 
     async def set_public(self, run_id: str, kind: CheckpointKind, name: str, public: bool) -> bool:
-        """Whether there is such a checkpoint."""
+        """Publish a checkpoint or make it private again; returns whether there is such a checkpoint."""
         event = "checkpoint_publish" if public else "checkpoint_unpublish"
         return await self._change(_SET_PUBLIC, _key(run_id, kind, name), event, "public", int(public))
 
-    async def _change(self, statement: Update, key: Row, event: str, column: str, value: float | None) -> bool:
-        def work(cursor: Cursor) -> bool:
-            row = cursor.row(_GET, key)
-            if row is None:
-                return False
-            if row[column] != value:
-                cursor.execute(statement, key | {column: value})
-                _tell(cursor, _checkpoint(row), event, time.time(), **{column: value})
-            return True
-
-        return await self._database.write(work)
+    @in_write
+    def _change(
+        self, cursor: Cursor, statement: Update, key: Row, event: str, column: str, value: float | None
+    ) -> bool:
+        row = cursor.row(_GET, key)
+        if row is None:
+            return False
+        if row[column] != value:
+            cursor.execute(statement, key | {column: value})
+            _audit(cursor, _CHECKPOINT.record(row), event, time.time(), **{column: value})
+        return True
 
     async def of_session(self, session_id: str) -> tuple[int, int]:
-        """How many the runs of a session have, and how large they are together."""
-        row = await self._database.read(lambda cursor: cursor.row(_SUMS, {"session": session_id}))
-        assert row is not None, "sums have a row"
+        """Return how many checkpoints the runs of a session have, and how large they are together."""
+        (row,) = await self._rows(_SUMS, session=session_id)
         return int(row["count"]), int(row["bytes"])
 
 
-def _tell(cursor: Cursor, checkpoint: CheckpointRecord, event: str, now: float, **details: float | None) -> None:
+def _audit(cursor: Cursor, checkpoint: CheckpointRecord, event: str, now: float, **details: float | None) -> None:
     path = f"tinker://{checkpoint.run_id}/{checkpoint.kind}/{checkpoint.name}"
     about = {"model_id": checkpoint.run_id, "tinker_path": path, **details}
     add_entry(cursor, checkpoint.tenant_id, event, now, about)
@@ -153,35 +138,3 @@ def _tell(cursor: Cursor, checkpoint: CheckpointRecord, event: str, now: float, 
 
 def _key(run_id: str, kind: CheckpointKind, name: str) -> Row:
     return {"run": run_id, "kind_": kind, "name_": name}
-
-
-def _row(checkpoint: CheckpointRecord) -> Row:
-    return {
-        "run_id": checkpoint.run_id,
-        "kind": checkpoint.kind,
-        "name": checkpoint.name,
-        "tenant_id": checkpoint.tenant_id,
-        "request_id": checkpoint.request_id,
-        "directory": checkpoint.directory,
-        "created_at": checkpoint.created_at,
-        "size_bytes": checkpoint.size_bytes,
-        "expires_at": checkpoint.expires_at,
-        "public": int(checkpoint.public),
-        "user_metadata": json.dumps(dict(checkpoint.user_metadata)),
-    }
-
-
-def _checkpoint(row: Row) -> CheckpointRecord:
-    return CheckpointRecord(
-        run_id=row["run_id"],
-        kind=row["kind"],
-        name=row["name"],
-        tenant_id=row["tenant_id"],
-        request_id=row["request_id"],
-        directory=row["directory"],
-        created_at=row["created_at"],
-        size_bytes=row["size_bytes"],
-        expires_at=row["expires_at"],
-        public=bool(row["public"]),
-        user_metadata=json.loads(row["user_metadata"]),
-    )

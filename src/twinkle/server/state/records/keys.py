@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, select, update
 
 from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import API_KEYS
+from twinkle.server.state.records.area import Area
 from twinkle.server.state.records.audit import add_entry
 
 __all__ = ["KEY_PREFIX", "KeyRecord", "Keys"]
@@ -24,24 +26,12 @@ KEY_PREFIX = "tml-"
 _CACHE_SECONDS = 10.0  # how long a key that another process revoked may still work
 _CACHE_SIZE = 4096
 
-_COLUMNS = (
-    API_KEYS.c.key_id,
-    API_KEYS.c.tenant_id,
-    API_KEYS.c.name,
-    API_KEYS.c.created_at,
-    API_KEYS.c.revoked_at,
-)
-_INSERT = insert(API_KEYS)
-_LIST = select(*_COLUMNS).order_by(API_KEYS.c.created_at, API_KEYS.c.key_id)
-_BY_HASH = select(*_COLUMNS, API_KEYS.c.key_hash).where(
-    API_KEYS.c.key_hash == bindparam("key_hash"), API_KEYS.c.revoked_at.is_(None)
-)
-_BY_ID = select(*_COLUMNS).where(API_KEYS.c.key_id == bindparam("id"), API_KEYS.c.revoked_at.is_(None))
-_REVOKE = (
-    update(API_KEYS)
-    .where(API_KEYS.c.key_id == bindparam("id"), API_KEYS.c.revoked_at.is_(None))
-    .values(revoked_at=bindparam("now"))
-)
+_WORKS = API_KEYS.c.revoked_at.is_(None)
+_OF_ID = API_KEYS.c.key_id == bindparam("id")
+_LIST = select(API_KEYS).order_by(API_KEYS.c.created_at, API_KEYS.c.key_id)
+_BY_HASH = select(API_KEYS).where(API_KEYS.c.key_hash == bindparam("key_hash"), _WORKS)
+_BY_ID = select(API_KEYS).where(_OF_ID, _WORKS)
+_REVOKE = update(API_KEYS).where(_OF_ID, _WORKS).values(revoked_at=bindparam("now"))
 
 
 @dataclass(frozen=True)
@@ -55,17 +45,20 @@ class KeyRecord:
     revoked_at: float | None = None
 
 
-class Keys:
+_KEY = RecordMapper(KeyRecord, API_KEYS)
+
+
+class Keys(Area):
     """Configured keys belong to the tenant they were made for; in open mode any key is a tenant of its own."""
 
     def __init__(self, database: Database, secret: bytes) -> None:
-        self._database = database
+        super().__init__(database)
         self._secret = secret
         # By hash, or id: what we found and until when we believe it.
         self._found: dict[bytes | str, tuple[KeyRecord, float]] = {}
 
     async def create(self, tenant_id: str | None, name: str, now: float) -> tuple[KeyRecord, str]:
-        """A new key and its record; without a tenant, of a new one."""
+        """Return a new key and its record; without a tenant, the key of a new tenant."""
         key = KEY_PREFIX + secrets.token_urlsafe(32)
         record = KeyRecord(
             key_id=f"key-{secrets.token_hex(8)}",
@@ -73,29 +66,20 @@ class Keys:
             name=name,
             created_at=now,
         )
-        row: Row = {
-            "key_id": record.key_id,
-            "tenant_id": record.tenant_id,
-            "name": name,
-            "key_hash": self._hash(b"key", key),
-            "created_at": now,
-            "revoked_at": None,
-        }
 
         def work(cursor: Cursor) -> None:
-            cursor.execute(_INSERT, row)
+            _KEY.insert(cursor, record, key_hash=self._hash(b"key", key))
             add_entry(cursor, record.tenant_id, "key_create", now, {"key_id": record.key_id, "name": name})
 
         await self._database.write(work)
         return record, key
 
     async def list(self) -> tuple[KeyRecord, ...]:
-        """Oldest first, revoked ones too."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, {}))
-        return tuple(KeyRecord(**row) for row in rows)
+        """Return all keys, oldest first, revoked ones too."""
+        return await self._all(_KEY, _LIST)
 
     async def revoke(self, key_id: str, now: float) -> bool:
-        """Whether there was such a key to revoke. Other processes notice within seconds."""
+        """Revoke a key; returns whether there was such a key. Other processes notice within seconds."""
 
         def work(cursor: Cursor) -> bool:
             row = cursor.row(_BY_ID, {"id": key_id})
@@ -110,17 +94,17 @@ class Keys:
         return revoked
 
     async def tenant_of(self, key: str) -> str | None:
-        """The tenant of a configured key; None if it is unknown or revoked."""
+        """Return the tenant of a configured key; None if the key is unknown or revoked."""
         record = await self.find(key)
         return None if record is None else record.tenant_id
 
     async def find(self, key: str) -> KeyRecord | None:
-        """Of a configured key; None if it is unknown or revoked."""
+        """Return the record of a configured key; None if the key is unknown or revoked."""
         key_hash = self._hash(b"key", key)
         return await self._cached(key_hash, lambda cursor: _by_hash(cursor, key_hash))
 
     async def find_by_id(self, key_id: str) -> KeyRecord | None:
-        """The same, by its id."""
+        """Return the record of a configured key by the key's id; None if it is unknown or revoked."""
         return await self._cached(key_id, lambda cursor: cursor.row(_BY_ID, {"id": key_id}))
 
     async def _cached(self, name: bytes | str, query: Callable[[Cursor], Row | None]) -> KeyRecord | None:
@@ -133,16 +117,16 @@ class Keys:
             return None
         if len(self._found) >= _CACHE_SIZE:
             self._found.clear()
-        record = KeyRecord(**{column.name: row[column.name] for column in _COLUMNS})
+        record = _KEY.record(row)
         self._found[name] = (record, time.monotonic() + _CACHE_SECONDS)
         return record
 
     def secret_for(self, purpose: str) -> bytes:
-        """A secret of its own for everything that the server signs."""
+        """Return a secret for one kind of thing that the server signs."""
         return self._hash(b"secret", purpose)
 
     def open_tenant(self, key: str) -> str:
-        """The tenant that a key stands for when every key is welcome: a function of the key and our secret alone."""
+        """Return the tenant that a key stands for in open mode: a function of the key and our secret alone."""
         return f"tenant-{self._hash(b'tenant', key).hex()[:24]}"
 
     def _hash(self, purpose: bytes, key: str) -> bytes:

@@ -5,22 +5,23 @@ Two journals, because bodies go as soon as snapshots cover them, and outcomes st
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from sqlalchemy import and_, bindparam, case, delete, exists, func, insert, or_, select, update
+from sqlalchemy import and_, bindparam, case, delete, exists, func, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Row
-from twinkle.server.state.database.journal import Journal
-from twinkle.server.state.database.journal_writers import JournalWriters
+from twinkle.server.state.database.journal import Journal, JournalWriters
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import OPS, RUNS, SNAPSHOTS
+from twinkle.server.state.records.area import Area, in_read, in_write
 from twinkle.server.state.records.runs import insert_run
-from twinkle.server.types import BlobRef, Encoding, Ending, Op, OpKind, OpRecord, Outcome, RunRecord
+from twinkle.server.types import Op, OpKind, OpRecord, Outcome, RunRecord
 
-__all__ = ["Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
+__all__ = ["BODIES_NEEDED", "OPS_WITH_BODIES", "OUTCOMES_NEEDED", "Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
 
 _PRUNE_BATCH = 1000  # rows deleted in one transaction
 
+_OP = RecordMapper(OpRecord, OPS)
 _AT = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq == bindparam("number"))
 
 # An op that no recovery will replay: its effect is in a snapshot, or its adapter will not be brought back.
@@ -42,7 +43,6 @@ _SETTLED = or_(
     and_(OPS.c.finished_at.is_(None), ~_LIVE, OPS.c.accepted_at < bindparam("finished_before")),
 )
 
-_INSERT = insert(OPS)
 _GET = select(OPS).where(_AT)
 _AFTER = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number"))
 _SINCE = select(OPS).where(_AFTER, ~_FINAL).order_by(OPS.c.seq)
@@ -70,8 +70,10 @@ _FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finishe
 _DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
 _PRUNABLE = select(OPS.c.adapter_id, OPS.c.seq).where(~_REPLAYED, _SETTLED)
 _PRUNE = delete(OPS).where(_AT, ~_REPLAYED, _SETTLED)
-_BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
-_OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).distinct()
+# What of the journal is kept, also in a backup: segments of bodies and outcomes, and the ops that have such bodies.
+BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
+OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).where(OPS.c.outcome_segment.is_not(None)).distinct()
+OPS_WITH_BODIES = select(OPS.c.adapter_id, OPS.c.seq).where(_NEEDED)
 _OWNERS = RUNS.alias("owners")
 _BYTES_BY_TENANT = (
     select(
@@ -121,129 +123,118 @@ class OpTimes:
     failed: bool
 
 
-class Ops:
+_OP_TIMES = RecordMapper(OpTimes)
+
+
+class Ops(Area):
+    """The ops of all adapters. ``writers``: the processes that share the journals; None: this one has them alone."""
+
     def __init__(
         self, database: Database, bodies: Journal, outcomes: Journal, writers: JournalWriters | None = None
     ) -> None:
-        self._database = database
+        super().__init__(database)
         self._bodies = bodies
         self._outcomes = outcomes
         self._writers = writers
 
     async def accept(self, op: Op, digest: bytes, now: float) -> Accepted:
-        """Once this returns, the op survives our death. An op with this number that is on record stays as it is."""
+        """Record an op, which survives our death once this returns. One with this number on record stays as it is."""
         return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
 
-    async def accept_run(
+    @in_write
+    def accept_run(
         self,
+        cursor: Cursor,
         run: RunRecord,
         op: Op,
         digest: bytes,
         now: float,
         most: int | None = None,
         most_rows: int | None = None,
-    ) -> AcceptedRun:
-        """A run and the op that creates its adapter, both or neither; or those that its session has already.
+    ) -> AcceptedRun | QuotaError:
+        """Record a run and the op that creates its adapter, both or neither. Those that are there already are returned.
 
         ``most``: live runs of a tenant, counted here, where all processes of a server meet; ``most_rows``: of all that
         are on record. Where there are as many, QuotaError.
         """
         assert op.adapter_id == run.run_id
+        recorded = insert_run(cursor, run, most, most_rows)
+        if isinstance(recorded, QuotaError):
+            return recorded
+        if recorded is run:
+            return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
+        return AcceptedRun(recorded, _OP.first(cursor, _GET, **_at(recorded.run_id, op.seq)), created=False)
 
-        def work(cursor: Cursor) -> AcceptedRun | QuotaError:
-            recorded = insert_run(cursor, run, most, most_rows)
-            if isinstance(recorded, QuotaError):
-                return recorded  # raised here it would have the transaction, which others share, done again
-            if recorded is run:
-                return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
-            row = cursor.row(_GET, {"adapter": recorded.run_id, "number": op.seq})
-            return AcceptedRun(recorded, None if row is None else _record(row), created=False)
-
-        accepted = await self._database.write(work)
-        if isinstance(accepted, QuotaError):
-            raise accepted
-        return accepted
-
-    async def record_outcomes(self, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
-        """Outcomes by (adapter id, seq). The first one stands: an op that is replayed keeps what clients may have seen.
+    @in_write
+    def record_outcomes(self, cursor: Cursor, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
+        """Record outcomes by (adapter id, seq). The first one stands: a client may have seen it before a replay.
 
         Ops that are not on record are passed over.
         """
-
-        def work(cursor: Cursor) -> None:
-            refs = self._outcomes.append([outcome.body for _, _, outcome in outcomes])
-            cursor.execute_many(
-                _FINISH,
-                [
-                    _at(adapter_id, seq) | _outcome_columns(outcome, ref) | {"now": now}
-                    for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
-                ],
-            )
-
-        await self._database.write(work)
+        refs = self._outcomes.append([outcome.body for _, _, outcome in outcomes])
+        cursor.execute_many(
+            _FINISH,
+            [
+                {
+                    **_at(adapter_id, seq),
+                    "segment": ref.segment,
+                    "offset": ref.offset,
+                    "length": ref.length,
+                    "encoding": outcome.encoding.value,
+                    "failed": int(outcome.failed),
+                    "how": outcome.ending.value,
+                    "now": now,
+                }
+                for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
+            ],
+        )
 
     async def get(self, adapter_id: str, seq: int) -> OpRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, _at(adapter_id, seq)))
-        return None if row is None else _record(row)
+        return await self._first(_OP, _GET, **_at(adapter_id, seq))
 
     async def since(self, adapter_id: str, seq: int) -> tuple[OpRecord, ...]:
-        """The adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_SINCE, _at(adapter_id, seq)))
-        return tuple(map(_record, rows))
+        """Return the adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
+        return await self._all(_OP, _SINCE, **_at(adapter_id, seq))
 
     async def final_since(self, adapter_id: str, seq: int) -> list[int]:
-        """The numbers of the other ops after ``seq``, in order: forward passes that are answered and left nothing."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_FINAL_SINCE, _at(adapter_id, seq)))
-        return [row["seq"] for row in rows]
+        """Return the numbers of the other ops after ``seq``, in order: forward passes that are answered."""
+        return [row["seq"] for row in await self._rows(_FINAL_SINCE, **_at(adapter_id, seq))]
 
     async def bytes_by_tenant(self) -> dict[str, int]:
-        """Bytes of bodies that a recovery needs and of outcomes that are kept, by tenant."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_BYTES_BY_TENANT, {}))
-        return {row["tenant_id"]: int(row["size"]) for row in rows}
+        """Return the bytes of bodies that a recovery needs and of outcomes that are kept, by tenant."""
+        return {row["tenant_id"]: int(row["size"]) for row in await self._rows(_BYTES_BY_TENANT)}
 
     async def bytes_on_disk(self) -> int:
-        """The size of all segment files, of bodies and of outcomes."""
+        """Return the size of all segment files, of bodies and of outcomes."""
         return await self._database.read(lambda _: self._bodies.size() + self._outcomes.size())
 
     async def times(self, adapter_id: str) -> tuple[OpTimes, ...]:
-        """Of the adapter's ops that are still on record, in sequence order."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_TIMES, {"adapter": adapter_id}))
-        return tuple(
-            OpTimes(row["seq"], OpKind(row["kind"]), row["accepted_at"], row["finished_at"], bool(row["failed"]))
-            for row in rows
-        )
+        """Return the times of the adapter's ops that are still on record, in sequence order."""
+        return await self._all(_OP_TIMES, _TIMES, adapter=adapter_id)
 
-    async def outcome(self, adapter_id: str, seq: int) -> Outcome | None:
-        """None while the op is not done, or not on record."""
-
-        def work(cursor: Cursor) -> Outcome | None:
-            row = cursor.row(_GET, _at(adapter_id, seq))
-            record = None if row is None else _record(row)
-            if record is None or record.outcome is None or record.encoding is None:
-                return None
-            body = self._outcomes.read(record.outcome)
-            return Outcome.from_record(record.encoding, body, record.failed, record.ending)
-
-        return await self._database.read(work)
+    @in_read
+    def outcome(self, cursor: Cursor, adapter_id: str, seq: int) -> Outcome | None:
+        """Return an op's outcome; None while the op is not done, or not on record."""
+        record = _OP.first(cursor, _GET, **_at(adapter_id, seq))
+        if record is None or record.outcome is None or record.encoding is None:
+            return None
+        body = self._outcomes.read(record.outcome)
+        return Outcome.from_record(record.encoding, body, record.failed, record.ending)
 
     async def body(self, record: OpRecord) -> bytes:
-        """What the client sent: there for every op that recovery may replay, perhaps gone once a snapshot covers it."""
+        """Return what the client sent: there for every op that recovery may replay, perhaps gone for others."""
         return await self._database.read(lambda _: self._bodies.read(record.body))
 
     async def mark_delivered(self, ops: Iterable[tuple[str, int]], now: float) -> None:
         """Note that clients fetched the outcomes of these (adapter id, seq); the first time counts."""
-        parameters = [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops]
-        await self._database.write(lambda cursor: cursor.execute_many(_DELIVERED, parameters))
+        await self._execute_many(_DELIVERED, [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops])
 
-    async def forgive_downtime(self, now: float) -> None:
+    @in_write
+    def forgive_downtime(self, cursor: Cursor, now: float) -> None:
         """Keep every outcome for its whole time again: nobody could fetch one, or fetch again one whose answer was cut
         off, from a server that was down."""
-
-        def work(cursor: Cursor) -> None:
-            cursor.execute(_FINISHED_NOW, {"now": now})
-            cursor.execute(_DELIVERED_NOW, {"now": now})
-
-        await self._database.write(work)
+        cursor.execute(_FINISHED_NOW, {"now": now})
+        cursor.execute(_DELIVERED_NOW, {"now": now})
 
     async def prune(self, now: float, delivered_seconds: float, finished_seconds: float) -> Pruned:
         """Forget ops that no recovery needs and that no client will ask for; then delete files that nobody needs.
@@ -253,12 +244,11 @@ class Ops:
         """
         parameters = {"delivered_before": now - delivered_seconds, "finished_before": now - finished_seconds}
         # The search runs beside the writer, which then deletes in small transactions: accepting goes on meanwhile.
-        prunable = await self._database.read(lambda cursor: cursor.rows(_PRUNABLE, parameters))
+        prunable = await self._rows(_PRUNABLE, **parameters)
         keys = [_at(row["adapter_id"], row["seq"]) | parameters for row in prunable]
         rows = 0
         for start in range(0, len(keys), _PRUNE_BATCH):
-            batch = keys[start : start + _PRUNE_BATCH]
-            rows += await self._database.write(partial(_delete_rows, batch))
+            rows += await self._execute_many(_PRUNE, keys[start : start + _PRUNE_BATCH])
         return await self.delete_segments(rows)
 
     async def delete_segments(self, rows: int = 0) -> Pruned:
@@ -268,81 +258,29 @@ class Ops:
         bodies, outcomes = await self._database.write(
             lambda _: (set(self._bodies.closed_segments()), set(self._outcomes.closed_segments()))
         )
+        return await self._delete_unneeded(bodies, outcomes, rows)
 
-        def work(cursor: Cursor) -> Pruned:
-            bodies.difference_update(row["segment"] for row in cursor.rows(_BODIES_NEEDED, {}))
-            outcomes.difference_update(row["segment"] for row in cursor.rows(_OUTCOMES_NEEDED, {}))
-            freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
-            self._bodies.delete_segments(bodies)
-            self._outcomes.delete_segments(outcomes)
-            if self._writers is not None:
-                self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
-            return Pruned(rows, len(bodies), len(outcomes), freed)
-
-        return await self._database.read(work)
+    @in_read
+    def _delete_unneeded(self, cursor: Cursor, bodies: set[int], outcomes: set[int], rows: int) -> Pruned:
+        """Delete those of the closed segments that nothing needs."""
+        bodies = bodies.difference(row["segment"] for row in cursor.rows(BODIES_NEEDED, {}))
+        outcomes = outcomes.difference(row["segment"] for row in cursor.rows(OUTCOMES_NEEDED, {}))
+        freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
+        self._bodies.delete_segments(bodies)
+        self._outcomes.delete_segments(outcomes)
+        if self._writers is not None:
+            self._writers.forget_dead(self._bodies.writers_left() | self._outcomes.writers_left())
+        return Pruned(rows, len(bodies), len(outcomes), freed)
 
     def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
-        row = cursor.row(_GET, _at(op.adapter_id, op.seq))
-        if row is not None:
-            return Accepted(_record(row), created=False)
+        known = _OP.first(cursor, _GET, **_at(op.adapter_id, op.seq))
+        if known is not None:
+            return Accepted(known, created=False)
         (body,) = self._bodies.append([op.body])
         record = OpRecord(op.adapter_id, op.seq, op.kind, digest, body, accepted_at=now)
-        cursor.execute(_INSERT, _row(record))
+        _OP.insert(cursor, record)
         return Accepted(record, created=True)
-
-
-def _delete_rows(keys: Sequence[Row], cursor: Cursor) -> int:
-    return cursor.execute_many(_PRUNE, keys)
 
 
 def _at(adapter_id: str, seq: int) -> Row:
     return {"adapter": adapter_id, "number": seq}
-
-
-def _outcome_columns(outcome: Outcome, ref: BlobRef) -> Row:
-    return {
-        "segment": ref.segment,
-        "offset": ref.offset,
-        "length": ref.length,
-        "encoding": outcome.encoding.value,
-        "failed": int(outcome.failed),
-        "how": outcome.ending.value,
-    }
-
-
-def _row(record: OpRecord) -> Row:
-    """Of an op without outcome."""
-    return {
-        "adapter_id": record.adapter_id,
-        "seq": record.seq,
-        "kind": record.kind.value,
-        "digest": record.digest,
-        "body_segment": record.body.segment,
-        "body_offset": record.body.offset,
-        "body_length": record.body.length,
-        "accepted_at": record.accepted_at,
-        "outcome_segment": None,
-        "outcome_offset": None,
-        "outcome_length": None,
-        "encoding": None,
-        "failed": 0,
-        "finished_at": None,
-        "delivered_at": None,
-        "ending": None,
-    }
-
-
-def _record(row: Row) -> OpRecord:
-    finished = row["outcome_segment"] is not None
-    return OpRecord(
-        adapter_id=row["adapter_id"],
-        seq=row["seq"],
-        kind=OpKind(row["kind"]),
-        digest=bytes(row["digest"]),
-        body=BlobRef(row["body_segment"], row["body_offset"], row["body_length"]),
-        accepted_at=row["accepted_at"],
-        outcome=BlobRef(row["outcome_segment"], row["outcome_offset"], row["outcome_length"]) if finished else None,
-        encoding=Encoding(row["encoding"]) if finished else None,
-        failed=bool(row["failed"]),
-        ending=None if row["ending"] is None else Ending(row["ending"]),
-    )

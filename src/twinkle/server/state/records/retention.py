@@ -1,19 +1,34 @@
-"""Rows of sessions that ended: they go after a while, and earlier when their tenant needs the room.
+"""What is deleted, and when: rows of sessions that ended, and all that is under way when an operator clears the state.
 
-What owns files stays: runs with checkpoints while those are kept, sampler versions until their files are removed. Ops
-whose outcome may still be asked for keep their run, too. Space that deleted rows took is used again by new ones.
+Rows of sessions that ended go after a while, and earlier when their tenant needs the room. What owns files stays: runs
+with checkpoints while those are kept, sampler versions until their files are removed. Ops whose outcome may still be
+asked for keep their run, too. Space that deleted rows took is used again by new ones.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from sqlalchemy import Delete, Select, and_, bindparam, delete, exists, literal_column, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Delete,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    literal_column,
+    or_,
+    select,
+    update,
+)
 
-from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.state.database.tables import (
     CHECKPOINTS,
     CUSTOM_LOSSES,
+    DAMAGE,
+    LEASES,
+    OPERATOR_REQUESTS,
     OPS,
     RUN_METRIC_NAMES,
     RUN_METRICS,
@@ -23,6 +38,7 @@ from twinkle.server.state.database.tables import (
     SESSIONS,
     SNAPSHOTS,
 )
+from twinkle.server.state.records.area import Area, in_write
 
 __all__ = ["Retention"]
 
@@ -31,7 +47,12 @@ _YOUNG_SECONDS = 3600.0  # a copy of weights has a session that ended from the b
 
 _ENDED = and_(SESSIONS.c.state != "active", SESSIONS.c.last_seen < bindparam("before"))
 _OF_TENANT = or_(bindparam("tenant_id") == literal_column("''"), SESSIONS.c.tenant_id == bindparam("tenant_id"))
-_ORDER = SESSIONS.c.last_seen
+
+
+def _of_ended(ids: Select[Any], unused: ColumnElement[bool]) -> Select[Any]:
+    """Return a search for ids of what is ``unused`` and belongs to sessions that ended, longest ago first."""
+    return ids.where(_ENDED, _OF_TENANT, unused).order_by(SESSIONS.c.last_seen).limit(bindparam("limit"))
+
 
 # A version that has files of its own is removed with them, see SamplingSessions.abandoned() and orphaned().
 _HAS_NO_FILES = or_(
@@ -41,37 +62,20 @@ _HAS_NO_FILES = or_(
         exists().where(CHECKPOINTS.c.directory == SAMPLING_SESSIONS.c.directory),
     ),
 )
-_SAMPLERS = (
-    select(SAMPLING_SESSIONS.c.sampling_session_id.label("id"))
-    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
-    .where(_ENDED, _OF_TENANT, _HAS_NO_FILES)
-    .order_by(_ORDER)
-    .limit(bindparam("limit"))
-)
+_SAMPLERS = _of_ended(select(SAMPLING_SESSIONS.c.sampling_session_id.label("id")).join(SESSIONS), _HAS_NO_FILES)
 _UNUSED_RUN = and_(
     RUNS.c.state != "live",
     ~exists().where(CHECKPOINTS.c.run_id == RUNS.c.run_id),
     ~exists().where(OPS.c.adapter_id == RUNS.c.run_id),
     ~exists().where(SNAPSHOTS.c.adapter_id == RUNS.c.run_id),
 )
-_RUNS = (
-    select(RUNS.c.run_id.label("id"))
-    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
-    .where(_ENDED, _OF_TENANT, _UNUSED_RUN)
-    .order_by(_ORDER)
-    .limit(bindparam("limit"))
-)
+_RUNS = _of_ended(select(RUNS.c.run_id.label("id")).join(SESSIONS), _UNUSED_RUN)
 _EMPTY_SESSION = and_(
     ~exists().where(RUNS.c.session_id == SESSIONS.c.session_id),
     ~exists().where(SAMPLING_SESSIONS.c.session_id == SESSIONS.c.session_id),
     ~exists().where(CUSTOM_LOSSES.c.session_id == SESSIONS.c.session_id),
 )
-_SESSIONS = (
-    select(SESSIONS.c.session_id.label("id"))
-    .where(_ENDED, _OF_TENANT, _EMPTY_SESSION)
-    .order_by(_ORDER)
-    .limit(bindparam("limit"))
-)
+_SESSIONS = _of_ended(select(SESSIONS.c.session_id.label("id")), _EMPTY_SESSION)
 
 _DELETIONS = {
     _SAMPLERS: (
@@ -88,15 +92,34 @@ _DELETIONS = {
     ),
 }
 
+# --- clearing the state ----------------------------------------------------------------------------------------------
 
-class Retention:
+_WHY = "the operator cleared the server's state; its checkpoints can be loaded into a new run"
+_WITH_CHECKPOINTS = select(CHECKPOINTS.c.run_id)
+# In this order: each names only what comes after it.
+_CLEARED = (
+    delete(DAMAGE),
+    delete(OPERATOR_REQUESTS),
+    delete(LEASES),
+    delete(SAMPLING_CLIENTS),
+    delete(SAMPLING_SESSIONS),
+    delete(CUSTOM_LOSSES),
+    delete(OPS),
+    delete(SNAPSHOTS),
+    delete(RUN_METRICS).where(RUN_METRICS.c.run_id.not_in(_WITH_CHECKPOINTS)),
+    delete(RUN_METRIC_NAMES).where(RUN_METRIC_NAMES.c.run_id.not_in(_WITH_CHECKPOINTS)),
+    delete(RUNS).where(RUNS.c.run_id.not_in(_WITH_CHECKPOINTS)),
+    delete(SESSIONS).where(SESSIONS.c.session_id.not_in(select(RUNS.c.session_id))),
+)
+_ENDED_RUNS = update(RUNS).where(RUNS.c.state == "live").values(state="failed", note=_WHY)
+_ENDED_SESSIONS = update(SESSIONS).where(SESSIONS.c.state == "active").values(state="expired")
+
+
+class Retention(Area):
     """Deletes sessions that ended, with their runs, curves and sampling sessions.
 
     A session never becomes active again, and of one that ended nothing new is made: what was found unused stays so.
     """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def delete_ended(self, before: float) -> int:
         """Delete what belongs to sessions that ended and were last seen before that time; returns how many rows."""
@@ -110,25 +133,33 @@ class Retention:
         return await self._delete(tenant_id, now - _YOUNG_SECONDS, 1)
 
     async def _delete(self, tenant_id: str, before: float, rounds: int | None) -> int:
-        parameters = {"tenant_id": tenant_id, "before": before, "limit": _AT_ONCE}
         total = 0
         for search, deletions in _DELETIONS.items():
             done = 0
             while rounds is None or done < rounds:
-                ids = await self._database.read(partial(_found, search, parameters))  # it runs beside the writer
-                if ids:
-                    await self._database.write(partial(_remove, deletions, ids))
-                total += len(ids)
+                # The search runs beside the writer.
+                found = await self._rows(search, tenant_id=tenant_id, before=before, limit=_AT_ONCE)
+                if found:
+                    await self._remove(deletions, found)
+                total += len(found)
                 done += 1
-                if len(ids) < _AT_ONCE:
+                if len(found) < _AT_ONCE:
                     break
         return total
 
+    @in_write
+    def _remove(self, cursor: Cursor, deletions: Sequence[Delete], found: Sequence[Row]) -> None:
+        for statement in deletions:
+            cursor.execute_many(statement, found)
 
-def _found(search: Select[Any], parameters: Row, cursor: Cursor) -> list[str]:
-    return [row["id"] for row in cursor.rows(search, parameters)]
+    @in_write
+    def clear(self, cursor: Cursor) -> int:
+        """Forget what is under way, for a server that begins again; returns how many records are gone.
 
-
-def _remove(deletions: Sequence[Delete], ids: Sequence[str], cursor: Cursor) -> None:
-    for statement in deletions:
-        cursor.execute_many(statement, [{"id": each} for each in ids])
+        Sessions, adapters, futures and samplers go. Checkpoints stay, with the runs and sessions that they belong to,
+        and so do API keys, usage and the audit log. No server may run.
+        """
+        gone = sum(cursor.execute(statement, {}) for statement in _CLEARED)
+        cursor.execute(_ENDED_RUNS, {})
+        cursor.execute(_ENDED_SESSIONS, {})
+        return gone

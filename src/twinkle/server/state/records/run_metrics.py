@@ -8,13 +8,15 @@ that are not live go, those of the longest idle run first.
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from sqlalchemy import bindparam, delete, func, insert, select
 
 from twinkle.errors import InvalidInputError
 from twinkle.server.metric_points import MeasuredStep, MetricPoint
-from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.state.database.tables import RUN_METRIC_NAMES, RUN_METRICS, RUNS
+from twinkle.server.state.records.area import Area, in_write
 
 __all__ = ["MAX_NAMES", "MAX_POINTS", "MAX_POINTS_OF_TENANT", "RunMetrics"]
 
@@ -42,9 +44,7 @@ _NUMBERS = select(RUN_METRICS.c.number).where(_OF_RUN).order_by(RUN_METRICS.c.nu
 _DELETE = delete(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.number == bindparam("number_"))
 _TENANT = select(RUNS.c.tenant_id).where(RUNS.c.run_id == bindparam("run"))
 _COUNT_OF_TENANT = (
-    select(func.count())
-    .select_from(RUN_METRICS.join(RUNS, RUNS.c.run_id == RUN_METRICS.c.run_id))
-    .where(RUNS.c.tenant_id == bindparam("tenant_id"))
+    select(func.count()).select_from(RUN_METRICS.join(RUNS)).where(RUNS.c.tenant_id == bindparam("tenant_id"))
 )
 _IDLE_RUNS = (
     select(RUN_METRICS.c.run_id, func.count().label("points"))
@@ -58,43 +58,33 @@ _NAMES = select(RUN_METRIC_NAMES.c.name).where(_NAMES_OF_RUN)
 _INSERT_NAME = insert(RUN_METRIC_NAMES)
 
 
-class RunMetrics:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class RunMetrics(Area):
+    """The points of all runs' curves."""
 
-    async def add_steps(self, steps: Sequence[MeasuredStep]) -> None:
-        """Steps in the order in which they were taken. Those that are on record, before a restart, are left as is."""
-        by_run = {run_id: tuple(group) for run_id, group in groupby(sorted(steps, key=_run_of), key=_run_of)}
+    @in_write
+    def add_steps(self, cursor: Cursor, steps: Sequence[MeasuredStep]) -> None:
+        """Add steps in the order in which they were taken. Those that are on record from before a restart stay."""
+        run_of = attrgetter("run_id")
+        by_run = {run_id: tuple(group) for run_id, group in groupby(sorted(steps, key=run_of), key=run_of)}
+        for run_id, taken in by_run.items():
+            _add_steps(cursor, run_id, taken)
 
-        def work(cursor: Cursor) -> None:
-            for run_id, taken in by_run.items():
-                _add_steps(cursor, run_id, taken)
-
-        await self._database.write(work)
-
-    async def log(self, run_id: str, step: int | None, values: Mapping[str, float], now: float) -> MetricPoint:
-        """A client's values. Without a step they belong to the newest that the server took."""
-
-        def work(cursor: Cursor) -> MetricPoint:
-            cursor.rows(_LOCK_RUN, {"run": run_id})
-            _admit_names(cursor, run_id, values)
-            number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
-            at_step = _last_step(cursor, run_id)[1] if step is None else step
-            point = MetricPoint(number, now, "client", at_step, values)
-            _add(cursor, run_id, point, None)
-            return point
-
-        return await self._database.write(work)
+    @in_write
+    def log(
+        self, cursor: Cursor, run_id: str, step: int | None, values: Mapping[str, float], now: float
+    ) -> MetricPoint:
+        """Add a client's values. Without a step they belong to the newest step that the server took."""
+        cursor.rows(_LOCK_RUN, {"run": run_id})
+        _admit_names(cursor, run_id, values)
+        number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
+        at_step = _last_step(cursor, run_id)[1] if step is None else step
+        point = MetricPoint(number, now, "client", at_step, values)
+        _add(cursor, run_id, point, None)
+        return point
 
     async def since(self, run_id: str, number: int, limit: int) -> tuple[MetricPoint, ...]:
-        """Points after that one, oldest first."""
-        parameters = {"run": run_id, "since": number, "limit": limit}
-        rows = await self._database.read(lambda cursor: cursor.rows(_SINCE, parameters))
-        return tuple(map(_point, rows))
-
-
-def _run_of(step: MeasuredStep) -> str:
-    return step.run_id
+        """Return the points of a run after that number, oldest first."""
+        return tuple(map(_point, await self._rows(_SINCE, run=run_id, since=number, limit=limit)))
 
 
 def _add_steps(cursor: Cursor, run_id: str, taken: Sequence[MeasuredStep]) -> None:
@@ -108,7 +98,7 @@ def _add_steps(cursor: Cursor, run_id: str, taken: Sequence[MeasuredStep]) -> No
 
 
 def _last_step(cursor: Cursor, run_id: str) -> tuple[int, int]:
-    """The number of its op, and its own; before the first one, both are below all others."""
+    """Return the op of the newest step and its number; before the first step, both are below all others."""
     row = cursor.row(_LAST_STEP, {"run": run_id})
     return (-1, 0) if row is None else (row["seq"], row["step"])
 

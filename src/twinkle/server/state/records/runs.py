@@ -1,62 +1,52 @@
-"""Runs: the life of an adapter, from its creation to long after it left the device."""
+"""Runs, each the life of an adapter from its creation to long after it left the device, and their snapshots.
 
-import json
+A run has at most one snapshot: the state from which its adapter is recovered. Ops that it covers need no journal.
+"""
+
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Literal
 
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import bindparam, delete, func, or_, select, update
 
 from twinkle.errors import QuotaError
-from twinkle.model.types import LoraSpec
-from twinkle.server.state.database.database import Cursor, Database, Page, Row
-from twinkle.server.state.database.tables import RUNS, SESSIONS
+from twinkle.server.state.database.database import Cursor, Page
+from twinkle.server.state.database.mapper import RecordMapper
+from twinkle.server.state.database.tables import OPS, RUNS, SESSIONS, SNAPSHOTS
+from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.sessions import SESSION_ROWS
-from twinkle.server.types import RunRecord
+from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 
-__all__ = ["RunState", "Runs", "insert_run"]
+__all__ = ["RunState", "Runs", "Snapshots", "insert_run"]
 
 RunState = Literal["live", "failed", "parked"]
 
 _DELETE_CHECKPOINTS = (
     "runs of sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
 )
+_RUN = RecordMapper(RunRecord, RUNS)
 _OF_ID = RUNS.c.run_id == bindparam("id")
 _OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")
+_OF_SESSION = RUNS.c.session_id == bindparam("session_id")
+_IS_LIVE = RUNS.c.state == "live"
 _OF_PROJECT = RUNS.c.session_id.in_(
     select(SESSIONS.c.session_id).where(SESSIONS.c.project_id == bindparam("project_id"))
 )
+_OLDEST_FIRST = (RUNS.c.created_at, RUNS.c.run_id)
 
-_INSERT = insert(RUNS)
 _GET = select(RUNS).where(_OF_ID)
-_BY_NUMBER = select(RUNS).where(RUNS.c.session_id == bindparam("session_id"), RUNS.c.number == bindparam("number"))
-_OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
-_IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(RUNS.c.created_at, RUNS.c.run_id)
-_LIVE_NOTED = (
-    select(RUNS)
-    .where(RUNS.c.state == "live", RUNS.c.note == bindparam("note"))
-    .order_by(RUNS.c.created_at, RUNS.c.run_id)
-)
-_LEFT_BEHIND = (
-    select(RUNS)
-    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
-    .where(RUNS.c.state == "live", SESSIONS.c.state != "active")
-    .order_by(RUNS.c.created_at, RUNS.c.run_id)
-)
-_COUNT_LIVE = (
-    select(func.count())
-    .select_from(RUNS.join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id))
-    .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
-)
-_LIVE_OF_TENANT = (
-    select(RUNS)
-    .join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id)
-    .where(_OF_TENANT, RUNS.c.state == "live", SESSIONS.c.state == "active")
-    .order_by(RUNS.c.created_at, RUNS.c.run_id)
-)
+_BY_NUMBER = select(RUNS).where(_OF_SESSION, RUNS.c.number == bindparam("number"))
+_LIST_OF_SESSION = select(RUNS).where(_OF_SESSION).order_by(RUNS.c.number)
+_IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(*_OLDEST_FIRST)
+_LIVE_NOTED = select(RUNS).where(_IS_LIVE, RUNS.c.note == bindparam("note")).order_by(*_OLDEST_FIRST)
+_LEFT_BEHIND = select(RUNS).join(SESSIONS).where(_IS_LIVE, SESSIONS.c.state != "active").order_by(*_OLDEST_FIRST)
+# The runs that count against a tenant's limit of adapters. Those of a session that has ended do not: they are evicted.
+_COUNTED = (_OF_TENANT, _IS_LIVE, SESSIONS.c.state == "active")
+_COUNT_LIVE = select(func.count()).select_from(RUNS.join(SESSIONS)).where(*_COUNTED)
+_LIVE_OF_TENANT = select(RUNS).join(SESSIONS).where(*_COUNTED).order_by(*_OLDEST_FIRST)
 _LIVE_BY_REPLICA = (
     select(RUNS.c.replica, func.count().label("runs"))
-    .where(RUNS.c.state == "live", RUNS.c.model_name == bindparam("model_name"))
+    .where(_IS_LIVE, RUNS.c.model_name == bindparam("model_name"))
     .group_by(RUNS.c.replica)
 )
 _COUNT = select(func.count()).select_from(RUNS).where(_OF_TENANT)
@@ -70,141 +60,143 @@ _LIST = (
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
 _SET_STATE = update(RUNS).where(_OF_ID).values(state=bindparam("state"), note=bindparam("note"))
-_NOTE_LIVE = update(RUNS).where(_OF_ID, RUNS.c.state == "live").values(note=bindparam("note"))
+_NOTE_LIVE = update(RUNS).where(_OF_ID, _IS_LIVE).values(note=bindparam("note"))
 _TOUCH = (
     update(RUNS).where(_OF_ID, RUNS.c.last_request_at < bindparam("time")).values(last_request_at=bindparam("time"))
 )
 
 
-class Runs:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class Runs(Area):
+    """The runs of all tenants."""
 
     async def add(self, run: RunRecord) -> RunRecord:
-        """The run, or the one with this number that its session has already."""
-        made = await self._database.write(lambda cursor: insert_run(cursor, run))
-        assert isinstance(made, RunRecord), "without a limit there is room"
-        return made
+        """Return the run, or the one with this number that its session has already."""
+        return await self._database.write(lambda cursor: insert_run(cursor, run))
 
     async def get(self, run_id: str) -> RunRecord | None:
-        row = await self._database.read(lambda cursor: cursor.row(_GET, {"id": run_id}))
-        return None if row is None else _run(row)
+        return await self._first(_RUN, _GET, id=run_id)
 
     async def by_number(self, session_id: str, number: int) -> RunRecord | None:
-        parameters = {"session_id": session_id, "number": number}
-        row = await self._database.read(lambda cursor: cursor.row(_BY_NUMBER, parameters))
-        return None if row is None else _run(row)
+        return await self._first(_RUN, _BY_NUMBER, session_id=session_id, number=number)
 
     async def of_session(self, session_id: str) -> tuple[RunRecord, ...]:
-        """By number."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_OF_SESSION, {"session_id": session_id}))
-        return tuple(map(_run, rows))
+        """Return the runs of a session, by number."""
+        return await self._all(_RUN, _LIST_OF_SESSION, session_id=session_id)
 
     async def in_state(self, state: RunState) -> tuple[RunRecord, ...]:
-        """Oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_IN_STATE, {"state": state}))
-        return tuple(map(_run, rows))
+        """Return the runs in one state, oldest first."""
+        return await self._all(_RUN, _IN_STATE, state=state)
 
     async def left_behind(self) -> tuple[RunRecord, ...]:
-        """Live ones of sessions that have ended, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LEFT_BEHIND, {}))
-        return tuple(map(_run, rows))
+        """Return the live runs of sessions that have ended, oldest first."""
+        return await self._all(_RUN, _LEFT_BEHIND)
 
     async def live_of_tenant(self, tenant_id: str) -> tuple[RunRecord, ...]:
         """Return the runs that count against a tenant's limit of adapters, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_OF_TENANT, {"tenant_id": tenant_id}))
-        return tuple(map(_run, rows))
+        return await self._all(_RUN, _LIVE_OF_TENANT, tenant_id=tenant_id)
 
     async def live_noted(self, note: str) -> tuple[RunRecord, ...]:
-        """Live ones with this note, oldest first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_NOTED, {"note": note}))
-        return tuple(map(_run, rows))
+        """Return the live runs with this note, oldest first."""
+        return await self._all(_RUN, _LIVE_NOTED, note=note)
 
     async def live_by_replica(self, model_name: str) -> dict[str, int]:
-        """How many live runs of a base model each replica of it has."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIVE_BY_REPLICA, {"model_name": model_name}))
+        """Return how many live runs of a base model each replica of it has."""
+        rows = await self._rows(_LIVE_BY_REPLICA, model_name=model_name)
         return {row["replica"]: row["runs"] for row in rows}
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0, project_id: str | None = None) -> Page[RunRecord]:
-        """The one with the newest request first; ``project_id`` keeps those whose session belongs to it."""
+        """Return a tenant's runs, the one with the newest request first; ``project_id``: of sessions in a project."""
         listing, count = (_LIST, _COUNT) if project_id is None else (_LIST_OF_PROJECT, _COUNT_OF_PROJECT)
-        parameters = {"tenant_id": tenant_id, "project_id": project_id, "limit": limit, "offset": offset}
-
-        def work(cursor: Cursor) -> Page[RunRecord]:
-            return Page(tuple(map(_run, cursor.rows(listing, parameters))), cursor.number(count, parameters))
-
-        return await self._database.read(work)
+        return await self._page(
+            _RUN, listing, count, tenant_id=tenant_id, project_id=project_id, limit=limit, offset=offset
+        )
 
     async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
-        parameters = {"id": run_id, "state": state, "note": note}
-        await self._database.write(lambda cursor: cursor.execute(_SET_STATE, parameters))
+        await self._execute(_SET_STATE, id=run_id, state=state, note=note)
 
     async def note_live(self, run_id: str, note: str) -> None:
-        """Of a run that is live; one that has just left keeps the note that it left with."""
-        await self._database.write(lambda cursor: cursor.execute(_NOTE_LIVE, {"id": run_id, "note": note}))
+        """Set the note of a run that is live; one that has just left keeps the note that it left with."""
+        await self._execute(_NOTE_LIVE, id=run_id, note=note)
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
         """Note the time of the newest request by run id."""
-        times = [{"id": run_id, "time": time} for run_id, time in last_request_at.items()]
-        await self._database.write(lambda cursor: cursor.execute_many(_TOUCH, times))
+        await self._execute_many(_TOUCH, [{"id": run_id, "time": time} for run_id, time in last_request_at.items()])
 
 
 def insert_run(
     cursor: Cursor, run: RunRecord, most: int | None = None, most_rows: int | None = None
 ) -> RunRecord | QuotaError:
-    """Inside a write: the run, or the one with this number that its session has already.
+    """Insert a run inside a write, and return it, or the one with this number that its session has already.
 
-    QuotaError: the tenant has ``most`` live ones, or ``most_rows`` on record. Live ones of a session that has ended do
-    not count: they are being parked.
+    Returns QuotaError where the tenant has ``most`` live runs, or ``most_rows`` on record.
     """
-    row = cursor.row(_BY_NUMBER, {"session_id": run.session_id, "number": run.number})
-    if row is not None:
-        return _run(row)
+    known = _RUN.first(cursor, _BY_NUMBER, session_id=run.session_id, number=run.number)
+    if known is not None:
+        return known
     tenant = {"tenant_id": run.tenant_id}
     if most is not None and cursor.number(_COUNT_LIVE, tenant) >= most:
         return QuotaError("adapters", most, most, "max_adapters_per_tenant")
     if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
         return QuotaError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
-    cursor.execute(_INSERT, _row(run))
+    _RUN.insert(cursor, run)
     return run
 
 
-def _row(run: RunRecord) -> Row:
-    return {
-        "run_id": run.run_id,
-        "session_id": run.session_id,
-        "number": run.number,
-        "tenant_id": run.tenant_id,
-        "base_model": run.base_model,
-        "model_name": run.model_name,
-        "spec": json.dumps(asdict(run.spec)),
-        "created_at": run.created_at,
-        "last_request_at": run.last_request_at,
-        "state": run.state,
-        "user_metadata": json.dumps(dict(run.user_metadata)),
-        "note": run.note,
-        "replica": run.replica,
-    }
+# --- snapshots --------------------------------------------------------------------------------------------------------
 
+_SNAPSHOT = RecordMapper(SnapshotRecord, SNAPSHOTS)
+_OF_ADAPTER = SNAPSHOTS.c.adapter_id == bindparam("id")
 
-def _run(row: Row) -> RunRecord:
-    return RunRecord(
-        run_id=row["run_id"],
-        session_id=row["session_id"],
-        number=row["number"],
-        tenant_id=row["tenant_id"],
-        base_model=row["base_model"],
-        model_name=row["model_name"],
-        spec=_spec(json.loads(row["spec"])),
-        created_at=row["created_at"],
-        last_request_at=row["last_request_at"],
-        state=row["state"],
-        user_metadata=json.loads(row["user_metadata"]),
-        note=row["note"],
-        replica=row["replica"],
+_GET_SNAPSHOT = select(SNAPSHOTS).where(_OF_ADAPTER)
+_DELETE_SNAPSHOT = delete(SNAPSHOTS).where(_OF_ADAPTER)
+# An op between the snapshot and ``new_seq`` that may have changed its adapter, or has no outcome on record yet.
+_MATTERING = (
+    select(func.count())
+    .select_from(OPS)
+    .where(
+        OPS.c.adapter_id == bindparam("id"),
+        OPS.c.seq > bindparam("after"),
+        OPS.c.seq <= bindparam("new_seq"),
+        or_(OPS.c.kind != OpKind.FORWARD.value, OPS.c.finished_at.is_(None)),
     )
+)
 
 
-def _spec(fields: Row) -> LoraSpec:
-    targets = fields.pop("target_modules")
-    return LoraSpec(**fields, target_modules=tuple(targets) if isinstance(targets, list) else targets)
+class Snapshots(Area):
+    """The newest snapshot of each adapter."""
+
+    @in_write
+    def set(self, cursor: Cursor, snapshot: SnapshotRecord) -> SnapshotRecord | None:
+        """Put a snapshot on record; returns the one that it replaces, whose directory is now nobody's."""
+        replaced = _take(cursor, snapshot.adapter_id)
+        _SNAPSHOT.insert(cursor, snapshot)
+        return replaced
+
+    @in_write
+    def advance(self, cursor: Cursor, adapter_id: str, seq: int, failed_seq: int | None) -> bool:
+        """Let the adapter's snapshot cover all ops up to ``seq`` too, none of which changed the adapter.
+
+        Only for adapters of Tinker's protocol, whose forward passes leave nothing behind. Returns False and changes
+        nothing where one of these ops is not an answered forward pass, or where there is no snapshot.
+        """
+        snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
+        if snapshot is None or snapshot.seq >= seq:
+            return snapshot is not None
+        if cursor.number(_MATTERING, {"id": adapter_id, "after": snapshot.seq, "new_seq": seq}):
+            return False
+        cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
+        _SNAPSHOT.insert(cursor, replace(snapshot, seq=seq, failed_seq=failed_seq))
+        return True
+
+    async def get(self, adapter_id: str) -> SnapshotRecord | None:
+        return await self._first(_SNAPSHOT, _GET_SNAPSHOT, id=adapter_id)
+
+    async def delete(self, adapter_id: str) -> SnapshotRecord | None:
+        """Delete the record of an adapter's snapshot; returns the one that there was."""
+        return await self._database.write(lambda cursor: _take(cursor, adapter_id))
+
+
+def _take(cursor: Cursor, adapter_id: str) -> SnapshotRecord | None:
+    snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
+    cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
+    return snapshot

@@ -1,59 +1,56 @@
 """Sampling sessions: which immutable weights a client samples from."""
 
-from dataclasses import asdict
-
 from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from twinkle.errors import QuotaError
-from twinkle.server.state.database.database import Cursor, Database
+from twinkle.server.state.database.database import Cursor
+from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_CLIENTS, SAMPLING_SESSIONS, SESSIONS
-from twinkle.server.state.integrity.damage import raise_if_damaged
+from twinkle.server.state.records.area import Area, in_read, in_write
+from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
-__all__ = ["SAMPLING_SESSION_ROWS", "SamplingSessions"]
+__all__ = ["ACTIVE_DIRECTORIES", "SAMPLING_SESSION_ROWS", "SamplingSessions"]
 
 SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
 _END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
 
+_SAMPLING = RecordMapper(SamplingSessionRecord, SAMPLING_SESSIONS)
 _OF_SESSION = SAMPLING_SESSIONS.c.session_id == bindparam("session_id")
 
 _COUNT = (
     select(func.count()).select_from(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant_id"))
 )
-_INSERT = insert(SAMPLING_SESSIONS)
 _GET = select(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
 _BY_NUMBER = select(SAMPLING_SESSIONS).where(_OF_SESSION, SAMPLING_SESSIONS.c.number == bindparam("number"))
 _ABANDONED = (
     select(SAMPLING_SESSIONS)
-    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .join(SESSIONS)
     .where(
         SAMPLING_SESSIONS.c.version_id == SAMPLING_SESSIONS.c.sampling_session_id,
         SESSIONS.c.state != "active",
         SESSIONS.c.last_seen < bindparam("before"),
     )
 )
-_ACTIVE = (
+# Weights that somebody may still sample from.
+ACTIVE_DIRECTORIES = (
     select(SAMPLING_SESSIONS.c.directory)
-    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .join(SESSIONS)
     .where(SESSIONS.c.state == "active", SAMPLING_SESSIONS.c.directory.is_not(None))
 )
-_COUNT_ACTIVE = (
-    select(func.count())
-    .select_from(SAMPLING_SESSIONS.join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id))
-    .where(SESSIONS.c.state == "active")
-)
+_COUNT_ACTIVE = select(func.count()).select_from(SAMPLING_SESSIONS.join(SESSIONS)).where(SESSIONS.c.state == "active")
 _REFERRING = select(func.count()).select_from(
-    _ACTIVE.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
+    ACTIVE_DIRECTORIES.where(SAMPLING_SESSIONS.c.directory == bindparam("directory")).subquery()
 )
 _ORPHANED = (
     select(SAMPLING_SESSIONS)
-    .join(SESSIONS, SESSIONS.c.session_id == SAMPLING_SESSIONS.c.session_id)
+    .join(SESSIONS)
     .where(
         SAMPLING_SESSIONS.c.version_id != SAMPLING_SESSIONS.c.sampling_session_id,
         SESSIONS.c.state != "active",
         SAMPLING_SESSIONS.c.directory.not_in(select(CHECKPOINTS.c.directory)),
-        SAMPLING_SESSIONS.c.directory.not_in(_ACTIVE),
+        SAMPLING_SESSIONS.c.directory.not_in(ACTIVE_DIRECTORIES),
     )
 )
 _OF_CLIENT = (SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")) & (
@@ -72,103 +69,83 @@ _DELETE = delete(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_i
 _LIST = select(SAMPLING_SESSIONS).where(_OF_SESSION).order_by(SAMPLING_SESSIONS.c.number)
 
 
-class SamplingSessions:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class SamplingSessions(Area):
+    """The sampling sessions of all tenants, and the clients that share one."""
 
-    async def create(
-        self, sampling: SamplingSessionRecord, most_bytes: int | None = None, most_rows: int | None = None
-    ) -> SamplingSessionRecord:
-        """The sampling session, or the one with this number that its session has already.
+    @in_write
+    def create(
+        self,
+        cursor: Cursor,
+        sampling: SamplingSessionRecord,
+        most_bytes: int | None = None,
+        most_rows: int | None = None,
+    ) -> SamplingSessionRecord | QuotaError:
+        """Return the sampling session, or the one with this number that its session has already.
 
         ``most_bytes``: of all files of the tenant. ``most_rows``: of its sampling sessions on record; where there are
         as many, QuotaError.
         """
-
-        def work(cursor: Cursor) -> SamplingSessionRecord | QuotaError:
-            row = cursor.row(_BY_NUMBER, {"session_id": sampling.session_id, "number": sampling.number})
-            if row is not None:
-                return SamplingSessionRecord(**row)
-            if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
-                return QuotaError(  # raised here it would have the transaction, which others share, done again
-                    "sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS
-                )
-            cursor.execute(_INSERT, asdict(sampling))
-            check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
-            return sampling
-
-        made = await self._database.write(work)
-        if isinstance(made, QuotaError):
-            raise made
-        return made
+        known = _SAMPLING.first(cursor, _BY_NUMBER, session_id=sampling.session_id, number=sampling.number)
+        if known is not None:
+            return known
+        if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
+            return QuotaError("sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS)
+        _SAMPLING.insert(cursor, sampling)
+        check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
+        return sampling
 
     async def active(self) -> int:
-        """How many belong to active sessions."""
-        return await self._database.read(lambda cursor: cursor.number(_COUNT_ACTIVE, {}))
+        """Return how many sampling sessions belong to active sessions."""
+        return await self._number(_COUNT_ACTIVE)
 
-    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
-        def work(cursor: Cursor) -> SamplingSessionRecord | None:
-            row = cursor.row(_GET, {"id": sampling_session_id})
-            if row is None:
-                raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
-                return None
-            return SamplingSessionRecord(**row)
-
-        return await self._database.read(work)
+    @in_read
+    def get(self, cursor: Cursor, sampling_session_id: str) -> SamplingSessionRecord | None:
+        """Return a sampling session; DamagedRecordError where its record was damaged."""
+        found = _SAMPLING.first(cursor, _GET, id=sampling_session_id)
+        if found is None:
+            raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
+        return found
 
     async def of_session(self, session_id: str) -> tuple[SamplingSessionRecord, ...]:
-        """By number."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_LIST, {"session_id": session_id}))
-        return tuple(SamplingSessionRecord(**row) for row in rows)
+        """Return the sampling sessions of a session, by number."""
+        return await self._all(_SAMPLING, _LIST, session_id=session_id)
 
     async def abandoned(self, before: float) -> tuple[SamplingSessionRecord, ...]:
-        """Unnamed versions, which have files of their own, of sessions that ended and were last seen before then."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_ABANDONED, {"before": before}))
-        return tuple(SamplingSessionRecord(**row) for row in rows)
+        """Return the unnamed versions, which have files of their own, of sessions last seen before then that ended."""
+        return await self._all(_SAMPLING, _ABANDONED, before=before)
 
     async def refer_to(self, directory: str) -> bool:
-        """Whether somebody may still sample from the weights there."""
-        count = await self._database.read(lambda cursor: cursor.number(_REFERRING, {"directory": directory}))
-        return count > 0
+        """Return whether somebody may still sample from the weights in a directory."""
+        return await self._number(_REFERRING, directory=directory) > 0
 
     async def orphaned(self) -> tuple[SamplingSessionRecord, ...]:
-        """Those of sessions that ended, whose checkpoint was replaced or deleted: its files wait for nobody else."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_ORPHANED, {}))
-        return tuple(SamplingSessionRecord(**row) for row in rows)
+        """Return those of sessions that ended whose checkpoint was replaced or deleted: its files can go."""
+        return await self._all(_SAMPLING, _ORPHANED)
 
-    async def delete(self, sampling_session_id: str) -> None:
-        def work(cursor: Cursor) -> None:
-            cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
-            cursor.execute(_DELETE, {"id": sampling_session_id})
-
-        await self._database.write(work)
+    @in_write
+    def delete(self, cursor: Cursor, sampling_session_id: str) -> None:
+        cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
+        cursor.execute(_DELETE, {"id": sampling_session_id})
 
     # --- its clients --------------------------------------------------------------------------------------------------
 
-    async def join(self, sampling_session_id: str) -> int:
-        """A number for one more client, which no other client of the sampling session has; the first one is 0."""
+    @in_write
+    def join(self, cursor: Cursor, sampling_session_id: str) -> int:
+        """Return a number for one more client of the sampling session, which no other has. The first client is 0."""
+        number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
+        cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
+        return number
 
-        def work(cursor: Cursor) -> int:
-            number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
-            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
-            return number
-
-        return await self._database.write(work)
-
-    async def set_numbers_in_use(self, sampling_session_id: str, client: int, numbers: range) -> None:
-        """The sequence numbers that the client may have under way, from now until this is called again."""
-
-        def work(cursor: Cursor) -> None:
-            values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
-            if cursor.execute(_SET_CLIENT, values) == 0:
-                cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
-
-        await self._database.write(work)
+    @in_write
+    def set_numbers_in_use(self, cursor: Cursor, sampling_session_id: str, client: int, numbers: range) -> None:
+        """Note the sequence numbers that the client may have under way, from now until this is called again."""
+        values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
+        if cursor.execute(_SET_CLIENT, values) == 0:
+            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
 
     async def numbers_in_use(self, sampling_session_id: str, client: int) -> range:
-        parameters = {"id": sampling_session_id, "nr": client}
-        row = await self._database.read(lambda cursor: cursor.row(_GET_CLIENT, parameters))
-        return range(0) if row is None else range(row["first_seq"], row["next_seq"])
+        rows = await self._rows(_GET_CLIENT, id=sampling_session_id, nr=client)
+        return range(rows[0]["first_seq"], rows[0]["next_seq"]) if rows else range(0)
 
 
 def _client(sampling_session_id: str, client: int, numbers: range) -> dict[str, object]:

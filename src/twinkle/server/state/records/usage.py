@@ -1,18 +1,19 @@
 """Usage by tenant and day (UTC). Several processes may add to one database."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sqlalchemy import bindparam, func, insert, select, update
 
 from twinkle.errors import StorageQuotaError
-from twinkle.server.state.database.database import Cursor, Database, Row
+from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.state.database.tables import CHECKPOINTS, RUNS, SAMPLING_SESSIONS, SESSIONS, USAGE
+from twinkle.server.state.records.area import Area
 from twinkle.server.usage import UsageCounts
 
 __all__ = ["DailyUsage", "ProjectStorage", "UsageRecords", "check_storage"]
 
-_COUNTERS = ("trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests")
+_COUNTERS = tuple(field.name for field in fields(UsageCounts))
 _AT = (USAGE.c.tenant_id == bindparam("tenant")) & (USAGE.c.day == bindparam("on_day"))
 
 _ADD = update(USAGE).where(_AT).values({name: USAGE.c[name] + bindparam(f"new_{name}") for name in _COUNTERS})
@@ -47,11 +48,7 @@ _BY_PROJECT = (
         func.count().label("checkpoints"),
         func.sum(CHECKPOINTS.c.size_bytes).label("bytes"),
     )
-    .select_from(
-        CHECKPOINTS.join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id).join(
-            SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id
-        )
-    )
+    .select_from(CHECKPOINTS.join(RUNS).join(SESSIONS, SESSIONS.c.session_id == RUNS.c.session_id))
     .where(CHECKPOINTS.c.tenant_id == bindparam("tenant"))
     .group_by(SESSIONS.c.project_id)
 )
@@ -77,12 +74,11 @@ class ProjectStorage:
     size_bytes: int
 
 
-class UsageRecords:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class UsageRecords(Area):
+    """What tenants used each day, and what they have on disk."""
 
     async def add(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
-        """On top of what is there, by tenant and day; all or nothing."""
+        """Add counts to what is there, by tenant and day; all or nothing."""
 
         def work(cursor: Cursor) -> None:
             for (tenant_id, day), each in counts.items():
@@ -94,7 +90,7 @@ class UsageRecords:
             await self._database.write(work)
 
     async def note_storage(self, day: str, storage: Mapping[str, int]) -> None:
-        """What tenants have on disk on this day, as far as it is more than was noted before."""
+        """Note what tenants have on disk on this day, as far as it is more than was noted before."""
 
         def work(cursor: Cursor) -> None:
             for tenant_id, size in storage.items():
@@ -109,40 +105,28 @@ class UsageRecords:
             await self._database.write(work)
 
     async def list(self, since: str, until: str, tenant_id: str | None = None) -> tuple[DailyUsage, ...]:
-        """Of the days from ``since`` to the one before ``until``, oldest first."""
-        at = {"since": since, "until": until}
-
-        def work(cursor: Cursor) -> list[Row]:
-            if tenant_id is None:
-                return cursor.rows(_LIST, at)
-            return cursor.rows(_LIST_OF_TENANT, {**at, "tenant": tenant_id})
-
-        return tuple(map(_usage, await self._database.read(work)))
+        """Return the usage of the days from ``since`` to the one before ``until``, oldest first."""
+        statement = _LIST if tenant_id is None else _LIST_OF_TENANT
+        return tuple(map(_usage, await self._rows(statement, since=since, until=until, tenant=tenant_id)))
 
     async def storage(self) -> Mapping[str, int]:
-        """Bytes on disk of every tenant that has some: checkpoints and what samplers were made from."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_STORAGE, {}))
-        return {row["tenant_id"]: int(row["bytes"]) for row in rows}
+        """Return the bytes on disk of every tenant that has some: checkpoints and what samplers were made from."""
+        return {row["tenant_id"]: int(row["bytes"]) for row in await self._rows(_STORAGE)}
 
     async def stored_by_project(self, tenant_id: str) -> tuple[ProjectStorage, ...]:
-        """Checkpoints alone, the largest project first."""
-        rows = await self._database.read(lambda cursor: cursor.rows(_BY_PROJECT, {"tenant": tenant_id}))
+        """Return the size of a tenant's checkpoints by project, the largest project first."""
+        rows = await self._rows(_BY_PROJECT, tenant=tenant_id)
         stored = (ProjectStorage(row["project_id"], int(row["checkpoints"]), int(row["bytes"])) for row in rows)
         return tuple(sorted(stored, key=lambda each: -each.size_bytes))
 
     async def storage_of(self, tenant_id: str) -> int:
-        return await self._database.read(lambda cursor: _storage(cursor, tenant_id))
-
-
-def _storage(cursor: Cursor, tenant_id: str) -> int:
-    """Of one tenant, as the transaction of ``cursor`` sees it."""
-    return cursor.number(_STORAGE_OF_TENANT, {"tenant": tenant_id})
+        return await self._number(_STORAGE_OF_TENANT, tenant=tenant_id)
 
 
 def check_storage(cursor: Cursor, tenant_id: str, added: int, most: int | None) -> None:
     """Raise if with ``added`` bytes, which are on record already, the tenant has too much. ``most`` None: no limit."""
     if most is not None:
-        total = _storage(cursor, tenant_id)
+        total = cursor.number(_STORAGE_OF_TENANT, {"tenant": tenant_id})
         if total > most:
             raise StorageQuotaError(total - added, added, most)
 

@@ -1,23 +1,66 @@
-"""Space held in reserve in the data directory, so that a full disk can be cleaned by our own commands.
+"""What guards a data directory: the lock of whoever works in it, and space in reserve for when its disk is full.
 
 A server on a full disk cannot even start: SQLite wants to write before it reads. What fills the disk is often the
 journal, which only a running server prunes. So a file of some megabytes lies there for nothing else than to be removed.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import sqlite3
+import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["RESERVE_BYTES", "give_up_reserve", "is_disk_full", "keep_reserve"]
+from twinkle.server.state.errors import DataDirInUseError
+
+__all__ = ["DISK_FULL", "RESERVE_BYTES", "DirectoryLock", "give_up_reserve", "is_disk_full", "keep_reserve"]
+
+_PAUSE = 0.05  # seconds between two tries
+
+
+class DirectoryLock:
+    """A file of the directory, locked until :meth:`release`, the end of a ``with``, or the end of the process.
+
+    It says who works with a data directory: one server alone, or the processes of one server together.
+    """
+
+    def __init__(self, data_dir: Path, *, name: str = "lock", shared: bool = False, wait_seconds: float = 0.0) -> None:
+        """``shared``: with others that share it, and with nobody who wants it alone. Blocks for ``wait_seconds``."""
+        self._fd = os.open(data_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + wait_seconds
+        while not _try(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                os.close(self._fd)
+                raise DataDirInUseError(data_dir)
+            time.sleep(_PAUSE)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> "DirectoryLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _try(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# --- space in reserve -------------------------------------------------------------------------------------------------
 
 RESERVE_BYTES = 8 * 1024 * 1024
 _NAME = "reserve"
 _LOW = 2 * 1024 * 1024  # bytes: with less than this nothing of ours works
 _PLENTY = 4 * RESERVE_BYTES  # bytes: with less than this left behind it, no reserve is made
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What SQLite says when it cannot write: which of them depends on what it was about to do.
 _SQLITE_FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_FSYNC"})
 
@@ -58,7 +101,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Return whether an error, or what caused it, says that the disk is full."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_FULL:
+        if isinstance(seen, OSError) and seen.errno in DISK_FULL:
             return True
         if isinstance(seen, sqlite3.Error) and getattr(seen, "sqlite_errorname", "") in _SQLITE_FULL:
             return True

@@ -1,16 +1,66 @@
-"""A directory as a tar file that is never whole anywhere: headers and pieces of files, one after another."""
+"""How files leave the server: to directories that tenants may name, encrypted to their readers, or as a tar stream."""
 
 import tarfile
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import pyrage
+
+from twinkle.errors import InvalidInputError
 from twinkle.server.state.files.file_checksums import CHECKSUMS, read_checksums
 from twinkle.server.tenancy.work_pools import FairPool
+
+
+def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
+    """Return ``text`` as a path without links. InvalidInputError unless it lies in one of the ``allowed`` directories.
+
+    Whether it exists is not told for any other place.
+    """
+    path = Path(text)
+    if path.is_absolute() and "\x00" not in text:
+        resolved = path.resolve()
+        if any(resolved.is_relative_to(directory.resolve()) for directory in allowed):
+            return resolved
+    where = "an absolute path in one of the server's allowed_dirs" if allowed else "nothing: allowed_dirs is empty"
+    raise InvalidInputError(field, text, where)
+
+
+# --- encryption with age (age-encryption.org): nobody else can read the files, this server included -------------------
+
+_MOST_RECIPIENTS = 20
+_ALLOWED = "an age recipient (age1…) or an SSH public key (ssh-ed25519 … or ssh-rsa …)"
+
+
+def check_recipients(recipients: Sequence[str], field: str) -> None:
+    """Raise InvalidInputError for the first text that is no recipient."""
+    if not 1 <= len(recipients) <= _MOST_RECIPIENTS:
+        raise InvalidInputError(field, f"{len(recipients)} recipients", f"1 to {_MOST_RECIPIENTS}, or null")
+    for index, recipient in enumerate(recipients):
+        try:
+            _recipient(recipient)
+        except pyrage.RecipientError as error:
+            raise InvalidInputError(f"{field}[{index}]", recipient, f"{_ALLOWED}: {error}") from None
+
+
+def encrypt_files(directory: Path, recipients: Sequence[str]) -> None:
+    """Replace each file of the directory by an encrypted ``<file>.age``."""
+    readers = [_recipient(recipient) for recipient in recipients]
+    for file in sorted(directory.iterdir()):
+        pyrage.encrypt_file(str(file), str(file.with_name(f"{file.name}.age")), readers)
+        file.unlink()
+
+
+def _recipient(text: str) -> Any:
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    return kind.Recipient.from_str(text)
+
+
+# --- tar streams: an archive that is never whole anywhere -------------------------------------------------------------
 
 _PIECE = 2**20  # bytes in memory at a time
 _BLOCK = 512

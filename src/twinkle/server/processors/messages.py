@@ -1,0 +1,180 @@
+"""What passes between a client, the server and a worker.
+
+Frames go between the server and a worker, over the worker's stdin and stdout. A frame is two lengths, a header in JSON
+and a body of bytes: what a client sent, or what it gets. Bodies are not looked at on the way, so that large ones cost
+the server nothing but their memory.
+
+Results go to clients as JSON (:func:`to_json`). A request that a client sends twice is worked on once, and both get the
+same answer (:class:`Answers`).
+"""
+
+import asyncio
+import json
+import math
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date, time
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from twinkle.errors import InvalidInputError, QuotaError, ShuttingDownError, UnsupportedError
+
+_LENGTHS = struct.Struct(">IQ")
+_MOST_HEADER_BYTES = 2**20
+
+# What became of a request: its answer follows, or the user's mistake, the name of the argument that is no processor of
+# the session, something that is over, a tenant's limit that is reached, or a mistake of ours.
+Outcome = Literal["ok", "user", "unknown", "gone", "quota", "failed"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    header: Mapping[str, Any]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The first header a worker gets. ``tokenizers``: names of served models to folders, null for a model without."""
+
+    allowed_dirs: tuple[str, ...]
+    tokenizers: Mapping[str, str | None]
+    cache_dir: str
+    memory_bytes: int
+    answer_bytes: int
+    hub_bytes: int = 2**30  # the most that is fetched of a hub's repository for its tokenizer
+    disk_bytes: int = 2**62  # of the worker's own directory, in which its datasets are cached
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> "Settings":
+        return cls(**{**header, "allowed_dirs": tuple(header["allowed_dirs"])})
+
+    def to_header(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pack(header: Mapping[str, Any], body: bytes = b"") -> list[bytes]:
+    """Return the parts of a frame, to be written one after another: a large body is not copied."""
+    text = json.dumps(header).encode()
+    return [_LENGTHS.pack(len(text), len(body)) + text, body]
+
+
+def read_frame(stream: BinaryIO) -> Frame | None:
+    """Return the next frame; None at the end of the stream."""
+    lengths = stream.read(_LENGTHS.size)
+    if len(lengths) < _LENGTHS.size:
+        return None
+    header_bytes, body_bytes = _LENGTHS.unpack(lengths)
+    header, body = stream.read(header_bytes), stream.read(body_bytes)
+    return None if len(body) < body_bytes else Frame(json.loads(header), body)
+
+
+class FrameTooLargeError(Exception):
+    """A worker wants to send more than it may."""
+
+
+async def receive_frame(stream: asyncio.StreamReader, most_bytes: int) -> Frame:
+    """Return the next frame for the server; IncompleteReadError at the end of the stream.
+
+    The lengths come first: what is larger than ``most_bytes`` is never in the server's memory.
+    """
+    header_bytes, body_bytes = _LENGTHS.unpack(await stream.readexactly(_LENGTHS.size))
+    if header_bytes > _MOST_HEADER_BYTES or body_bytes > most_bytes:
+        raise FrameTooLargeError(f"an answer of {header_bytes + body_bytes} bytes, allowed: at most {most_bytes}")
+    header = await stream.readexactly(header_bytes)
+    return Frame(json.loads(header), await stream.readexactly(body_bytes))
+
+
+def to_json(value: object) -> str:
+    """Return JSON: arrays and tensors are lists, numbers that are not finite null, times text.
+
+    UnsupportedError for what JSON cannot hold: bytes, images and other objects.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, default=_listed)
+    except ValueError:  # a number that is not finite: the rare case may take longer
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _listed(value: object) -> object:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    torch = sys.modules.get("torch")  # there are no tensors unless somebody imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.tolist()
+    raise UnsupportedError(f"result: {type(value).__name__} cannot be sent as JSON; allowed: numbers, text and lists")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    return _finite(_listed(value))
+
+
+_KEPT = 64
+_KEPT_BYTES = 16 * 2**20  # of one session, beside its last answer
+
+
+@dataclass(frozen=True)
+class _Entry:
+    digest: bytes
+    task: asyncio.Task[bytes]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the answer; 0 where it is not there yet, or is an error."""
+        done = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return len(self.task.result()) if done else 0
+
+
+class Answers:
+    """The answers to one session's requests. Only the last ones are kept: a client sends a request again soon."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    async def once(self, key: str | None, digest: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Return or raise what ``work`` does, now or when this key was first used. ``digest``: of the request.
+
+        The work goes on when the client who waits for it leaves.
+        """
+        if key is None:
+            return await asyncio.shield(asyncio.ensure_future(work()))
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(digest, asyncio.create_task(self._work(key, work)))
+        elif entry.digest != digest:
+            raise InvalidInputError("X-Idempotency-Key header", key, "a key not used before for another request")
+        return await asyncio.shield(entry.task)
+
+    async def _work(self, key: str, work: Callable[[], Awaitable[bytes]]) -> bytes:
+        try:
+            answer = await work()
+        except (QuotaError, ShuttingDownError):
+            del self._entries[key]  # nothing was done, and the next time it may be
+            raise
+        finally:
+            self._forget_old()
+        return answer
+
+    def _forget_old(self) -> None:
+        done = [key for key, entry in self._entries.items() if entry.task.done()]
+        kept = sum(self._entries[key].size for key in done)
+        for key in done:
+            if len(self._entries) <= _KEPT and kept <= _KEPT_BYTES:
+                return
+            kept -= self._entries.pop(key).size

@@ -1,0 +1,119 @@
+"""Records as rows of a table: one mapper for all dataclasses of the state."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from types import NoneType
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from sqlalchemy import Select, Table, insert
+
+from twinkle.server.state.database.database import Cursor, Row
+from twinkle.server.types import BlobRef
+
+__all__ = ["RecordMapper"]
+
+R = TypeVar("R")
+_Conversion = Callable[[Any], Any]
+
+
+class RecordMapper(Generic[R]):
+    """Makes rows of the records of one dataclass, and records of rows.
+
+    A field lies in the column of its name, and its type says how: text, numbers and bytes as they are, a bool as 0 or
+    1, an enum as its value, a :class:`BlobRef` in three columns ``<field>_segment``, ``<field>_offset`` and
+    ``<field>_length``, everything else as JSON text. What is stored must never change by a byte: rows have checksums,
+    and the next version reads what this one wrote.
+    """
+
+    def __init__(self, record: type[R], table: Table | None = None) -> None:
+        """``table``: where records are inserted; None for those that are only read, from queries of several tables."""
+        self._record: Callable[..., R] = record
+        kinds = {name: _kind(hint) for name, hint in get_type_hints(record).items()}
+        self._columns: Row = dict.fromkeys(column.name for column in table.c) if table is not None else {}
+        self._insert = insert(table) if table is not None else None
+        blobs = [name for name, kind in kinds.items() if kind is BlobRef]
+        self._blobs = [(name, f"{name}_segment", f"{name}_offset", f"{name}_length") for name in blobs]
+        self._names = [field.name for field in fields(record) if field.name not in blobs]  # type: ignore[arg-type]
+        conversions = {name: _conversions(kinds[name]) for name in self._names}
+        # Most values are stored as they are: accepting an op comes here, and calls only what has something to do.
+        self._stores = [(name, store) for name, (store, _) in conversions.items() if store is not _same]
+        self._loads = [(name, load) for name, (_, load) in conversions.items() if load is not _same]
+
+    def row(self, record: R) -> Row:
+        """Return the row of a record; columns that are no field are NULL in it."""
+        row = self._columns | vars(record)
+        for name, store in self._stores:
+            if row[name] is not None:
+                row[name] = store(row[name])
+        for name, segment, offset, length in self._blobs:
+            ref = row.pop(name)
+            if ref is not None:
+                row[segment], row[offset], row[length] = ref.segment, ref.offset, ref.length
+        return row
+
+    def insert(self, cursor: Cursor, record: R, **others: object) -> None:
+        """Store a record as a new row, with the values of ``others`` in columns that are no field."""
+        assert self._insert is not None, "a mapper without a table only reads"
+        row = self.row(record)
+        row.update(others)
+        cursor.execute(self._insert, row)
+
+    def record(self, row: Row) -> R:
+        """Return the record of a row, which may have more columns than the record has fields."""
+        values = {name: row[name] for name in self._names}
+        for name, load in self._loads:
+            if values[name] is not None:
+                values[name] = load(values[name])
+        for name, segment, offset, length in self._blobs:
+            stored = row[segment] is not None
+            values[name] = BlobRef(row[segment], row[offset], row[length]) if stored else None
+        return self._record(**values)
+
+    def first(self, cursor: Cursor, statement: Select[Any], **parameters: object) -> R | None:
+        """Return the only record that a query finds; None where it finds none."""
+        row = cursor.row(statement, parameters)
+        return None if row is None else self.record(row)
+
+    def all(self, cursor: Cursor, statement: Select[Any], **parameters: object) -> tuple[R, ...]:
+        """Return all records that a query finds."""
+        return tuple(map(self.record, cursor.rows(statement, parameters)))
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of a field without ``| None``."""
+    kinds = [each for each in get_args(hint) if each is not NoneType]
+    return kinds[0] if len(kinds) == 1 and NoneType in get_args(hint) else hint
+
+
+def _conversions(kind: Any) -> tuple[_Conversion, _Conversion]:
+    """Return what stores a value of this type in a column, and what loads it. None is stored as NULL by all."""
+    if kind in (str, int, float) or get_origin(kind) is Literal:
+        return _same, _same
+    if kind is bytes:
+        return _same, bytes  # PostgreSQL's driver may return another kind of buffer
+    if kind is bool:
+        return int, bool
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return attrgetter("value"), kind
+    return _to_json, lambda text: _from_json(kind, json.loads(text))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _to_json(value: Any) -> str:
+    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return json.dumps(dict(plain) if isinstance(plain, Mapping) else plain)
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    """Return what JSON made a list or an object of; sequences in records are tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return kind(**{name: _from_json(None, each) for name, each in value.items()})
+    return value
