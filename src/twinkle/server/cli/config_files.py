@@ -9,8 +9,7 @@ from twinkle.environment import read_server_variables
 from twinkle.errors import ConfigError, InvalidInputError, TwinkleError
 from twinkle.server.cli.opening import config_file
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
-from twinkle.server.config.loading import load_default
-from twinkle.server.config.passwords import without_passwords
+from twinkle.server.config.messages import without_passwords
 
 __all__ = ["add_parsers", "config_options", "requested_config"]
 
@@ -44,22 +43,13 @@ def config_options(parser: argparse.ArgumentParser) -> None:
 
 def requested_config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
     """The file's configuration, or the default one, with what the command line says on top."""
-    file, namespace = config_file(args), args.namespace or read_server_variables().ray_namespace
-    if file is not None:
-        return load_config(
-            file,
-            model=args.model,
-            host=args.host,
-            port=args.port,
-            data_dir=args.data_dir,
-            ray_namespace=namespace,
-        )
-    return load_default(
-        args.model or DEFAULT_MODEL,
-        host=args.host or "127.0.0.1",
-        port=8000 if args.port is None else args.port,
+    return load_config(
+        config_file(args),
+        model=args.model,
+        host=args.host,
+        port=args.port,
         data_dir=args.data_dir,
-        ray_namespace=namespace,
+        ray_namespace=args.namespace or read_server_variables().ray_namespace,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from twinkle.errors import MissingDependencyError, TwinkleServerError
 from twinkle.requirements import exists
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.launchable import refuse_what_is_not_yet
+from twinkle.server.config.rules import refuse_what_is_not_yet
 from twinkle.server.runtime.startup_banner import LISTENING
 
 _START_SECONDS = 600.0
@@ -36,7 +36,7 @@ def run_server(
     if not config.applications:
         print(_NOTHING, file=sys.stderr, flush=True)
         return
-    refuse_what_is_not_yet(config)
+    refuse_what_is_not_yet(config.applications)
     level, form = log_level or config.logging.level, log_format or config.logging.format
     configure_logging(level, form)
     if config.runtime == "embedded":

@@ -44,12 +44,9 @@ def launch_server(
     if config is not None:
         ServerLauncher(config, ray_namespace).launch()
         return
-    from twinkle.server.config.loading import load_config, load_default
+    from twinkle.server.config import load_config
 
-    if config_path is None:
-        loaded, notes = load_default(ray_namespace=ray_namespace)
-    else:
-        loaded, notes = load_config(config_path, ray_namespace=ray_namespace)
+    loaded, notes = load_config(config_path, ray_namespace=ray_namespace)
     ServerLauncher(loaded, notes=tuple(notes)).launch()
 
 

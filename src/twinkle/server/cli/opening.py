@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from twinkle.environment import read_server_variables
-from twinkle.server.config import ServerConfig, default_config, load_config
+from twinkle.server.config import ServerConfig, load_config
 from twinkle.server.state import Store
 
 __all__ = ["config_file", "config_of", "open_store", "server_options"]
@@ -22,10 +22,7 @@ def config_file(args: argparse.Namespace) -> Path | None:
 
 
 def config_of(args: argparse.Namespace) -> ServerConfig:
-    file = config_file(args)
-    if file is not None:
-        return load_config(file, data_dir=args.data_dir)[0]
-    return default_config(data_dir=args.data_dir)
+    return load_config(config_file(args), data_dir=args.data_dir)[0]
 
 
 async def open_store(args: argparse.Namespace) -> Store:

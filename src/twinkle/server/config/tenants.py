@@ -1,65 +1,45 @@
-"""Tenants that are treated otherwise than the rest."""
+"""Tenants with limits, a weight or a priority of their own."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from twinkle.server.config.allowed import STRICT
+from twinkle.server.config.messages import Section
 
 __all__ = ["SpecialLimits", "TenantConfig"]
 
 Count = Annotated[int, Field(ge=1)]
-_AS_FOR_ALL = "null: as in `limits`."
 
 
-class SpecialLimits(BaseModel):
+def _limit(what: str) -> Any:
+    return Field(default=None, description=f"{what}; null: as in `limits`.")
+
+
+class SpecialLimits(Section):
     """Limits of one tenant in place of those under `limits`, where they have the same names."""
 
-    model_config = STRICT
-
-    max_uploading_bytes_per_tenant: Count | None = Field(
-        default=None, description=f"Bodies of requests that are not answered yet; {_AS_FOR_ALL}"
-    )
-    max_long_polls_per_tenant: Count | None = Field(
-        default=None, description=f"Requests that wait for results; {_AS_FOR_ALL}"
-    )
-    max_sessions_per_tenant: Count | None = Field(default=None, description=f"Active sessions; {_AS_FOR_ALL}")
-    max_adapters_per_tenant: Count | None = Field(default=None, description=f"Live adapters; {_AS_FOR_ALL}")
-    max_session_rows_per_tenant: Count | None = Field(
-        default=None, description=f"Sessions on record, and as many runs; {_AS_FOR_ALL}"
-    )
-    max_sampling_session_rows_per_tenant: Count | None = Field(
-        default=None, description=f"Sampling sessions on record; {_AS_FOR_ALL}"
-    )
-    max_queued_ops_per_tenant: Count | None = Field(default=None, description=f"Training ops that wait; {_AS_FOR_ALL}")
-    max_queued_bytes_per_tenant: Count | None = Field(default=None, description=f"Their memory; {_AS_FOR_ALL}")
-    max_training_tokens_per_minute: Count | None = Field(default=None, description=_AS_FOR_ALL.capitalize())
-    max_sampling_tokens_per_minute: Count | None = Field(default=None, description=_AS_FOR_ALL.capitalize())
-    max_checkpoint_bytes_per_tenant: Count | None = Field(default=None, description=f"Disk space; {_AS_FOR_ALL}")
-    max_journal_bytes_per_tenant: Count | None = Field(
-        default=None, description=f"Disk space of requests and results; {_AS_FOR_ALL}"
-    )
-    max_waiting_samples_per_tenant: Count | None = Field(
-        default=None, description=f"Samples that are not finished; {_AS_FOR_ALL}"
-    )
-    max_unfetched_result_bytes: Count | None = Field(
-        default=None, description=f"Results not fetched yet; {_AS_FOR_ALL}"
-    )
+    max_uploading_bytes_per_tenant: Count | None = _limit("Bodies of requests that are not answered yet")
+    max_long_polls_per_tenant: Count | None = _limit("Requests that wait for results")
+    max_sessions_per_tenant: Count | None = _limit("Active sessions")
+    max_adapters_per_tenant: Count | None = _limit("Live adapters")
+    max_session_rows_per_tenant: Count | None = _limit("Sessions on record, and as many runs")
+    max_sampling_session_rows_per_tenant: Count | None = _limit("Sampling sessions on record")
+    max_queued_ops_per_tenant: Count | None = _limit("Training ops that wait")
+    max_queued_bytes_per_tenant: Count | None = _limit("Memory of training ops that wait")
+    max_training_tokens_per_minute: Count | None = _limit("Tokens to train on")
+    max_sampling_tokens_per_minute: Count | None = _limit("Tokens of samples and of their prompts")
+    max_checkpoint_bytes_per_tenant: Count | None = _limit("Disk space of checkpoints")
+    max_journal_bytes_per_tenant: Count | None = _limit("Disk space of requests and results")
+    max_waiting_samples_per_tenant: Count | None = _limit("Samples that are not finished")
+    max_unfetched_result_bytes: Count | None = _limit("Results not fetched yet")
 
 
-class TenantConfig(BaseModel):
+class TenantConfig(Section):
     """One tenant's place among the others, and its own limits."""
 
-    model_config = STRICT
-
-    weight: float = Field(
-        default=1.0,
-        ge=0.01,
-        le=100.0,
-        description="Its part of the device while others of its priority have work, too: twice the weight, twice the "
-        "tokens.",
-    )
-    priority: Literal["low", "normal", "high"] = Field(
-        default="normal", description="Higher ones go first; now and then all others get a turn."
-    )
-    limits: SpecialLimits = Field(default_factory=SpecialLimits, description="Limits of its own.")
+    weight: float = Field(default=1.0, ge=0.01, le=100.0)
+    """Its part of the device while others of its priority have work, too: twice the weight, twice the tokens."""
+    priority: Literal["low", "normal", "high"] = "normal"
+    """Higher ones go first; now and then all others get a turn."""
+    limits: SpecialLimits = SpecialLimits()
+    """Limits of its own."""
