@@ -114,7 +114,7 @@ def test_described_configuration_loads_to_an_equal_one(load, make):
     assert again == config
 
 
-@pytest.mark.parametrize("text", ["", "null", "# nothing\n", "limits:\napplications:\n"])
+@pytest.mark.parametrize("text", ["", "null", "# nothing\n", "limits:\napplications:\ntenants:\n"])
 def test_nothing_given_is_all_defaults(load, text):
     config, notes = load(text)
     assert config == ServerConfig()

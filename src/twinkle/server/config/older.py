@@ -111,18 +111,6 @@ def _rate(limits: tuple[str, ...], window: object) -> OlderKey:
 
 # --- the older sections -----------------------------------------------------------------------------------------------
 
-# Sections that may be headings with nothing under them.
-_HEADINGS = [
-    "http_options",
-    "auth",
-    "clients",
-    "limits",
-    "persistence",
-    "telemetry",
-    "logging",
-    "applications",
-    "task_queue",
-]
 _DATABASES = "the state is in SQLite or PostgreSQL: persistence.url is sqlite:///PATH or postgresql://…"
 _BOTH_PROTOCOLS = _dropped_if(
     lambda value: value in ("tinker", "twinkle"), "tinker or twinkle", "one server speaks both protocols"
@@ -230,8 +218,6 @@ def convert(data: Mapping[str, Any]) -> Conversion:
 
 def _top_level(conversion: Conversion) -> None:
     data = conversion.data
-    for key in [key for key, value in data.items() if value is None and key in _HEADINGS]:
-        del data[key]
     for older, today in (("telemetry_config", "telemetry"), ("persistence_config", "persistence")):
         if older in data and today in data:
             conversion.refuse(older, data.pop(older), f"{today} alone, which is there too")

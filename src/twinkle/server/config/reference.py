@@ -30,8 +30,8 @@ from twinkle.server.config.placement import (
     RayActorOptions,
     RuntimeEnv,
 )
+from twinkle.server.config.sections import SpecialLimits
 from twinkle.server.config.server_config import ServerConfig
-from twinkle.server.config.tenants import SpecialLimits
 
 __all__ = ["describe", "tables"]
 

@@ -4,7 +4,7 @@ import ipaddress
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BeforeValidator, Field
@@ -20,7 +20,10 @@ __all__ = [
     "LoggingConfig",
     "PersistenceConfig",
     "PublicUrl",
+    "SpecialLimits",
     "TelemetryConfig",
+    "TenantConfig",
+    "names_this_machine",
 ]
 
 _DAY = 86_400.0
@@ -265,6 +268,40 @@ class LimitsConfig(Section):
     checkpoints stay as long as those do."""
     audit_retention_seconds: Seconds = 90 * _DAY
     """How long the audit log is kept; of one tenant at most 100,000 entries are."""
+
+
+def _limit(what: str) -> Any:
+    return Field(default=None, description=f"{what}; null: as in `limits`.")
+
+
+class SpecialLimits(Section):
+    """Limits of one tenant in place of those under `limits`, where they have the same names."""
+
+    max_uploading_bytes_per_tenant: Count | None = _limit("Bodies of requests that are not answered yet")
+    max_long_polls_per_tenant: Count | None = _limit("Requests that wait for results")
+    max_sessions_per_tenant: Count | None = _limit("Active sessions")
+    max_adapters_per_tenant: Count | None = _limit("Live adapters")
+    max_session_rows_per_tenant: Count | None = _limit("Sessions on record, and as many runs")
+    max_sampling_session_rows_per_tenant: Count | None = _limit("Sampling sessions on record")
+    max_queued_ops_per_tenant: Count | None = _limit("Training ops that wait")
+    max_queued_bytes_per_tenant: Count | None = _limit("Memory of training ops that wait")
+    max_training_tokens_per_minute: Count | None = _limit("Tokens to train on")
+    max_sampling_tokens_per_minute: Count | None = _limit("Tokens of samples and of their prompts")
+    max_checkpoint_bytes_per_tenant: Count | None = _limit("Disk space of checkpoints")
+    max_journal_bytes_per_tenant: Count | None = _limit("Disk space of requests and results")
+    max_waiting_samples_per_tenant: Count | None = _limit("Samples that are not finished")
+    max_unfetched_result_bytes: Count | None = _limit("Results not fetched yet")
+
+
+class TenantConfig(Section):
+    """One tenant's place among the others, and its own limits."""
+
+    weight: float = Field(default=1.0, ge=0.01, le=100.0)
+    """Its part of the device while others of its priority have work, too: twice the weight, twice the tokens."""
+    priority: Literal["low", "normal", "high"] = "normal"
+    """Higher ones go first; now and then all others get a turn."""
+    limits: SpecialLimits = SpecialLimits()
+    """Limits of its own."""
 
 
 class PersistenceConfig(Section):

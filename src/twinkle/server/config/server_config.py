@@ -15,7 +15,7 @@ from twinkle.server.config.applications import (
     ServerArgs,
     served_models,
 )
-from twinkle.server.config.messages import Section, problem, problems_of
+from twinkle.server.config.messages import Section, inner_type, is_section, problem, problems_of
 from twinkle.server.config.older import convert
 from twinkle.server.config.rules import application_rules, network_rules, not_yet
 from twinkle.server.config.sections import (
@@ -28,9 +28,9 @@ from twinkle.server.config.sections import (
     PersistenceConfig,
     PublicUrl,
     TelemetryConfig,
+    TenantConfig,
 )
 from twinkle.server.config.sources import apply_variables, read_yaml
-from twinkle.server.config.tenants import TenantConfig
 from twinkle.server.config.without_effect import without_effect
 
 __all__ = ["DEFAULT_MODEL", "ServerConfig", "default_config", "find_problems", "load_config"]
@@ -195,6 +195,7 @@ def _rules_of_valid_sections(data: dict[str, Any]) -> list[InitErrorDetails]:
 
 def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -> tuple[ServerConfig, list[str]]:
     """Return the configuration and the notes on it, or raise all that is wrong as one ConfigError."""
+    data = _without_empty_headings(data)
     about_variables = apply_variables(data)
     converted = convert(data)
     problems = [*problems, *converted.problems]
@@ -206,6 +207,13 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
     config = ServerConfig.model_validate(converted.data)
     later = [one.note for one in not_yet(config.applications)]
     return config, [*converted.notes, *about_variables, *without_effect(config), *later]
+
+
+def _without_empty_headings(data: dict[str, Any]) -> dict[str, Any]:
+    """Return ``data`` without sections that are headings with nothing under them, which YAML reads as null."""
+    fields = ServerConfig.model_fields.items()
+    sections = [name for name, field in fields if is_section(field.annotation) or inner_type(field.annotation)]
+    return {key: value for key, value in data.items() if value is not None or key not in sections}
 
 
 def _default(model: str, backend: str = "transformers", aliases: tuple[str, ...] = ()) -> dict[str, Any]:

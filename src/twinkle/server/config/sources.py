@@ -119,9 +119,7 @@ def apply_variables(data: dict[str, Any]) -> list[str]:
             continue
         path = _OF_THE_LAUNCH[name]
         section, _, key = path.rpartition(".")
-        if section and data.get(section) is None:  # not there, or a heading with nothing under it
-            data[section] = {}
-        holder = data[section] if section else data
+        holder = data.setdefault(section, {}) if section else data
         if not isinstance(holder, dict) or key in holder:
             notes.append(f"{name}: has no effect where {path} is given")
         else:

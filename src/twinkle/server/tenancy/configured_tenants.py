@@ -1,8 +1,7 @@
 """The terms of tenants, as the configuration has them."""
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.sections import LimitsConfig
-from twinkle.server.config.tenants import SpecialLimits, TenantConfig
+from twinkle.server.config.sections import LimitsConfig, SpecialLimits, TenantConfig
 from twinkle.server.scheduling.share import Priority, Standing
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 
