@@ -104,7 +104,7 @@ class ModelArgs(Section):
 
     @property
     def compute_device(self) -> str | None:
-        """`device`, else that of the device_group; None: nobody said."""
+        """`device`, else that of the device_group; None: neither is configured."""
         return self.device or (self.device_group.device if self.device_group else None)
 
     @property

@@ -249,11 +249,11 @@ class DeploymentOptions(Section):
     ray_actor_options: RayActorOptions | None = None
     """Resources and environment of a replica."""
     health_check_period_s: Factor | None = None
-    """Seconds between two looks at a replica."""
+    """Seconds between two health checks of a replica."""
     health_check_timeout_s: Factor | None = None
-    """How long it may take to answer."""
+    """How long a replica may take to answer one."""
     graceful_shutdown_wait_loop_s: Seconds | None = None
-    """Seconds between two looks whether a replica that ends has finished."""
+    """Seconds between two checks whether a replica that is shutting down has finished."""
     graceful_shutdown_timeout_s: Seconds | None = None
     """How long it may take to finish what runs before it is killed; null is 300."""
 

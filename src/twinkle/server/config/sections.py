@@ -1,4 +1,4 @@
-"""The sections of the configuration that concern the whole server."""
+"""The sections of the configuration that concern the whole server, and what single tenants have of their own."""
 
 import ipaddress
 import re
@@ -67,7 +67,7 @@ def _secret_file(path: Path) -> Path:
 
 
 def _not_blank(value: object) -> object:
-    """An empty path would be the working directory, which nobody means: think of a variable that is not set."""
+    """Refuse an empty path: it would be the working directory, and usually comes from a variable that is not set."""
     if isinstance(value, str) and not value.strip():
         raise refusal("the path of a directory")
     return value
@@ -153,7 +153,7 @@ class AuthConfig(Section):
 
 
 class ClientsConfig(Section):
-    """What clients are told to do, and how long they are kept waiting."""
+    """Settings that clients fetch when they connect, and how long their requests for results wait."""
 
     LONGEST_POLL: ClassVar = 25.0  # SDKs give up on an answer after 45 s, and proxies between often after 30
 
@@ -165,11 +165,11 @@ class ClientsConfig(Section):
     create_model_by_loading: bool = False
     """A client that begins from a checkpoint creates its model with one request instead of two."""
     long_poll_seconds: float = Field(default=LONGEST_POLL, ge=0.1, le=LONGEST_POLL)
-    """How long a request for a result waits for it before it is answered that the client ask again."""
+    """How long a request waits for a result before the answer is to ask again."""
 
 
 class LimitsConfig(Section):
-    """What one tenant may take. Queues and unfetched results are counted for each base model by itself."""
+    """What one tenant may use. Queues and unfetched results are counted for each base model by itself."""
 
     max_request_bytes: Count = 64 * 2**20
     """Size of one request body, also after decompression."""
@@ -184,7 +184,7 @@ class LimitsConfig(Section):
     max_sessions_per_tenant: Count = 1000
     """Sessions that are active."""
     max_adapters_per_tenant: Count = 30
-    """Live adapters (training runs that are not parked)."""
+    """Live adapters: runs that are not evicted."""
     max_session_rows_per_tenant: Count = 5000
     """Sessions on record, active or ended, and as many training runs. Where there are as many, the oldest that ended
     and have no checkpoints make room."""
@@ -232,22 +232,22 @@ class LimitsConfig(Section):
     max_hub_download_bytes: Count = 2**30
     """A hub's repository, without weights, from which a template takes its tokenizer."""
     max_referenced_batch_bytes_per_tenant: Count = 256 * 2**20
-    """Batches that loaders keep so that requests can name them, as JSON."""
+    """Batches that dataloaders keep so that requests can refer to them, in bytes of JSON."""
     max_referenced_batch_bytes: Count = 2 * 2**30
     """The same for all tenants of the server together."""
     processor_call_seconds: Seconds = 600.0
     """The longest a call of a processor may take; then its process is ended."""
     session_timeout_seconds: Seconds = 1800.0
-    """Silence after which a session expires and its adapters are parked on disk."""
+    """Silence after which a session expires and its adapters are evicted; their state stays on disk."""
     silent_session_seconds: Seconds = 60.0
     """Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session makes room: at the
-    adapter limit its adapters are parked first, and samples that nobody asks for are cancelled."""
+    adapter limit its adapters are evicted first, and its samples that no client waits for are cancelled."""
     parked_adapter_seconds: Seconds = 7 * _DAY
     """How long the adapters of an expired session stay on disk, ready to resume."""
     result_retention_seconds: Seconds = 600.0
     """How long a result is kept after it was first fetched."""
     unfetched_result_seconds: Seconds = _DAY
-    """How long a result that nobody fetches is kept."""
+    """How long a result is kept that no client fetches."""
     max_unfetched_result_bytes: Count = 2**30
     """Results that were not sent to the tenant's client to the end yet, in bytes."""
     max_result_bytes: Count | None = None
@@ -260,7 +260,7 @@ class LimitsConfig(Section):
     """Memory of the process's machine or control group that stays free: new work that would touch it is refused with
     503. null: a twentieth of it, at least 256 MiB and at most 4 GiB."""
     max_json_result_bytes: Count = 256 * 2**20
-    """One answer in JSON, estimated before it is written: larger results are to be had as protobuf."""
+    """One answer in JSON, estimated before it is written. Larger results are available as protobuf."""
     sampler_version_retention_seconds: Seconds = _DAY
     """How long an unnamed sampler version is kept after its session ended."""
     ended_session_retention_seconds: Seconds = 30 * _DAY
@@ -294,14 +294,14 @@ class SpecialLimits(Section):
 
 
 class TenantConfig(Section):
-    """One tenant's place among the others, and its own limits."""
+    """A tenant's share among the others, and its own limits."""
 
     weight: float = Field(default=1.0, ge=0.01, le=100.0)
-    """Its part of the device while others of its priority have work, too: twice the weight, twice the tokens."""
+    """Share of the device while other tenants of its priority have work too: twice the weight, twice the tokens."""
     priority: Literal["low", "normal", "high"] = "normal"
-    """Higher ones go first; now and then all others get a turn."""
+    """Tenants of a higher priority go first; now and then the others get a turn."""
     limits: SpecialLimits = SpecialLimits()
-    """Limits of its own."""
+    """Limits of this tenant alone."""
 
 
 class PersistenceConfig(Section):
@@ -332,7 +332,7 @@ class TelemetryConfig(Section):
     enabled: bool = False
     """Export traces and metrics by OTLP."""
     service_name: str = Field(default="twinkle-server", min_length=1)
-    """Name under which the server reports."""
+    """Service name in traces and metrics."""
     otlp_endpoint: CollectorUrl = "http://localhost:4317"
     """OTLP collector (gRPC)."""
     debug: bool = False
@@ -340,7 +340,7 @@ class TelemetryConfig(Section):
     export_interval_ms: Count = 30_000
     """Milliseconds between two exports of metrics."""
     resource_attributes: dict[str, str] = Field(default_factory=dict)
-    """Attributes added to all that is sent."""
+    """Attributes added to everything that is exported."""
     metrics: Literal["local", "token", "off"] = "local"
     """Who may read /metrics. local: callers on this machine, and others with the token. token: only with it. off:
     nobody."""
@@ -354,9 +354,9 @@ class TelemetryConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What the server says on stderr; the command line's --log-level and --log-format come first."""
+    """The log on stderr. The command line's --log-level and --log-format come first."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important that is written."""
+    """The least important level that is written."""
     format: Literal["text", "json"] = "text"
     """json: one object a line, with the ids of the request it is about."""

