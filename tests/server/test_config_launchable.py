@@ -5,7 +5,7 @@ import pytest
 from twinkle.errors import ConfigError
 from twinkle.server.cli.launch import run_server
 from twinkle.server.config import ServerConfig, default_config
-from twinkle.server.config.launchable import not_yet, refuse_what_is_not_yet
+from twinkle.server.config.rules import not_yet, refuse_what_is_not_yet
 
 SPREAD = {
     "runtime": "ray",
@@ -28,7 +28,7 @@ SPREAD = {
 def test_several_devices_and_megatron_are_configured():
     config = ServerConfig.model_validate(SPREAD)
     assert config.served_models[0].model.backend == "megatron"
-    (missing,) = not_yet(config)
+    (missing,) = not_yet(config.applications)
     assert (missing.path, missing.value) == ("applications[0].args.backend", "megatron")
     assert "cannot be launched yet: the Megatron backend comes later" in missing.note
 
@@ -40,8 +40,8 @@ def test_a_launch_names_it():
 
 
 def test_nothing_stands_in_the_way_of_the_default():
-    assert not_yet(default_config()) == []
-    refuse_what_is_not_yet(default_config())
+    assert not_yet(default_config().applications) == []
+    refuse_what_is_not_yet(default_config().applications)
 
 
 def test_the_trainers_own_sampler_is_not_for_megatron():

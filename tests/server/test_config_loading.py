@@ -114,7 +114,7 @@ def test_described_configuration_loads_to_an_equal_one(load, make):
     assert again == config
 
 
-@pytest.mark.parametrize("text", ["", "null", "# nothing\n", "limits:\napplications:\n"])
+@pytest.mark.parametrize("text", ["", "null", "# nothing\n", "limits:\napplications:\ntenants:\n"])
 def test_nothing_given_is_all_defaults(load, text):
     config, notes = load(text)
     assert config == ServerConfig()
@@ -261,7 +261,7 @@ def test_a_database_of_postgresql_and_its_password(load, monkeypatch):
     assert config.database_url == "postgresql://me:hush%40hush@host:5433/db?sslmode=require"
     assert "hush" not in repr(config)
     assert "hush" not in describe(config)
-    assert 'url: "postgresql://me:***@host:5433/db?sslmode=require"' in describe(config)
+    assert "url: postgresql://me:***@host:5433/db?sslmode=require" in describe(config)
     for url in ("postgresql://host/db", "postgresql:///db", "postgresql:///db?host=/run/postgresql"):
         assert load(f"persistence: {{url: '{url}'}}")[0].database_url == url
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.server.config import default_config, describe, older_form, older_queue
+from twinkle.server.config import default_config, describe, older
 from twinkle.server.config.reference import _section_tables, tables
 from twinkle.server.config.server_config import ServerConfig
 
@@ -25,8 +25,8 @@ def test_every_key_is_described():
 
 
 def test_every_older_key_is_on_the_page():
-    listed = {key.rpartition(".")[2] for keys in older_form.OLDER_KEYS for key in keys.split(", ")}
-    handlers = (older_queue.QUEUE, older_form._SERVER, older_form._ADAPTER, older_form._PERSISTENCE)
+    listed = {key.rpartition(".")[2] for keys in older.older_keys() for key in keys.split(", ")}
+    handlers = (older._QUEUE, older._SERVER, older._ADAPTER, older._PERSISTENCE, older._MODEL)
     assert {key for keys in handlers for key in keys} <= listed
 
 
@@ -39,4 +39,4 @@ def test_print_config_explains_every_key(section):
         (at,) = [index for index, line in enumerate(lines) if line.startswith(f"{name}:")][:1]
         comment = lines[at - 1]
         assert comment.startswith("# ")
-        assert field.description.endswith(comment[2:])
+        assert " ".join(field.description.split()).endswith(comment[2:])

@@ -3,8 +3,8 @@
 import pytest
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.problems import find_problems
-from twinkle.server.config.sampler_process import has_own_process
+from twinkle.server.config.applications import has_own_process
+from twinkle.server.config.server_config import find_problems
 
 GROUP = {"name": "s", "ranks": 1, "device_type": "cuda"}
 WIDE = {**GROUP, "ranks": 2, "gpus_per_worker": 2}

@@ -16,7 +16,7 @@ from twinkle.server.config import (
     default_config,
 )
 from twinkle.server.config.placement import DeviceGroup, DeviceMesh
-from twinkle.server.config.problems import find_problems
+from twinkle.server.config.server_config import find_problems
 
 
 def server(**args):

@@ -7,7 +7,7 @@ import pytest
 from twinkle.environment import read_server_variables
 from twinkle.errors import InvalidInputError
 from twinkle.server.config import default_config, load_config
-from twinkle.server.config.variables import NO_EFFECT
+from twinkle.server.config.sources import NO_EFFECT
 
 
 @pytest.fixture

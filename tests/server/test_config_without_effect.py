@@ -4,7 +4,7 @@ import pytest
 
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.placement import DeploymentOptions
-from twinkle.server.config.problems import find_problems
+from twinkle.server.config.server_config import find_problems
 from twinkle.server.config.without_effect import without_effect
 from twinkle.server.runtime.ray.layout import replica_names
 from twinkle.server.runtime.ray.own_devices import on_own_gpu

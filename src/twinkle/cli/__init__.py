@@ -1,8 +1,7 @@
 """The options of training scripts: ``args = CLI.from_args()`` at a script's head.
 
 args        what there is to set, in groups
-registry    which group and field a key means
-casting     texts as values of a field's type
+fields      which group and field a key means, and texts as values of a field's type
 sources     where settings come from: ``.env``, the environment, a YAML file, the command line
 resolver    one source after another into the groups
 """
@@ -24,8 +23,7 @@ from twinkle.cli.args import (
     TemplateArgs,
     TrainingArgs,
 )
-from twinkle.cli.casting import ValueCaster
-from twinkle.cli.registry import ConfigRegistry
+from twinkle.cli.fields import ConfigRegistry, ValueCaster
 from twinkle.cli.resolver import CLI, ConfigResolver
 from twinkle.cli.sources import CLISource, ConfigSource, DotEnvSource, EnvVarSource, YamlSource
 

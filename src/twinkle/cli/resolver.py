@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from twinkle.cli.args import Args
-from twinkle.cli.casting import ValueCaster
-from twinkle.cli.registry import ConfigRegistry, normalized
+from twinkle.cli.fields import ConfigRegistry, ValueCaster, normalized
 from twinkle.cli.sources import CLISource, DotEnvSource, EnvVarSource, YamlSource
 from twinkle.logger import get_logger
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.cli.registry import ConfigRegistry, normalized
+from twinkle.cli.fields import ConfigRegistry, normalized
 from twinkle.environment import twinkle_variables
 from twinkle.errors import InvalidInputError, MissingDependencyError
 

@@ -1,5 +1,5 @@
 """The import path under which scripts look for these two."""
 
-from twinkle.server.cli.launcher import ServerLauncher, launch_server
+from twinkle.server.cli.launch import ServerLauncher, launch_server
 
 __all__ = ["ServerLauncher", "launch_server"]

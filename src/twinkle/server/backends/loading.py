@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from twinkle.errors import ConfigError
 from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
 from twinkle.server.backends.text_codec import HubTextCodec
-from twinkle.server.config.applications import SamplerArgs
-from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
+from twinkle.server.config.applications import SamplerArgs, ServedModelConfig, public_tokenizer_id
 
 if TYPE_CHECKING:
     from twinkle.model import Trainer

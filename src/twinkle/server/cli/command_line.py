@@ -1,16 +1,14 @@
-"""``twinkle-server``: launch, status, stop, keys, and what is in ``commands``."""
+"""The command line ``twinkle-server``: its parser, and the commands ``launch``, ``status`` and ``stop``."""
 
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from twinkle.errors import TwinkleError, TwinkleServerError
-from twinkle.server.cli import backup, check_data, clear, config_files, evict, usage
+from twinkle.server.cli import config_commands, data_commands, operator_commands
+from twinkle.server.cli.config_commands import config_of, open_store, server_options
 from twinkle.server.cli.launch import fetch_status, run_server, start_in_background
-from twinkle.server.cli.opening import config_of, open_store, server_options
 from twinkle.server.runtime import process_record
 
 # What `status` shows of training and of sampling in one line; rates are of about the last minute.
@@ -25,7 +23,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for what went wrong, 2 for wrong use, 130 for Ctrl-C."""
+    """Run one command; return its exit code: 0, 1 for what went wrong, 2 for wrong use, 130 for Ctrl-C."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     if not given:
@@ -51,52 +49,36 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     launch = commands.add_parser(
-        "launch", allow_abbrev=False, help="serve; without a config file the demo model on 127.0.0.1:8000"
+        "launch", allow_abbrev=False, help="start a server; without a configuration the demo model on 127.0.0.1:8000"
     )
     launch.set_defaults(run=_launch)
-    config_files.config_options(launch)
-    launch.add_argument("--log-level", choices=_LOG_LEVELS, default=None, help="default: the configuration's, info")
+    config_commands.config_options(launch)
+    launch.add_argument("--log-level", choices=_LOG_LEVELS, default=None, help="default: as configured, else info")
     launch.add_argument(
-        "--log-format", choices=("text", "json"), default=None, help="default: the configuration's, text"
+        "--log-format", choices=("text", "json"), default=None, help="default: as configured, else text"
     )
-    launch.add_argument("--no-wait", action="store_true", help="return once the server answers; it runs on")
+    launch.add_argument("--no-wait", action="store_true", help="return once the server answers, and leave it running")
     launch.add_argument(
         "-t", "--server-type", choices=("tinker", "twinkle"), help="accepted: one server speaks both protocols"
     )
 
-    config_files.add_parsers(commands)
-    status = commands.add_parser("status", help="how a running server is doing")
+    config_commands.add_parsers(commands)
+    status = commands.add_parser("status", help="show the state of a running server")
     status.set_defaults(run=_status)
-    status.add_argument("--url", default=None, help="default: that of the server here, else http://127.0.0.1:8000")
-    stop = commands.add_parser("stop", help="end a server once it has finished what runs")
+    status.add_argument(
+        "--url", default=None, help="default: the server on this data directory, else http://127.0.0.1:8000"
+    )
+    stop = commands.add_parser("stop", help="stop a server once it has finished what runs")
     stop.set_defaults(run=_stop)
     for action in (status, stop):
         server_options(action)
-
-    keys = commands.add_parser("keys", help="API keys, for auth.mode: keys").add_subparsers(
-        required=True, metavar="ACTION"
-    )
-    create = keys.add_parser("create", help="make a key; it is shown once and stored nowhere")
-    create.add_argument("--name", default="", help="what the key is for")
-    create.add_argument("--tenant", default=None, help="an existing tenant's id; without it the key is a new tenant")
-    create.set_defaults(run=_create_key)
-    listing = keys.add_parser("list", help="list keys, without the keys themselves")
-    listing.set_defaults(run=_list_keys)
-    revoke = keys.add_parser("revoke", help="make a key useless")
-    revoke.add_argument("key_id")
-    revoke.set_defaults(run=_revoke_key)
-    for action in (create, listing, revoke):
-        server_options(action)
-    usage.add_parser(commands)
-    evict.add_parser(commands)
-    backup.add_parsers(commands)
-    check_data.add_parser(commands)
-    clear.add_parser(commands)
+    operator_commands.add_parsers(commands)
+    data_commands.add_parsers(commands)
     return parser
 
 
 def _launch(args: argparse.Namespace, given: list[str]) -> None:
-    config, notes = config_files.requested_config(args)
+    config, notes = config_commands.requested_config(args)
     if not args.no_wait or not config.applications:
         run_server(config, notes, args.log_level, args.log_format)
         return
@@ -151,58 +133,13 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
 
 
 async def _print_damage(args: argparse.Namespace) -> None:
-    """What was found damaged, of the server that runs here."""
-    store = await open_store(args)
-    try:
+    """Print what was found damaged in the state of the server that runs here."""
+    async with open_store(args) as store:
         found = {each.subject: each.message for each in await store.damage.list()}
         for run in await store.runs.in_state("failed"):
             if run.note is not None and "damaged" in run.note:
                 found.setdefault(f"run {run.run_id}", run.note)
-        if found:
-            print(f"{'damaged':18} {len(found)}")
-        for subject, message in found.items():
-            print(f"  {subject}: {message}")
-    finally:
-        await store.close()
-
-
-# --- keys -------------------------------------------------------------------------------------------------------------
-
-
-def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
-    async def create() -> None:
-        store = await open_store(args)
-        record, key = await store.keys.create(args.tenant, args.name, time.time())
-        await store.close()
-        print(key)
-        print(f"id {record.key_id}, tenant {record.tenant_id}; the key is not stored: keep it now", file=sys.stderr)
-
-    asyncio.run(create())
-
-
-def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
-    async def listing() -> None:
-        store = await open_store(args)
-        for record in await store.keys.list():
-            state = "revoked" if record.revoked_at is not None else "active"
-            print(f"{record.key_id}  {record.tenant_id}  {state:8} {_day(record.created_at)}  {record.name}")
-        await store.close()
-
-    asyncio.run(listing())
-
-
-def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
-    async def revoke() -> bool:
-        store = await open_store(args)
-        revoked = await store.keys.revoke(args.key_id, time.time())
-        await store.close()
-        return revoked
-
-    if not asyncio.run(revoke()):
-        print(f"twinkle-server: no active key has the id {args.key_id!r}", file=sys.stderr)
-        sys.exit(1)
-    print(f"revoked {args.key_id}")
-
-
-def _day(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")
+    if found:
+        print(f"{'damaged':18} {len(found)}")
+    for subject, message in found.items():
+        print(f"  {subject}: {message}")

@@ -1,4 +1,7 @@
-"""Start a server, here and now or in the background."""
+"""Start a server: from Python, from the command line, here and now or in the background.
+
+``import twinkle.server`` loads this module, so what is heavy is imported when a server is launched.
+"""
 
 import json
 import re
@@ -8,13 +11,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twinkle.errors import MissingDependencyError, TwinkleServerError
 from twinkle.requirements import exists
-from twinkle.server.config import ServerConfig
-from twinkle.server.config.launchable import refuse_what_is_not_yet
-from twinkle.server.runtime.startup_banner import LISTENING
+
+if TYPE_CHECKING:
+    from twinkle.server.config import ServerConfig
+
+__all__ = ["ServerLauncher", "fetch_status", "launch_server", "run_server", "start_in_background"]
 
 _START_SECONDS = 600.0
 _NOTHING = (
@@ -23,20 +30,69 @@ _NOTHING = (
 )
 
 
-def run_server(
-    config: ServerConfig, notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
+# --- from Python ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerLauncher:
+    """``ServerLauncher(config).launch()``: :func:`launch_server` for a configuration that is there already.
+
+    ``ray_namespace``: in the place of the configuration's. ``notes`` are shown when the server serves.
+    """
+
+    config: "ServerConfig"
+    ray_namespace: str | None = None
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        from twinkle.server.config import ServerConfig
+
+        if not isinstance(self.config, ServerConfig):  # a dict would be an unchecked configuration
+            raise TypeError(
+                f"config: got a {type(self.config).__name__}, allowed: a ServerConfig; ServerConfig.model_validate "
+                "makes one of a dict, ServerConfig.from_yaml (or config_path=) of a file"
+            )
+
+    def launch(self) -> None:
+        """Serve until SIGTERM or SIGINT; from the main thread. Returns at once where there is nothing to serve."""
+        config = self.config
+        if self.ray_namespace is not None:
+            config = config.model_copy(update={"ray_namespace": self.ray_namespace})
+        run_server(config, self.notes)
+
+
+def launch_server(
+    config: "ServerConfig | None" = None,
+    config_path: str | Path | None = None,
+    ray_namespace: str | None = None,
 ) -> None:
-    """Until it is told to end; returns at once where nothing is configured.
+    """Serve this configuration, else what the file says, else the demo model, until SIGTERM or SIGINT."""
+    from twinkle.server.config import load_config
+
+    if config is not None:
+        ServerLauncher(config, ray_namespace).launch()
+        return
+    loaded, notes = load_config(config_path, ray_namespace=ray_namespace)
+    ServerLauncher(loaded, notes=tuple(notes)).launch()
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+
+def run_server(
+    config: "ServerConfig", notes: Sequence[str] = (), log_level: str | None = None, log_format: str | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT; returns at once where nothing is configured.
 
     ``log_level``, ``log_format``: in the place of the configuration's.
-    Both runtimes are imported here: they are not for --help.
     """
+    from twinkle.server.config.rules import refuse_what_is_not_yet
     from twinkle.server.telemetry.logs import configure_logging
 
     if not config.applications:
         print(_NOTHING, file=sys.stderr, flush=True)
         return
-    refuse_what_is_not_yet(config)
+    refuse_what_is_not_yet(config.applications)
     level, form = log_level or config.logging.level, log_format or config.logging.format
     configure_logging(level, form)
     if config.runtime == "embedded":
@@ -54,6 +110,8 @@ def run_server(
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:
     """Start ``twinkle-server launch`` with these arguments and wait until it serves; returns process id and URL."""
+    from twinkle.server.runtime.startup_banner import LISTENING
+
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as log:
         said_before = log.tell()
@@ -80,6 +138,7 @@ def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, 
 
 
 def fetch_status(url: str) -> dict[str, object]:
+    """Return what the server at ``url`` says of itself."""
     try:
         with urllib.request.urlopen(f"{url}/api/v1/status", timeout=10) as answer:
             status: dict[str, object] = json.load(answer)

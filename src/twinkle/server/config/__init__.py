@@ -1,11 +1,20 @@
-"""The server's configuration: a strict schema, YAML files with interpolation, and what became of the older form.
+"""The server's configuration: a strict schema, YAML files with interpolation, and an importer of the older form.
 
 ``load_config`` reads a file, ``default_config`` is what is served without one, ``describe`` prints what is in effect.
+From the bottom: ``messages`` (what is allowed, what is wrong), ``sections``, ``placement`` and
+``applications`` (the schema), ``rules`` between sections, ``sources`` (file and environment), ``older``, and
+``server_config``, which puts them together. May import: the library's ``errors``, ``environment`` and ``hub``.
 """
 
 from twinkle.errors import ConfigError, ConfigParseError
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, SamplerArgs, ServerArgs
-from twinkle.server.config.loading import default_config, load_config
+from twinkle.server.config.applications import (
+    ApplicationSpec,
+    ModelArgs,
+    ProcessorArgs,
+    SamplerArgs,
+    ServedModelConfig,
+    ServerArgs,
+)
 from twinkle.server.config.reference import describe
 from twinkle.server.config.sections import (
     AuthConfig,
@@ -16,8 +25,7 @@ from twinkle.server.config.sections import (
     PersistenceConfig,
     TelemetryConfig,
 )
-from twinkle.server.config.server_config import DEFAULT_MODEL, ServerConfig
-from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.config.server_config import DEFAULT_MODEL, ServerConfig, default_config, load_config
 
 __all__ = [
     "DEFAULT_MODEL",

@@ -1,25 +1,47 @@
-"""The applications of a server: the gateway, models, samplers and processors, each with arguments of its own."""
+"""The applications of a server: the gateway, models, samplers and processors, each with arguments of its own.
+
+Below them is what follows from all applications together: which models are served, under which names, and where a
+sampler runs on Ray.
+"""
 
 import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field
 
-from twinkle.server.config.allowed import STRICT, Rule, refusal
-from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh
+from twinkle.server.config.messages import ChosenBy, Rule, Section
+from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh, RayActorOptions
 from twinkle.server.config.sections import Directory
 
-__all__ = ["ARGUMENTS", "PROCESSOR_PLACEMENT", "ApplicationSpec", "ModelArgs", "ProcessorArgs", "SamplerArgs"]
-__all__ += ["ServerArgs"]
+__all__ = [
+    "GATEWAY_PREFIX",
+    "PROCESSOR_PREFIX",
+    "ApplicationSpec",
+    "ModelArgs",
+    "ProcessorArgs",
+    "SamplerArgs",
+    "ServedModelConfig",
+    "ServerArgs",
+    "has_own_process",
+    "is_path",
+    "known_name",
+    "public_tokenizer_id",
+    "resources_of",
+    "served_models",
+]
 
-_WORD = re.compile(r"\S+")
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.A)
-_ROUTE = re.compile(r"/|(/[\w.~-]+)+", re.A)
+GATEWAY_PREFIX = "/api/v1"
+PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
+_SCHEME = re.compile(r"[a-z]+://")
+_MODEL_ROUTE = re.compile(r"/api/v1/(model|sampler)/")
+_VERSION = re.compile(r"[@?].*|==.*")
 
 
-def _matching(pattern: re.Pattern[str], words: str) -> Rule:
+def _matching(pattern: str, words: str) -> Rule:
     def check(text: str) -> str:
-        if not pattern.fullmatch(text):
+        if not re.fullmatch(pattern, text):
             raise ValueError
         return text
 
@@ -27,125 +49,106 @@ def _matching(pattern: re.Pattern[str], words: str) -> Rule:
 
 
 def _model_names(names: tuple[object, ...]) -> tuple[str, ...]:
-    """Each is a name, or a mapping with the one key model_name."""
+    """Return the names; each is given as itself, or as a mapping with the one key model_name."""
     plain = [one["model_name"] if isinstance(one, dict) and list(one) == ["model_name"] else one for one in names]
-    checked = tuple(name for name in plain if isinstance(name, str) and _WORD.fullmatch(name))
+    checked = tuple(name for name in plain if isinstance(name, str) and re.fullmatch(r"\S+", name))
     if len(checked) != len(names):
         raise ValueError
     return checked
 
 
-Name = Annotated[str, _matching(_WORD, "a name without spaces")]
+Name = Annotated[str, _matching(r"\S+", "a name without spaces")]
 Names = Annotated[tuple[Name, ...], Field(strict=False)]
 ModelNames = Annotated[
     tuple[object, ...], Field(strict=False), Rule(_model_names, "a list of names, or of mappings {model_name: NAME}")
 ]
-Device = Annotated[str, _matching(_DEVICE, "cpu, cuda or cuda:N")]
-Route = Annotated[str, _matching(_ROUTE, "a path such as /api/v1")]
-
-_MODEL_ID = "The model: `org/name` or `hf://…`, `ms://…`, `pypi://…`, `random://…` or a directory; any name for mock."
-_GROUP = "Devices of the application; the embedded runtime takes the kind and number of one device from it."
-_MESH = "Layout of the devices; the embedded runtime has one."
-_PROCESSES = "Processes on each machine; the embedded runtime has one."
-_NO_EFFECT = "no effect on the embedded runtime."
+Device = Annotated[str, _matching(r"cpu|cuda(:[0-9]+)?", "cpu, cuda or cuda:N")]
+Route = Annotated[str, _matching(r"/|(/[A-Za-z0-9_.~-]+)+", "a path such as /api/v1")]
 
 
-class ServerArgs(BaseModel):
+class ServerArgs(Section):
     """Arguments of the gateway (`import_path: server`)."""
 
-    model_config = STRICT
-
-    supported_models: ModelNames | None = Field(
-        default=None,
-        description="Names that get_server_capabilities lists, in this order; null is every name of every model.",
-    )
+    supported_models: ModelNames | None = None
+    """Names that get_server_capabilities lists, in this order; null is every name of every model."""
 
 
-class ModelArgs(BaseModel):
+class ModelArgs(Section):
     """Arguments of a base model that is trained (`import_path: model`)."""
 
-    model_config = STRICT
-
-    model_id: Name = Field(description=_MODEL_ID)
-    backend: Literal["transformers", "megatron", "mock"] = Field(
-        description="What computes: transformers, mock (numpy, made-up numbers) for tests, or megatron, which can be "
-        "configured and not launched yet."
-    )
-    aliases: Names = Field(default=(), description="Other names under which the model answers.")
-    dtype: Literal["bf16", "fp32"] | None = Field(
-        default=None, description="Number format; null lets the device decide."
-    )
-    device: Device | None = Field(
-        default=None, description="Device; null is the device_group's, else CUDA where there is one."
-    )
-    compiled: bool = Field(
-        default=False, description="Compile the decoder layers at start: slower start, faster steps on CUDA."
-    )
-    max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Upper bound of the tokens computed at once; null is what memory allows."
-    )
-    memory_budget_gib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Memory for weights, adapters and activations together; null is what is free."
-    )
-    merge: bool = Field(default=True, description="Compute the requests of several tenants in one device batch.")
-    nproc_per_node: int = Field(default=1, ge=1, description=_PROCESSES)
-    device_group: DeviceGroup | None = Field(default=None, description=_GROUP)
-    device_mesh: DeviceMesh | None = Field(default=None, description=_MESH)
+    model_id: Name
+    """The model: `org/name` or `hf://…`, `ms://…`, `pypi://…`, `random://…` or a directory; any name for mock."""
+    backend: Literal["transformers", "megatron", "mock"]
+    """What computes: transformers, mock (numpy, made-up numbers) for tests, or megatron, which can be configured and
+    not launched yet."""
+    aliases: Names = ()
+    """Other names under which the model answers."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """Number format; null lets the device decide."""
+    device: Device | None = None
+    """Device; null is the device_group's, else CUDA where there is one."""
+    compiled: bool = False
+    """Compile the decoder layers at start: slower start, faster steps on CUDA."""
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
+    """Upper bound of the tokens computed at once; null is what memory allows."""
+    memory_budget_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory for weights, adapters and activations together; null is what is free."""
+    merge: bool = True
+    """Compute the requests of several tenants in one device batch."""
+    nproc_per_node: int = Field(default=1, ge=1)
+    """Processes on each machine; the embedded runtime has one."""
+    device_group: DeviceGroup | None = None
+    """Devices of the application; the embedded runtime takes the kind and number of one device from it."""
+    device_mesh: DeviceMesh | None = None
+    """Layout of the devices; the embedded runtime has one."""
 
     @property
     def compute_device(self) -> str | None:
-        """`device`, else that of the device_group; None: nobody said."""
+        """`device`, else that of the device_group; None: neither is configured."""
         return self.device or (self.device_group.device if self.device_group else None)
 
     @property
     def processes(self) -> int:
-        """How many train together."""
+        """The processes that train together."""
         in_group = self.device_group.processes if self.device_group else 1
         return max(self.nproc_per_node, in_group, self.device_mesh.size if self.device_mesh else 1)
 
 
-class SamplerArgs(BaseModel):
+class SamplerArgs(Section):
     """Arguments of sampling on a base model (`import_path: sampler`). torch can share the trainer's weights."""
 
-    model_config = STRICT
-
-    model_id: Name = Field(description="The `model_id` of a model application.")
-    sampler_type: Literal["torch", "mock", "vllm"] = Field(
-        description="torch or vllm for a model on transformers, mock for one on mock."
-    )
-    engine_args: dict[str, object] | None = Field(
-        default=None,
-        description="Arguments of vLLM's engine under vLLM's names; only for vllm. It has weights of its own: on a GPU "
-        "`gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both must be set; "
-        "in a process of its own the former is enough.",
-    )
-    memory_dir: Directory | None = Field(
-        default=None,
-        description="Where vLLM finds the weights of versions: a directory in memory; null is /dev/shm. Only for vllm.",
-    )
-    nproc_per_node: int = Field(default=1, ge=1, description=_PROCESSES)
-    device_group: DeviceGroup | None = Field(
-        default=None,
-        description="Devices; the embedded runtime uses the model's. On Ray a group with another name than the model's "
-        "gives the sampler a process of its own.",
-    )
-    device_mesh: DeviceMesh | None = Field(default=None, description=_MESH)
+    model_id: Name
+    """The `model_id` of a model application."""
+    sampler_type: Literal["torch", "mock", "vllm"]
+    """torch or vllm for a model on transformers, mock for one on mock."""
+    engine_args: dict[str, object] | None = None
+    """Arguments of vLLM's engine under vLLM's names; only for vllm. It has weights of its own: on a GPU
+    `gpu_memory_utilization` here and `memory_budget_gib` of the model divide the memory, and both must be set; in a
+    process of its own the former is enough."""
+    memory_dir: Directory | None = None
+    """Where vLLM finds the weights of versions: a directory in memory; null is /dev/shm. Only for vllm."""
+    nproc_per_node: int = Field(default=1, ge=1)
+    """Processes on each machine; the embedded runtime has one."""
+    device_group: DeviceGroup | None = None
+    """Devices; the embedded runtime uses the model's. On Ray a group with another name than the model's gives the
+    sampler a process of its own."""
+    device_mesh: DeviceMesh | None = None
+    """Layout of the devices; the embedded runtime has one."""
 
 
-class ProcessorArgs(BaseModel):
+class ProcessorArgs(Section):
     """Arguments of datasets and loaders on the server (`import_path: processor`): a process for each session."""
 
-    model_config = STRICT
-
-    max_workers: int = Field(
-        default=16, ge=1, description="Sessions that may have processors at the same time; each has a process."
-    )
-    ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description=f"On Ray: replicas, where deployments[0] says no number; {_NO_EFFECT}"
-    )
-    nproc_per_node: int = Field(default=1, ge=1, description=f"The same; {_NO_EFFECT}")
-    device_group: DeviceGroup | None = Field(default=None, description=f"Its `ranks` are the same; {_NO_EFFECT}")
-    device_mesh: DeviceMesh | None = Field(default=None, description="No effect: there is nothing to lay out.")
+    max_workers: int = Field(default=16, ge=1)
+    """Sessions that may have processors at the same time; each has a process."""
+    ncpu_proc_per_node: Annotated[int, Field(ge=1)] | None = None
+    """On Ray: replicas, where deployments[0] says no number; no effect on the embedded runtime."""
+    nproc_per_node: int = Field(default=1, ge=1)
+    """The same; no effect on the embedded runtime."""
+    device_group: DeviceGroup | None = None
+    """Its `ranks` are the same; no effect on the embedded runtime."""
+    device_mesh: DeviceMesh | None = None
+    """No effect: there is nothing to lay out."""
 
     @property
     def processes(self) -> int:
@@ -154,44 +157,106 @@ class ProcessorArgs(BaseModel):
         return max(self.ncpu_proc_per_node or 1, self.nproc_per_node, in_group)
 
 
-# Keys of ProcessorArgs that are for the Ray runtime.
-PROCESSOR_PLACEMENT = frozenset({"ncpu_proc_per_node", "nproc_per_node", "device_group", "device_mesh"})
-
-ARGUMENTS: dict[str, type[BaseModel]] = {
-    "server": ServerArgs,
-    "model": ModelArgs,
-    "sampler": SamplerArgs,
-    "processor": ProcessorArgs,
-}
-Arguments = ServerArgs | ModelArgs | SamplerArgs | ProcessorArgs
+Arguments = Annotated[
+    ServerArgs | ModelArgs | SamplerArgs | ProcessorArgs,
+    ChosenBy(
+        "import_path", {"server": ServerArgs, "model": ModelArgs, "sampler": SamplerArgs, "processor": ProcessorArgs}
+    ),
+]
 
 
-class ApplicationSpec(BaseModel):
+class ApplicationSpec(Section):
     """One service of the server."""
 
-    model_config = STRICT
+    name: Name
+    """Name of the application; each has its own."""
+    import_path: Literal["server", "model", "sampler", "processor"]
+    """Which service; decides `args`."""
+    route_prefix: Route | None = None
+    """/api/v1 for server, /api/v1/processor for processor, /api/v1/model/NAME and /api/v1/sampler/NAME for the others,
+    where NAME becomes another name of the model. null is the same with the model's own name."""
+    args: Arguments = Field(default_factory=dict, validate_default=True)
+    """Arguments of that service."""
+    deployments: Annotated[tuple[DeploymentOptions, ...], Field(strict=False, max_length=1)] = ()
+    """Ray Serve options; no effect on the embedded runtime."""
 
-    name: Name = Field(description="Name of the application; each has its own.")
-    import_path: Literal["server", "model", "sampler", "processor"] = Field(
-        description="Which service; decides `args`."
-    )
-    route_prefix: Route | None = Field(
-        default=None,
-        description="/api/v1 for server, /api/v1/processor for processor, /api/v1/model/NAME and /api/v1/sampler/NAME "
-        "for the others, where NAME becomes another name of the model. null is the same with the model's own name.",
-    )
-    args: Arguments = Field(default_factory=dict, validate_default=True, description="Arguments of that service.")
-    deployments: Annotated[tuple[DeploymentOptions, ...], Field(strict=False, max_length=1)] = Field(
-        default=(), description="Ray Serve options; no effect on the embedded runtime."
-    )
 
-    @field_validator("args", mode="wrap")
-    @classmethod
-    def _by_import_path(cls, value: object, _: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
-        """The one schema that ``import_path`` names; a union of all would report the errors of each."""
-        if "import_path" not in info.data:  # wrong itself, and reported
-            return value
-        schema = ARGUMENTS[info.data["import_path"]]
-        if isinstance(value, BaseModel) and not isinstance(value, schema):
-            raise refusal(schema.__name__)
-        return schema.model_validate(value)
+# --- which models are served, under which names -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServedModelConfig:
+    """A base model, with its sampler if it has one. ``name`` is its id, or the last part of it where that is a path."""
+
+    name: str
+    aliases: tuple[str, ...]
+    model: ModelArgs
+    sampler: SamplerArgs | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+def served_models(applications: Sequence[ApplicationSpec]) -> tuple[ServedModelConfig, ...]:
+    """Return one entry for each model application, in the order of the configuration."""
+    samplers: dict[str, SamplerArgs] = {}
+    routes: dict[str, list[str]] = {}
+    for one in applications:
+        if isinstance(one.args, ModelArgs | SamplerArgs) and one.route_prefix is not None:
+            routes.setdefault(one.args.model_id, []).append(one.route_prefix)
+        if isinstance(one.args, SamplerArgs):
+            samplers[one.args.model_id] = one.args
+    models = [one.args for one in applications if isinstance(one.args, ModelArgs)]
+    return tuple(_served(args, samplers.get(args.model_id), routes.get(args.model_id, [])) for args in models)
+
+
+def known_name(name: str, known: Container[str]) -> str | None:
+    """Return the name as it is known here; what follows a colon (``…:peft:262144``) chooses nothing."""
+    scheme, separator, rest = name.rpartition("://")
+    candidates = (name, scheme + separator + rest.partition(":")[0])
+    return next((candidate for candidate in candidates if candidate in known), None)
+
+
+def is_path(model_id: str) -> bool:
+    """Return whether the id is written as a directory. Clients must not see it then."""
+    return model_id.startswith(("/", "~", "."))
+
+
+def public_tokenizer_id(model_id: str) -> str | None:
+    """Return the tokenizer that clients on other machines can load; None: there is none."""
+    scheme, _, name = model_id.rpartition("://")
+    return name if scheme in ("", "hf") and not is_path(model_id) else None
+
+
+def _served(args: ModelArgs, sampler: SamplerArgs | None, routes: Sequence[str]) -> ServedModelConfig:
+    local = is_path(args.model_id)
+    name = args.model_id.rstrip("/").rpartition("/")[2] if local else args.model_id
+    plain = name if local else _VERSION.sub("", _SCHEME.sub("", name, count=1))
+    tails = [_MODEL_ROUTE.sub("", route, count=1) for route in routes]
+    others = dict.fromkeys([*args.aliases, plain, *tails])
+    return ServedModelConfig(name, tuple(other for other in others if other != name), args, sampler)
+
+
+# --- where a sampler runs on Ray --------------------------------------------------------------------------------------
+
+
+def has_own_process(sampler: ApplicationSpec, model: ModelArgs) -> bool:
+    """Return whether the engine of this sampler gets a process and resources of its own.
+
+    It does where the application says which: by a ``device_group`` that is not the model's, or by GPUs for its actor.
+    And it must where the model is several processes, none of which could be asked alone. A mock computes nothing.
+    """
+    args = sampler.args
+    assert isinstance(args, SamplerArgs), "a sampler application"
+    if model.backend == "mock":
+        return False
+    trained = None if model.device_group is None else model.device_group.name
+    elsewhere = args.device_group is not None and args.device_group.name != trained
+    return model.processes > 1 or elsewhere or bool(resources_of(sampler).num_gpus)
+
+
+def resources_of(application: ApplicationSpec) -> RayActorOptions:
+    """Return what the application's deployment asks of Ray; without a word about it, nothing."""
+    asked = application.deployments[0].ray_actor_options if application.deployments else None
+    return asked or RayActorOptions()

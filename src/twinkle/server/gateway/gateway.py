@@ -23,7 +23,7 @@ from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.serving import known_name
+from twinkle.server.config.applications import known_name
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
 from twinkle.server.gateway.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.gateway.hub_uploads import Uploads

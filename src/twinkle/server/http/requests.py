@@ -25,8 +25,8 @@ from twinkle.errors import (
     UnauthorizedError,
     UserError,
 )
+from twinkle.server.config.applications import GATEWAY_PREFIX
 from twinkle.server.config.sections import names_this_machine
-from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.body_limits import upload_of
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.sections import LimitsConfig
-from twinkle.server.config.tenants import SpecialLimits, TenantConfig
+from twinkle.server.config.sections import LimitsConfig, SpecialLimits, TenantConfig
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools

@@ -14,9 +14,14 @@ from ray.serve import Application
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
-from twinkle.server.config.sampler_process import has_own_process
-from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.config.applications import (
+    ApplicationSpec,
+    ModelArgs,
+    ProcessorArgs,
+    ServedModelConfig,
+    ServerArgs,
+    has_own_process,
+)
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.serving import known_name
+from twinkle.server.config.applications import known_name
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.runtime.ray.addressing import (
     Address,

@@ -1,8 +1,7 @@
 """How many GPUs a configuration asks of a cluster: one that has fewer makes a launch wait, and should say so."""
 
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.applications import ApplicationSpec, ModelArgs
-from twinkle.server.config.sampler_process import resources_of
+from twinkle.server.config.applications import ApplicationSpec, ModelArgs, resources_of
 from twinkle.server.runtime.ray.layout import wanted_replicas
 from twinkle.server.runtime.ray.sampler_engine import devices_of
 from twinkle.server.runtime.ray.trainer_group import mesh_of

@@ -21,7 +21,7 @@ from twinkle.errors import GoneError, UserError
 from twinkle.server.app import make_app
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.config.applications import ServedModelConfig
 from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.operator_requests import answer_operators

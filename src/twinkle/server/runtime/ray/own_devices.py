@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.config.applications import ServedModelConfig
 
 __all__ = ["on_own_gpu"]
 

@@ -7,7 +7,7 @@ from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.config.applications import ServedModelConfig
 from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
 from twinkle.server.runtime.ray.trainer_group import load_group

@@ -16,10 +16,14 @@ from twinkle.errors import TwinkleError
 from twinkle.model.types import FloatArray
 from twinkle.sampler.types import Finished, Progress, SampleRequest
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.applications import ApplicationSpec, SamplerArgs
+from twinkle.server.config.applications import (
+    ApplicationSpec,
+    SamplerArgs,
+    ServedModelConfig,
+    has_own_process,
+    resources_of,
+)
 from twinkle.server.config.placement import DeviceGroup
-from twinkle.server.config.sampler_process import has_own_process, resources_of
-from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.runtime.ray.trainer_group import mesh_of
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from twinkle.model.types import (
 )
 from twinkle.network import find_free_port
 from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
-from twinkle.server.config.applications import ModelArgs
-from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
+from twinkle.server.config.applications import ModelArgs, ServedModelConfig, public_tokenizer_id
 
 logger = logging.getLogger(__name__)
 

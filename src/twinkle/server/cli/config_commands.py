@@ -1,0 +1,131 @@
+"""Which configuration a command means, and ``check-config`` and ``print-config``, which are about configurations."""
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from twinkle.environment import read_server_variables
+from twinkle.errors import ConfigError, InvalidInputError, TwinkleError
+from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
+from twinkle.server.config.messages import without_passwords
+from twinkle.server.state import Store
+
+__all__ = ["add_parsers", "config_of", "config_options", "open_store", "requested_config", "server_options"]
+
+_BAD_CONFIGURATION = 2
+
+
+# --- which configuration a command means ------------------------------------------------------------------------------
+
+
+def server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands about a server that was started with the same options."""
+    parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration of the server")
+    parser.add_argument("--data-dir", type=Path, default=None, help="data directory, if not the configured one")
+
+
+def config_of(args: argparse.Namespace) -> ServerConfig:
+    """Return the configuration of the server that a command is about."""
+    return load_config(_config_file(args), data_dir=args.data_dir)[0]
+
+
+@asynccontextmanager
+async def open_store(args: argparse.Namespace) -> AsyncIterator[Store]:
+    """Open the state of the server that a command is about, beside the server itself, which may be running."""
+    config = config_of(args)
+    store = await Store.open(config.data_dir, config.database_url, lock=False)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def config_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that make up a configuration on the command line."""
+    parser.add_argument(
+        "-c", "--config", type=Path, default=None, metavar="FILE", help="YAML file, default TWINKLE_SERVER_CONFIG"
+    )
+    parser.add_argument("--model", default=None, metavar="ID", help=f"model to serve, default {DEFAULT_MODEL}")
+    parser.add_argument("--host", default=None, help="address to listen on, default 127.0.0.1")
+    parser.add_argument("--port", type=int, default=None, help="port to listen on, default 8000; 0 takes any free one")
+    parser.add_argument("--data-dir", type=Path, default=None, help="data directory, default ~/.local/share/twinkle")
+    parser.add_argument(
+        "--namespace", default=None, help="Ray namespace, default TWINKLE_RAY_NAMESPACE; embedded servers have none"
+    )
+
+
+def requested_config(args: argparse.Namespace) -> tuple[ServerConfig, list[str]]:
+    """Return the file's configuration, or the default one, with what the command line says on top, and notes on it."""
+    return load_config(
+        _config_file(args),
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        data_dir=args.data_dir,
+        ray_namespace=args.namespace or read_server_variables().ray_namespace,
+    )
+
+
+def _config_file(args: argparse.Namespace) -> Path | None:
+    """Return the file that -c names, else the environment; None: the default configuration is meant."""
+    given: Path | None = args.config
+    return given or read_server_variables().config
+
+
+# --- check-config and print-config ------------------------------------------------------------------------------------
+
+
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    check = commands.add_parser("check-config", help="check a configuration file and list what became of older keys")
+    check.set_defaults(run=_check)
+    check.add_argument("file", type=Path, nargs="?", default=None, help="configuration file")
+    check.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="the same as an option")
+    show = commands.add_parser("print-config", help="print the configuration in effect, by default as commented YAML")
+    show.set_defaults(run=_print)
+    config_options(show)
+    show.add_argument(
+        "--format", choices=("yaml", "json"), default=None, help="default yaml, which can be loaded again"
+    )
+
+
+def _check(args: argparse.Namespace, _given: list[str]) -> None:
+    """Print ``ok`` alone on standard output, for scripts; notes are for people."""
+    try:
+        if args.file is not None and args.config not in (None, args.file):
+            raise InvalidInputError("FILE", f"{args.file} and {args.config}", "one file at a time")
+        file = args.file or _config_file(args)
+        if file is None:
+            raise InvalidInputError("FILE", "none", "a configuration, by -c FILE or TWINKLE_SERVER_CONFIG")
+        _, notes = load_config(file)
+    except (TwinkleError, OSError) as error:
+        # Problems of a file are a line each, below this one.
+        reason = f"invalid configuration\n{error}" if isinstance(error, ConfigError) else str(error)
+        print(f"error: {reason}", file=sys.stderr)
+        sys.exit(_BAD_CONFIGURATION)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    print("ok")
+
+
+def _print(args: argparse.Namespace, _given: list[str]) -> None:
+    config, notes = requested_config(args)
+    if (args.format or read_server_variables().print_format) == "json":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(json.dumps(_without_passwords(config.to_yaml_dict()), indent=2, sort_keys=True))
+        return
+    for note in notes:
+        print(f"# note: {note}")
+    print(describe(config))
+
+
+def _without_passwords(value: object) -> object:
+    """Return plain mappings and lists with *** for passwords."""
+    if isinstance(value, dict):
+        return {key: _without_passwords(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(one) for one in value]
+    return without_passwords(value) if isinstance(value, str) else value

@@ -1,0 +1,190 @@
+"""Commands about what a server has on disk: ``backup``, ``restore``, ``check-data`` and ``clear persistence``."""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from twinkle.errors import TwinkleServerError, UnsupportedError
+from twinkle.server.cli.config_commands import config_of, server_options
+from twinkle.server.config import ServerConfig
+from twinkle.server.state import Store
+from twinkle.server.state.backup import BackupSummary, back_up, check_backup, restore
+from twinkle.server.state.data_check import Finding, check_data
+from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
+from twinkle.server.state.integrity.copies import copied_database
+from twinkle.server.state.integrity.wal_check import check_wal, set_aside
+
+__all__ = ["add_parsers"]
+
+_SQLITE = "sqlite:///"
+_DAMAGED = 1  # exit code
+_CLEARED = "sessions, live adapters, futures and unnamed sampler versions; keys, checkpoints, usage and audit log stay"
+_CLEARED_DIRECTORIES = ("snapshots", "samplers")  # whose records are cleared
+
+
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    backup = commands.add_parser("backup", help="copy the state of a server, which may be running, into a directory")
+    backup.set_defaults(run=_backup)
+    backup.add_argument("directory", type=Path, metavar="DIR", help="where to; empty, or not there yet")
+    back = commands.add_parser("restore", help="make a data directory from a backup")
+    back.set_defaults(run=_restore)
+    back.add_argument("directory", type=Path, metavar="DIR", help="the backup")
+    check = commands.add_parser("check-data", help="check all files of a stopped server and list what is damaged")
+    check.set_defaults(run=_check)
+    check.add_argument("--repair", action="store_true", help="put back a copy of a database that cannot be used")
+    check.add_argument("--backup", type=Path, default=None, metavar="DIR", help="check this backup instead")
+    check.add_argument("--format", choices=("text", "json"), default="text", help="default text")
+    actions = commands.add_parser("clear", help="forget what was under way").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    clear = actions.add_parser("persistence", help=f"forget, of a stopped server, {_CLEARED}")
+    clear.set_defaults(run=_clear)
+    clear.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    for parser in (backup, back, check, clear):
+        server_options(parser)
+
+
+def _database_file(config: ServerConfig) -> Path | None:
+    """Return the SQLite file of the state; None: the state is on PostgreSQL."""
+    url = config.database_url
+    return Path(url.removeprefix(_SQLITE)) if url.startswith(_SQLITE) else None
+
+
+# --- backup and restore -----------------------------------------------------------------------------------------------
+
+
+def _backup(args: argparse.Namespace, _given: list[str]) -> None:
+    config = config_of(args)
+    summary = back_up(config.data_dir, _sqlite_file(config), args.directory.absolute())
+    print(f"{_in_words(summary)} in {args.directory}")
+
+
+def _restore(args: argparse.Namespace, _given: list[str]) -> None:
+    config = config_of(args)
+    summary = restore(args.directory.absolute(), config.data_dir, _sqlite_file(config))
+    print(f"{_in_words(summary)} in {config.data_dir}; start the server as before")
+
+
+def _sqlite_file(config: ServerConfig) -> Path:
+    file = _database_file(config)
+    if file is None:
+        raise UnsupportedError(
+            "the state is on PostgreSQL, which has tools of its own: stop the server, copy the database with pg_dump "
+            f"and {config.data_dir} with it, and put both back with pg_restore and a copy before a server starts"
+        )
+    return file
+
+
+def _in_words(summary: BackupSummary) -> str:
+    return f"{summary.files} files, {summary.size_bytes / 1e6:.1f} MB"
+
+
+# --- check-data -------------------------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace, _given: list[str]) -> None:
+    if args.backup is not None:
+        damaged = check_backup(args.backup)
+        findings = [Finding(f"{args.backup / name}", None, None, "take another backup") for name in damaged]
+        _finish(findings, args.format, f"the backup {args.backup}")
+        return
+    config = config_of(args)
+    if not config.data_dir.is_dir():
+        raise TwinkleServerError(f"{config.data_dir} does not exist; -c or --data-dir says which one is meant")
+    give_up_reserve(config.data_dir, only_if_low=True)
+    lock = DirectoryLock(config.data_dir)  # what a server is writing would look damaged
+    try:
+        database = _database_file(config)
+        findings = list(check_data(config.data_dir, database))
+        if args.repair and database is not None and any(finding.is_fatal for finding in findings):
+            print(_repair(config.data_dir, database), file=sys.stderr)
+            findings = list(check_data(config.data_dir, database))
+    finally:
+        lock.release()
+    _finish(findings, args.format, f"{config.data_dir}")
+
+
+def _repair(data_dir: Path, database: Path) -> str:
+    """Put a database in the place of one that is damaged, which is kept; returns what was done."""
+    stamp = f"damaged-{int(time.time())}"
+    wal = check_wal(database) if database.exists() else None
+    if wal is not None and wal.is_consistent:
+        kept = wal.file.with_name(f"{wal.file.name}.{stamp}")
+        if wal.file.exists():
+            shutil.copy2(wal.file, kept)
+            os.truncate(wal.file, wal.good_bytes)
+        database.with_name(f"{database.name}-shm").unlink(missing_ok=True)
+        lost = wal.committed - wal.found
+        return (
+            f"of {wal.file} the {wal.found} frames that can be read are used; {lost} behind them are lost; see {kept}"
+        )
+    copy = copied_database(data_dir)
+    if not copy.exists():
+        raise TwinkleServerError(f"there is no copy of {database}: restore a backup")
+    if wal is not None:
+        set_aside(database)
+    for suffix in ("", "-wal", "-shm"):
+        file = database.with_name(f"{database.name}{suffix}")
+        if file.exists():
+            os.replace(file, file.with_name(f"{file.name}.{stamp}"))
+    shutil.copyfile(copy, database)
+    database.chmod(0o600)
+    made = datetime.fromtimestamp(copy.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return (
+        f"{database} is now the copy of {made}; what was recorded later is lost: sessions, requests, results and "
+        f"checkpoints since then. The damaged file is {database}.{stamp}"
+    )
+
+
+def _finish(findings: list[Finding], form: str, what: str) -> None:
+    """Print, and end with exit code 1 where something is damaged."""
+    if form == "json":
+        print(json.dumps([finding.as_json() for finding in findings], indent=2))
+    elif not findings:
+        print(f"{what}: nothing is damaged")
+    else:
+        for finding in findings:
+            whose = ", ".join(
+                f"{kind} {name}" for kind, name in (("tenant", finding.tenant_id), ("run", finding.run_id)) if name
+            )
+            print(f"damaged: {finding.what}\n  whose: {whose or 'the server'}\n  remedy: {finding.remedy}")
+        print(f"{what}: {len(findings)} damaged")
+    if findings:
+        sys.exit(_DAMAGED)
+
+
+# --- clear persistence ------------------------------------------------------------------------------------------------
+
+
+def _clear(args: argparse.Namespace, _given: list[str]) -> None:
+    """Begin again with an empty server that still has its keys and checkpoints."""
+    config = config_of(args)
+    if not args.yes and not _agreed(config):
+        raise TwinkleServerError("nothing was cleared; --yes clears without asking")
+    records = asyncio.run(_clear_state(config))
+    mode = config.database_url.partition(":")[0]
+    print(f"cleared {records} records of the state in {config.data_dir} (mode={mode})")
+
+
+def _agreed(config: ServerConfig) -> bool:
+    print(f"{config.data_dir}: forget {_CLEARED}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+async def _clear_state(config: ServerConfig) -> int:
+    """Return the number of records. The state is opened as a server opens it: where one runs, that is the error."""
+    store = await Store.open(config.data_dir, config.database_url)
+    try:
+        records = await store.clear()
+        await store.ops.prune(time.time(), 0, 0)  # the journal, of which nothing is needed
+        for name in _CLEARED_DIRECTORIES:
+            shutil.rmtree(config.data_dir / name, ignore_errors=True)
+        return records
+    finally:
+        await store.close()
