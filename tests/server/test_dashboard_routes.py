@@ -16,12 +16,12 @@ from state_samples import run
 
 from twinkle.server.cli import command_line as cli
 from twinkle.server.ids import directory_name
-from twinkle.server.protocols.operator import dashboard_routes as dashboard
+from twinkle.server.protocols.operator import pages as dashboard
 from twinkle.server.services.training.live_adapter import LiveAdapter, Place, whereabouts
 from twinkle.server.state.files.tar_stream import TarStream
 from twinkle.server.tenancy.work_pools import FairPool
 
-FILES = Path(dashboard.__file__).parents[1] / "dashboard"
+FILES = Path(dashboard.__file__).parent / "dashboard"
 
 
 def get(server: Server, path: str, **headers: str) -> httpx.Response:

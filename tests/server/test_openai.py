@@ -14,7 +14,7 @@ from fastapi import Request
 from running import MODEL, Server, Tenant, key_for, mock_config
 
 from twinkle.errors import CapacityError
-from twinkle.server.http import json_stream
+from twinkle.server.http import streams
 from twinkle.server.protocols.openai import routes as openai_routes
 
 CHAT = [{"role": "user", "content": "hello there"}]
@@ -505,7 +505,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
 
 def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket takes no more: what was asked for ends, and the connection with it."""
-    monkeypatch.setattr(json_stream, "UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "UNREAD_SECONDS", 0.05)
     ended = []
 
     async def bodies() -> AsyncGenerator[dict[str, object], None]:
@@ -524,7 +524,7 @@ def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     async def main() -> None:
-        stream = json_stream.JsonStream(bodies(), json_stream.EVENTS)
+        stream = streams.JsonStream(bodies(), streams.EVENTS)
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
 
     asyncio.run(main())

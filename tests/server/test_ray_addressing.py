@@ -20,7 +20,7 @@ from twinkle.server.runtime.ray.addressing import (
     ends_with_its_client,
     most_bytes_of,
 )
-from twinkle.server.runtime.ray.replicas import Replicas
+from twinkle.server.runtime.ray.layout import Replicas
 from twinkle.server.wire.peeking import text_field
 
 SESSION = "session_" + "0" * 32

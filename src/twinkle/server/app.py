@@ -11,28 +11,12 @@ from twinkle.server.http.body_limits import UploadCounter
 from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
 from twinkle.server.openapi import describe_bodies
 from twinkle.server.protocols.native import gateway_routes as native_gateway
-from twinkle.server.protocols.native import metrics as native_metrics
 from twinkle.server.protocols.native import model_routes as native_model
 from twinkle.server.protocols.native import overview as native_overview
-from twinkle.server.protocols.native import processor_routes as native_processor
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.protocols.openai import routes as openai
-from twinkle.server.protocols.operator import api_page, audit, billing, health, metrics, system
-from twinkle.server.protocols.operator import dashboard_routes as dashboard
-from twinkle.server.protocols.tinker import (
-    archives,
-    auth,
-    checkpoint_actions,
-    custom_losses,
-    downloads,
-    futures,
-    sampling,
-    session_search,
-    sessions,
-    training,
-    unloading,
-)
-from twinkle.server.protocols.tinker import runs as rest
+from twinkle.server.protocols.operator import accounts, pages, system
+from twinkle.server.protocols.tinker import checkpoints, futures, runs, sampling, sessions, training
 from twinkle.server.telemetry.http import ObservedRequests
 
 
@@ -51,35 +35,26 @@ def make_app(
         redoc_url=None,
     )
     # One flat list, the busiest first: routes are tried in order, and an included router would be searched as a whole.
-    for area in (
-        futures,
-        training,
-        sampling,
-        openai,
-        sessions,
-        system,
-        health,
-        custom_losses,
-        rest,
-        billing,
-        session_search,
-        checkpoint_actions,
-        downloads,
-        archives,
-        unloading,
-        auth,
-        audit,
-        native_model,
-        native_processor,
-        native_sampler,
-        native_gateway,
-        native_metrics,
-        native_overview,
-        dashboard,
-        api_page,
-        metrics,
+    for router in (
+        futures.router,
+        training.router,
+        sampling.router,
+        openai.router,
+        sessions.router,
+        system.router,
+        runs.router,
+        checkpoints.router,
+        accounts.router,
+        accounts.billing_router,
+        native_model.router,
+        native_model.processor_router,
+        native_sampler.router,
+        native_gateway.router,
+        native_gateway.metrics_router,
+        native_overview.router,
+        pages.router,
     ):
-        app.router.routes.extend(area.router.routes)
+        app.router.routes.extend(router.routes)
     install_error_handlers(app)
     app.state.telemetry = telemetry
     app.add_middleware(RefuseRebinding)

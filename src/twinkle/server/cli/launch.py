@@ -14,7 +14,7 @@ from twinkle.errors import MissingDependencyError, TwinkleServerError
 from twinkle.requirements import exists
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.launchable import refuse_what_is_not_yet
-from twinkle.server.runtime.startup_banner import LISTENING
+from twinkle.server.runtime.process import LISTENING
 
 _START_SECONDS = 600.0
 _NOTHING = (

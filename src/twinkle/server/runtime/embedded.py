@@ -28,8 +28,7 @@ from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.processors.configured import configured_processors
 from twinkle.server.runtime.assembly import services_on
-from twinkle.server.runtime.process_record import recorded
-from twinkle.server.runtime.startup_banner import announcement
+from twinkle.server.runtime.process import announcement, recorded
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry import instruments

@@ -1,13 +1,15 @@
-"""Our own protocol's front door: sessions, what is served and how it is doing, training runs and their checkpoints.
+"""Our own protocol's front door: sessions, what is served and how it is doing, training runs, checkpoints, curves.
 
 Runs and checkpoints are those of all protocols: what was trained with Tinker's SDK is listed here, and the reverse.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
@@ -17,11 +19,10 @@ from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.http import IDEMPOTENCY_HEADER, native_tenant_of
-from twinkle.server.protocols.native.requests import services_of
-from twinkle.server.protocols.native.session_template import TEMPLATES_KEY
-from twinkle.server.protocols.operator.health import failure_of, health_of, models_health
-from twinkle.server.protocols.operator.system import status_of_models
+from twinkle.server.metric_points import MetricPoint
+from twinkle.server.protocols.native.requests import IDEMPOTENCY_HEADER, native_tenant_of, services_of
+from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
+from twinkle.server.protocols.operator.system import failure_of, health_of, models_health, status_of_models
 from twinkle.server.protocols.tinker.runs import Limit, Offset
 from twinkle.server.protocols.tinker.sessions import sign_of_life
 from twinkle.server.services.checkpoints.access import kind_of_checkpoint
@@ -300,3 +301,48 @@ def _checkpoint(record: CheckpointRecord, run: RunRecord) -> types.Checkpoint:
 
 def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+metrics_router = APIRouter(prefix=f"{PREFIX}/twinkle/training_runs/{{run_id}}/metrics")
+
+Since = Annotated[int, Query(ge=0, lt=2**63)]
+Points = Annotated[int, Query(ge=1, le=4096)]
+
+
+@metrics_router.get("")
+async def metrics(request: Request, run_id: str, since: Since = 0, limit: Points = 1024) -> Response:
+    """Points after number ``since``, oldest first."""
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    run = await gateway.run(run_id, tenant_id)
+    points = await gateway.store.run_metrics.since(run.run_id, since, limit + 1)
+    answer = partial(_response, points[:limit], since, len(points) > limit)
+    return await gateway.reading.in_thread(tenant_id, answer)
+
+
+@metrics_router.post("")
+async def log_metrics(request: Request, run_id: str) -> Response:
+    """Values of the client's own, of a run that may have ended."""
+    tenant_id = await native_tenant_of(request)
+    gateway = gateway_of(request)
+    run = await gateway.run(run_id, tenant_id)
+    logged = fields.parse(types.LogMetricsRequest, await body_of(request, JSON_BYTES))
+    for name in logged.values:
+        if not name.isprintable():
+            raise InvalidInputError("values", name, "names of printable characters")
+    training = gateway.services[run.model_name].training if run.model_name in gateway.services else None
+    if logged.step is None and training is not None:
+        await training.write_metrics()  # the newest step may not be on record yet
+    point = await gateway.store.run_metrics.log(run.run_id, logged.step, logged.values, time.time())
+    return wire_response(_point(point))
+
+
+def _response(points: Sequence[MetricPoint], since: int, more: bool) -> Response:
+    last = points[-1].number if points else since
+    return wire_response(types.RunMetricsResponse(points=[_point(each) for each in points], next=last, more=more))
+
+
+def _point(point: MetricPoint) -> types.MetricPoint:
+    return types.MetricPoint(
+        number=point.number, time=point.time, source=point.source, step=point.step, values=dict(point.values)
+    )

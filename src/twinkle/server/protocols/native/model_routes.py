@@ -1,4 +1,8 @@
-"""The library's verbs over HTTP. Each request is answered when its op has ended."""
+"""The library's objects over HTTP: a model's verbs, each answered when its op has ended, and processors.
+
+Bodies for processors are not read here: JSON of many rows would keep everybody waiting. The worker of the
+session reads them.
+"""
 
 import json
 from functools import partial
@@ -6,11 +10,12 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of, json_response
 from twinkle.server.ids import CheckpointPath
+from twinkle.server.processors.service import ProcessorService
 from twinkle.server.protocols.native import requests
-from twinkle.server.protocols.native.http import (
+from twinkle.server.protocols.native.requests import (
     IDEMPOTENCY_HEADER,
     NUMBER_HEADER,
     ROWS_BYTES,
@@ -104,3 +109,36 @@ def _answer(outcome: Outcome) -> Response:
         return Response(outcome.body, media_type=outcome.encoding.value)
     failure = json.loads(outcome.body)
     return json_response({"detail": failure["error"]}, 400 if failure["category"] == "user" else 500)
+
+
+processor_router = APIRouter(prefix=f"{PREFIX}/processor/twinkle")
+
+
+@processor_router.post("/create")
+async def create_processor(request: Request) -> Response:
+    caller = await caller_of(request)
+    service = _service(request)
+    gateway_of(request).memory.guard.check()
+    body, key = await body_of(request), request.headers.get(IDEMPOTENCY_HEADER)
+    made = await service.create(caller.tenant_id, caller.session_id, body, key)
+    session = await gateway_of(request).session(caller.session_id, caller.tenant_id)
+    if session.state != "active":  # it ended meanwhile, and did not know of this processor
+        await service.end_session(caller.session_id)
+    return json_response({"processor_id": made})
+
+
+@processor_router.post("/call")
+async def call(request: Request) -> Response:
+    caller = await caller_of(request)
+    service = _service(request)
+    gateway_of(request).memory.guard.check()
+    body, key = await body_of(request), request.headers.get(IDEMPOTENCY_HEADER)
+    result = await service.call(caller.tenant_id, caller.session_id, body, key)
+    return Response(result, media_type="application/json")
+
+
+def _service(request: Request) -> ProcessorService:
+    service = gateway_of(request).processors
+    if not isinstance(service, ProcessorService):
+        raise UnsupportedError("this server has no processors: its configuration has no application of theirs")
+    return service

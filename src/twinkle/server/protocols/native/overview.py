@@ -12,7 +12,7 @@ from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.requests import PREFIX, gateway_of, json_response
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.http import native_tenant_of
+from twinkle.server.protocols.native.requests import native_tenant_of
 from twinkle.server.protocols.tinker.runs import Limit, Offset
 from twinkle.server.services.training.adapter_status import AdapterStatus, Whereabouts
 from twinkle.server.state.files.tar_stream import TarStream

@@ -1,17 +1,20 @@
-"""Native requests against adapters: from what a client sent to an op, and from its outcome to an answer."""
+"""What the routes of our own protocol share: who asks, in which session, and requests against adapters."""
 
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from fastapi import Request
 
 from twinkle.errors import InvalidInputError, NotFoundError, ShuttingDownError, UnknownNameError, UnsupportedError
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.http.requests import gateway_of, tenant_of
 from twinkle.server.state.files.allowed_dirs import allowed_path
 from twinkle.server.types import Outcome, RunRecord
 from twinkle.server.verbs.codec import create_op, lora_config
@@ -20,6 +23,34 @@ from twinkle.server.verbs.verbs import verb_named
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
 from twinkle_client import types
+
+SESSION_HEADER = "x-twinkle-session-id"
+IDEMPOTENCY_HEADER = "x-idempotency-key"
+NUMBER_HEADER = "X-Twinkle-Seq-Id"  # of an answer: the number that the request has in its adapter's sequence
+# Of requests with rows. Parsing lets no other thread work: so much takes a quarter of a second, for two million tokens.
+ROWS_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Caller:
+    tenant_id: str
+    session_id: str
+
+
+async def native_tenant_of(request: Request) -> str:
+    """Any token is a tenant of its own, unless the server has keys."""
+    return await tenant_of(request, prefix="")
+
+
+async def caller_of(request: Request) -> Caller:
+    """Who asks, in which of its sessions that is still active."""
+    tenant_id = await native_tenant_of(request)
+    session_id = request.headers.get(SESSION_HEADER)
+    if not session_id:
+        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "the id that create_session returned")
+    await gateway_of(request).active_session(session_id, tenant_id)
+    return Caller(tenant_id, session_id)
+
 
 _WAIT_SECONDS = 25.0
 

@@ -21,15 +21,24 @@ from twinkle.errors import (
 )
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.body_limits import upload_of
-from twinkle.server.http.json_stream import LINES, JsonStream, unless_gone
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of
-from twinkle.server.protocols.native.feature_sampling import FeatureSampling
+from twinkle.server.http.streams import LINES, JsonStream, unless_gone
 from twinkle.server.protocols.native.gateway_routes import wire_response
-from twinkle.server.protocols.native.http import ROWS_BYTES, SESSION_HEADER, caller_of, native_tenant_of
-from twinkle.server.protocols.native.requests import services_of
-from twinkle.server.protocols.native.sampling_inputs import encoded, sampling_params
-from twinkle.server.protocols.native.session_template import choose_template, chosen_template
-from twinkle.server.protocols.native.targets import target_of
+from twinkle.server.protocols.native.requests import (
+    ROWS_BYTES,
+    SESSION_HEADER,
+    caller_of,
+    native_tenant_of,
+    services_of,
+)
+from twinkle.server.protocols.native.sampling import (
+    FeatureSampling,
+    choose_template,
+    chosen_template,
+    encoded,
+    sampling_params,
+    target_of,
+)
 from twinkle.server.tenancy.text_sizes import max_characters
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.templates import SetTemplate

@@ -14,7 +14,6 @@ from twinkle.errors import TwinkleError, UnsupportedError
 from twinkle.sampler.types import SamplingParams
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
-from twinkle.server.http.json_stream import EVENTS, JsonStream, unless_gone
 from twinkle.server.http.requests import (
     JSON_BYTES,
     PREFIX,
@@ -26,6 +25,7 @@ from twinkle.server.http.requests import (
     tenant_of,
     when_to_retry,
 )
+from twinkle.server.http.streams import EVENTS, JsonStream, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
 from twinkle.server.protocols.openai.errors import INTERNAL, Refusal, RequestError, refusal_of

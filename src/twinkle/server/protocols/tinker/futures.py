@@ -20,7 +20,7 @@ from twinkle.server.http.requests import (
     parsed,
     tenant_of,
 )
-from twinkle.server.http.sending import Delivering, SentResult, StreamedResult, undelivered
+from twinkle.server.http.streams import Delivering, SentResult, StreamedResult, undelivered
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import fields, responses

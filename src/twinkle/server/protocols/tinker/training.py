@@ -1,11 +1,13 @@
-"""Models and the ops on them. Each op answers at once with the id of a future."""
+"""Models, the ops on them, and losses that tenants define. Each op is answered at once with the id of a future."""
 
 import secrets
 from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle.errors import InvalidInputError
 from twinkle.server import ids
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.requests import (
     JSON_BYTES,
     PREFIX,
@@ -18,10 +20,11 @@ from twinkle.server.http.requests import (
     tenant_of,
 )
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.tinker.create_from_checkpoint import create_model_from
-from twinkle.server.types import Op, OpKind
+from twinkle.server.services.checkpoints.access import loadable_checkpoint
+from twinkle.server.types import CreateFromCheckpoint, Op, OpKind, RunRecord
 from twinkle.server.wire import fields
 from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
+from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, Place
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.requests import (
     CreateModelRequest,
@@ -31,6 +34,7 @@ from twinkle.server.wire.requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SequencedRequest,
+    UnloadModelRequest,
     WeightsInfoRequest,
     to_op,
 )
@@ -181,3 +185,47 @@ async def _sequenced(request: Request, request_type: type[SequencedRequest]) -> 
 async def _submit(request: Request, op: Op, tenant_id: str) -> Response:
     request_id = await gateway_of(request).submit(op, tenant_id)
     return json_response({"request_id": request_id, "model_id": op.adapter_id})
+
+
+async def create_model_from(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest, body: bytes) -> str:
+    """The id of the request. Asked again, the model that there is, also when its source is gone by now."""
+    wanted.check()
+    await gateway.active_session(wanted.session_id, tenant_id)
+    run = await gateway.store.runs.get(ids.run_id(wanted.session_id, wanted.model_seq_id))
+    if run is None:
+        run = await _new_run(gateway, tenant_id, wanted)
+    payload = CreateFromCheckpoint(run.spec, wanted.path, wanted.optimizer)
+    return await gateway.create_run(run, Op(run.run_id, 0, OpKind.CREATE_FROM, payload, body))
+
+
+async def _new_run(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest) -> RunRecord:
+    path = CheckpointPath.parse(wanted.path)
+    checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id)
+    if wanted.optimizer and checkpoint.kind != "weights":
+        raise InvalidInputError("optimizer", True, f"false: {path} holds no optimizer state")
+    source = await gateway.store.runs.get(path.run_id)
+    assert source is not None, "a checkpoint has a run"
+    base_model = wanted.base_model or source.base_model
+    if gateway.model(base_model).model.name != source.model_name:
+        raise InvalidInputError("base_model", base_model, f"a name of {source.base_model!r}, which {path} belongs to")
+    run_id = ids.run_id(wanted.session_id, wanted.model_seq_id)
+    metadata = wanted.user_metadata or {}
+    return gateway.new_run(run_id, tenant_id, wanted.session_id, wanted.model_seq_id, base_model, source.spec, metadata)
+
+
+@router.post("/unload_model")
+async def unload_model(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    model_id = (await parsed(UnloadModelRequest, request)).model_id
+    request_id = await gateway_of(request).unloading.ask(model_id, tenant_id)
+    return json_response({"request_id": request_id, "model_id": model_id})
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(request: Request) -> Response:
+    tenant_id = await tenant_of(request)
+    body = await body_of(request, MAX_BODY_BYTES)
+    place = fields.parse(Place, body)
+    gateway = gateway_of(request)
+    session = await gateway.active_session(place.session_id, tenant_id)
+    return json_response({"request_id": await gateway.custom_losses.create(session, place.custom_loss_seq_id, body)})

@@ -14,7 +14,7 @@ from twinkle.server import ids
 from twinkle.server.http.asgi_relay import HttpRequest
 from twinkle.server.http.requests import JSON_BYTES, PREFIX
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.http import ROWS_BYTES, SESSION_HEADER
+from twinkle.server.protocols.native.requests import ROWS_BYTES, SESSION_HEADER
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.peeking import text_field
 from twinkle.server.wire.training import decompress

@@ -3,11 +3,16 @@
 Serve runs constructors, which may be coroutines, methods and the ASGI application of a replica on one event loop.
 """
 
+import contextlib
+import os
+import socket
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
+import ray
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve import Application
@@ -15,17 +20,18 @@ from ray.serve import Application
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs, ServerArgs
-from twinkle.server.config.sampler_process import has_own_process
+from twinkle.server.config.sampler_process import has_own_process, resources_of
+from twinkle.server.config.sections import names_this_machine
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest
-from twinkle.server.runtime.ray.gpu_demand import gpus_of_replica
 from twinkle.server.runtime.ray.hosts import GatewayHost, ModelHost, Process, ProcessorHost
-from twinkle.server.runtime.ray.layout import GATEWAY, replica_names
-from twinkle.server.runtime.ray.loopback import LoopbackOnly
+from twinkle.server.runtime.ray.layout import GATEWAY, replica_names, wanted_replicas
 from twinkle.server.runtime.ray.replica import Refusal
 from twinkle.server.runtime.ray.router import answered
+from twinkle.server.runtime.ray.sampler_engine import devices_of
+from twinkle.server.runtime.ray.trainer_group import mesh_of
 from twinkle.server.telemetry.json_logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
 
@@ -221,3 +227,63 @@ def _log_to(config: ServerConfig, name: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = RotatingFileHandler(directory / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=2)
     configure_logging(config.logging.level, config.logging.format, file)
+
+
+def gpus_wanted(config: ServerConfig, has_gpus: bool) -> float:
+    """By the replicas of all models, the processes that train for them and those that sample for them."""
+    total = 0.0
+    for one in config.applications:
+        if isinstance(one.args, ModelArgs):
+            (served,) = (each for each in config.served_models if each.model is one.args)
+            engine = devices_of(config, served)
+            ranks = one.args.processes if one.args.processes > 1 and mesh_of(one.args).device_type == "cuda" else 0
+            each = gpus_of_replica(one, one.args, has_gpus) + ranks + (0.0 if engine is None else engine.num_gpus)
+            total += wanted_replicas(one) * each
+    return total
+
+
+def gpus_of_replica(one: ApplicationSpec, args: ModelArgs, has_gpus: bool) -> float:
+    """What is given, else one for a model that is to be on a GPU: it says so, or says nothing and there are some."""
+    given = resources_of(one).num_gpus
+    if given is not None:
+        return given
+    if args.backend == "mock" or args.processes > 1:  # the processes of a group have their own
+        return 0.0
+    wanted = args.compute_device
+    return 1.0 if (has_gpus if wanted is None else wanted.startswith("cuda")) else 0.0
+
+
+__all__ = ["LoopbackOnly"]
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+class LoopbackOnly:
+    """Closes that port once, on a cluster whose address is the loopback one; elsewhere it does nothing."""
+
+    def __init__(self) -> None:
+        self._is_done = not names_this_machine(ray.util.get_node_ip_address())
+
+    def enforce(self) -> None:
+        """To be called from ``check_health``: Serve asks for it after the port was opened and before any request."""
+        if not self._is_done:
+            self._is_done = close_open_listeners() > 0
+
+
+def close_open_listeners() -> int:
+    """Stop all sockets of this process that listen on every interface; return how many there were."""
+    closed = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # no socket, or gone
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as listener:
+                if _listens_everywhere(listener):
+                    listener.shutdown(socket.SHUT_RDWR)
+                    closed += 1
+    return closed
+
+
+def _listens_everywhere(one: socket.socket) -> bool:
+    is_listener = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return bool(is_listener) and one.family != socket.AF_UNIX and one.getsockname()[0] in _EVERYWHERE

@@ -15,8 +15,7 @@ from twinkle.server.runtime.ray.addressing import (
     OfRun,
     OfSampler,
 )
-from twinkle.server.runtime.ray.layout import Layout
-from twinkle.server.runtime.ray.replicas import Replicas
+from twinkle.server.runtime.ray.layout import Layout, Replicas
 from twinkle.server.state import Store
 
 _REMEMBERED = 65_536

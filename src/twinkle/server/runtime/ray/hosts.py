@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from prometheus_client.metrics_core import Metric
 from twinkle import hub
 from twinkle.errors import GoneError, UserError
 from twinkle.server.app import make_app
+from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.loading import load_served_model
+from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import ServedModelConfig
 from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
@@ -30,14 +34,14 @@ from twinkle.server.processors.configured import configured_processors
 from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.runtime.assembly import services_on
 from twinkle.server.runtime.ray.directory import Directory
-from twinkle.server.runtime.ray.layout import Layout, layout_of
-from twinkle.server.runtime.ray.own_devices import on_own_gpu
+from twinkle.server.runtime.ray.layout import Layout, layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.runtime.ray.remote_replica import RemoteReplica
 from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.replica import Refusal
-from twinkle.server.runtime.ray.replica_model import load_replica
 from twinkle.server.runtime.ray.router import Router
+from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
+from twinkle.server.runtime.ray.trainer_group import load_group
 from twinkle.server.state import Claim, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.directory_lock import DirectoryLock
@@ -353,3 +357,20 @@ def _tokenizers(config: ServerConfig) -> dict[str, str | None]:
         folder = None if is_mock else str(hub.resolve(served.model.model_id).path)
         folders |= dict.fromkeys(served.names, folder)
     return folders
+
+
+def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel:
+    """Blocks, for as long as loading takes and other processes need to start."""
+    devices = devices_of(config, served)
+    if devices is None:
+        return load_group(served) if served.model.processes > 1 else load_served_model(served)
+    starting = start_engine(served, devices)  # it loads while the trainer does
+    alone = replace(served, sampler=None)
+    model = load_group(alone) if served.model.processes > 1 else load_served_model(alone)
+    engine, memory = starting.ready()
+    return replace(
+        model,
+        sampler=RemoteSampler(engine, lambda: start_engine(served, devices).ready()[0], model.trainer),
+        memory=f"{model.memory}; in a process of its own: {memory}",
+        text=HubTextCodec(hub.load_tokenizer(served.model.model_id)),
+    )

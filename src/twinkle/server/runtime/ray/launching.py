@@ -21,8 +21,7 @@ from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
-from twinkle.server.runtime.ray.deployments import application_for
-from twinkle.server.runtime.ray.gpu_demand import gpus_wanted
+from twinkle.server.runtime.ray.deployments import application_for, gpus_wanted
 from twinkle.server.runtime.ray.layout import wanted_replicas
 
 DEFAULT_NAMESPACE = "twinkle_cluster"

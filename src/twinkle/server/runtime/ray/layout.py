@@ -1,11 +1,38 @@
 """Who is where: the replicas of every model and of the processors, as Serve's applications and deployments."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, ModelArgs, ProcessorArgs
-from twinkle.server.runtime.ray.replicas import Replicas
+from twinkle.server.config.serving import ServedModelConfig
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Of one base model, by name. Every process of a server knows the same ones."""
+
+    names: tuple[str, ...]
+
+    def owner(self, identifier: str, recorded: str) -> str:
+        """Who has a run or a sampling session that is on record as ``recorded``'s.
+
+        Where that one is not there any more, because the configuration has changed, another takes its place: all find
+        the same one, and what it needs is in the state that they share.
+        """
+        return recorded if recorded in self.names else self.chosen(identifier)
+
+    def chosen(self, identifier: str) -> str:
+        """The same one for the same identifier, and all alike often."""
+        number = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest())
+        return self.names[number % len(self.names)]
+
+    def emptiest(self, identifier: str, runs: Mapping[str, int]) -> str:
+        """Where a new run is to go, given how many each has."""
+        fewest = min(runs.get(name, 0) for name in self.names)
+        return Replicas(tuple(name for name in self.names if runs.get(name, 0) == fewest)).chosen(identifier)
+
 
 GATEWAY = "Gateway"  # the deployment of an application that has no replicas to tell apart
 
@@ -46,3 +73,14 @@ def wanted_replicas(application: ApplicationSpec) -> int:
     said = application.deployments[0].replicas if application.deployments else None
     in_args = application.args.processes if isinstance(application.args, ProcessorArgs) else 1
     return said or in_args
+
+
+__all__ = ["on_own_gpu"]
+
+
+def on_own_gpu(served: ServedModelConfig) -> ServedModelConfig:
+    """Ray shows a process its own GPU alone, as number 0: a number of the whole machine would name none there."""
+    device = served.model.compute_device
+    if device is None or not device.startswith("cuda:"):
+        return served
+    return replace(served, model=served.model.model_copy(update={"device": "cuda"}))

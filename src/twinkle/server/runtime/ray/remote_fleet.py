@@ -9,9 +9,8 @@ from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import ShuttingDownError
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
-from twinkle.server.runtime.ray.layout import Layout
+from twinkle.server.runtime.ray.layout import Layout, Replicas
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
-from twinkle.server.runtime.ray.replicas import Replicas
 from twinkle.server.services.training.adapter_status import QueueStatus
 from twinkle.server.types import RunRecord, SessionRecord
 

@@ -1,4 +1,4 @@
-"""Which process serves a data directory: ``server.json`` there, locked by that process as long as it lives."""
+"""One server process: ``server.json`` in its data directory, locked while it lives, and what it prints."""
 
 import contextlib
 import fcntl
@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
+from twinkle.server.config import ServerConfig
 from twinkle.server.state.errors import DataDirInUseError
 
 _FILE = "server.json"
@@ -91,3 +92,31 @@ def stop(data_dir: Path) -> bool:
             raise TwinkleServerError(f"process {server.pid} still runs after {_WAIT_SECONDS:.0f} s")
         time.sleep(_PAUSE)
     return True
+
+
+LISTENING = "listening on"  # how a server announces itself
+
+
+def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str) -> str:
+    """``memory`` of each served model, in their order; empty where nobody here knows."""
+    key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
+    lines = [f"note: {note}" for note in notes]
+    for number, served in enumerate(config.served_models):
+        others = f" (also {', '.join(served.aliases)})" if served.aliases else ""
+        lines += [f"serving {served.name}{others}", *(f"  {each}" for each in memory[number : number + 1])]
+    if not config.served_models:
+        lines.append("serving no model: nothing can be trained or sampled here")
+    lines += [
+        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
+        f"dashboard: {url}/dashboard",
+        f"data in {config.data_dir}",
+        f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
+        "connect:",
+        f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
+        *(
+            f'  training = service.create_lora_training_client(base_model="{served.name}")'
+            for served in config.served_models[:1]
+        ),
+        f'  client = twinkle_client.init_twinkle_client("{url}")  # its second argument is the key',
+    ]
+    return "\n".join(lines)
