@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,19 +21,30 @@ _UNMATCHED = "unmatched"  # whatever paths strangers try are one series
 
 
 class ObservedRequests:
-    """Middleware. A request that ends in an error of ours counts as 500, which is what the client gets."""
+    """Middleware. A request that ends in an error of ours counts as 500, which is what the client gets.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing = NO_TRACING) -> None:
+    ``is_traced`` tells by method and path which requests have spans; it is asked only where there is tracing.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        tracing: Tracing = NO_TRACING,
+        is_traced: Callable[[str, str], bool] = lambda _method, _path: True,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._tracing = tracing
+        self._is_traced = is_traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        span = self._tracing.request(scope["headers"]) if _is_traced(scope["path"]) else UNTRACED
+        traced = self._tracing is not NO_TRACING and self._is_traced(scope["method"], scope["path"])
+        span = self._tracing.request(scope["headers"]) if traced else UNTRACED
         context = request_context.enter(_client_id(scope), span)
         answer = _Answer(send, context.http_id)
         try:
@@ -72,8 +84,3 @@ def _client_id(scope: Scope) -> str | None:
         if name == _HEADER:
             return str(value, "latin-1")
     return None
-
-
-def _is_traced(path: str) -> bool:
-    """Who only watches the server leaves no traces."""
-    return not ("/healthz" in path or path.endswith(("/metrics", "/status", "/session_heartbeat", "/telemetry")))

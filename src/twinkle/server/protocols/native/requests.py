@@ -3,18 +3,20 @@
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import Request
+from fastapi import Response
+from pydantic import BaseModel
 
 from twinkle.errors import InvalidInputError, NotFoundError, ShuttingDownError, UnknownNameError, UnsupportedError
 from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.http.requests import gateway_of, tenant_of
+from twinkle.server.http.owners import SESSION_HEADER
+from twinkle.server.http.routes import Call
 from twinkle.server.state.files.allowed_dirs import allowed_path
 from twinkle.server.types import Outcome, RunRecord
 from twinkle.server.verbs.codec import create_op, lora_config
@@ -24,40 +26,31 @@ from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
 from twinkle_client import types
 
-SESSION_HEADER = "x-twinkle-session-id"
 IDEMPOTENCY_HEADER = "x-idempotency-key"
 NUMBER_HEADER = "X-Twinkle-Seq-Id"  # of an answer: the number that the request has in its adapter's sequence
 # Of requests with rows. Parsing lets no other thread work: so much takes a quarter of a second, for two million tokens.
 ROWS_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class Caller:
-    tenant_id: str
-    session_id: str
-
-
-async def native_tenant_of(request: Request) -> str:
-    """Any token is a tenant of its own, unless the server has keys."""
-    return await tenant_of(request, prefix="")
-
-
-async def caller_of(request: Request) -> Caller:
-    """Who asks, in which of its sessions that is still active."""
-    tenant_id = await native_tenant_of(request)
-    session_id = request.headers.get(SESSION_HEADER)
-    if not session_id:
-        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "the id that create_session returned")
-    await gateway_of(request).active_session(session_id, tenant_id)
-    return Caller(tenant_id, session_id)
-
-
+ANY_KEY = ""  # with which keys of this protocol begin: any token is a tenant of its own, unless the server has keys
 _WAIT_SECONDS = 25.0
 
 
 class _AdapterOptions(Parameters):
     gradient_accumulation_steps: int = 1
     seed: int | None = None
+
+
+async def session_of(call: Call[Any]) -> str:
+    """Return the id of the session that a request names, which must be the tenant's and active."""
+    session_id = call.request.headers.get(SESSION_HEADER)
+    if not session_id:
+        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "the id that create_session returned")
+    await call.gateway.active_session(session_id, call.tenant_id)
+    return session_id
+
+
+def wire_response(body: BaseModel, status: int = 200) -> Response:
+    """Answer with JSON. Numbers that are not finite become null."""
+    return Response(body.model_dump_json(), status, media_type="application/json")
 
 
 def services_of(gateway: Gateway, model: str) -> Services:

@@ -7,24 +7,26 @@ from contextlib import aclosing
 from typing import TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from twinkle.errors import TwinkleError, UnsupportedError
 from twinkle.sampler.types import SamplingParams
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
+from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
 from twinkle.server.http.requests import (
     JSON_BYTES,
     PREFIX,
-    SMALL_BODY,
     body_of,
+    decoded,
     gateway_of,
     json_response,
     note_refusal,
     tenant_of,
     when_to_retry,
 )
+from twinkle.server.http.routes import RouteFacts, Routes
 from twinkle.server.http.streams import EVENTS, JsonStream, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
@@ -34,15 +36,21 @@ from twinkle.server.protocols.openai.generation import Generation
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
+routes = Routes()
 
 Handler = Callable[[Request], Awaitable[Response]]
 FieldsT = TypeVar("FieldsT", bound=Fields)
 _MAX_CHOICES = 1024
+_BODY_BYTES = 4 * JSON_BYTES
+
+
+def _generating(schema: type[Fields]) -> RouteFacts:
+    """Return what is true of a route that generates: it does so for its client alone."""
+    return RouteFacts(by_openai_model, schema, _BODY_BYTES, ends_with_client=True, streams=streams_if_asked)
 
 
 def _answering(handler: Handler) -> Handler:
-    """Errors in this protocol's form."""
+    """Answer errors in this protocol's form, also that the key is unknown."""
 
     @functools.wraps(handler)
     async def answer(request: Request) -> Response:
@@ -57,12 +65,12 @@ def _answering(handler: Handler) -> Handler:
     return answer
 
 
-@router.post("/v1/chat/completions")
-@router.post(f"{PREFIX}/chat/completions")
+@routes.endpoint("POST", "/v1/chat/completions", _generating(ChatRequest))
+@routes.endpoint("POST", f"{PREFIX}/chat/completions", _generating(ChatRequest))
 @_answering
 async def chat_completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    wanted = await _read(ChatRequest, request, tenant_id)
+    wanted = await _read(ChatRequest, request)
     params, top = wanted.params(wanted.limit), wanted.top
     gateway = gateway_of(request)
     target = await models.resolve(gateway, wanted.model, tenant_id)
@@ -77,12 +85,12 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, wanted, target, codec, [tokens], params, top, form, tools=bool(tools))
 
 
-@router.post("/v1/completions")
-@router.post(f"{PREFIX}/completions")
+@routes.endpoint("POST", "/v1/completions", _generating(CompletionRequest))
+@routes.endpoint("POST", f"{PREFIX}/completions", _generating(CompletionRequest))
 @_answering
 async def completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    wanted = await _read(CompletionRequest, request, tenant_id)
+    wanted = await _read(CompletionRequest, request)
     params, top = wanted.params(wanted.limit), wanted.logprobs
     gateway = gateway_of(request)
     target = await models.resolve(gateway, wanted.model, tenant_id)
@@ -94,27 +102,24 @@ async def completions(request: Request) -> Response:
     return await _answer(request, wanted, target, codec, tokens, params, top, form)
 
 
-@router.get("/v1/models")
-@router.get(f"{PREFIX}/models")
+@routes.endpoint("GET", "/v1/models", RouteFacts(anybody, ends_with_client=True))
+@routes.endpoint("GET", f"{PREFIX}/models", RouteFacts(anybody, ends_with_client=True))
 @_answering
 async def list_models(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     return json_response({"object": "list", "data": await models.listed(gateway_of(request), tenant_id)})
 
 
-@router.get("/v1/models/{model:path}")
-@router.get(f"{PREFIX}/models/{{model:path}}")
+@routes.endpoint("GET", "/v1/models/{model:path}", RouteFacts(by_openai_model, ends_with_client=True))
+@routes.endpoint("GET", f"{PREFIX}/models/{{model:path}}", RouteFacts(by_openai_model, ends_with_client=True))
 @_answering
 async def model(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     return json_response(await models.described(gateway_of(request), request.path_params["model"], tenant_id))
 
 
-async def _read(request_type: type[FieldsT], request: Request, tenant_id: str) -> FieldsT:
-    body = await body_of(request, 4 * JSON_BYTES)
-    if len(body) < SMALL_BODY:
-        return parse(request_type, body)
-    return await gateway_of(request).reading.in_thread(tenant_id, functools.partial(parse, request_type, body))
+async def _read(request_type: type[FieldsT], request: Request) -> FieldsT:
+    return await decoded(request, await body_of(request, _BODY_BYTES), functools.partial(parse, request_type))
 
 
 def _codec(target: Target) -> TextCodec:

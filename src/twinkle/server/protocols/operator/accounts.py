@@ -3,13 +3,15 @@
 from datetime import UTC, date, datetime, timedelta
 from typing import Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 
 from twinkle.errors import InvalidInputError
-from twinkle.server.http.requests import PREFIX, gateway_of, iso_time, json_response, tenant_of
+from twinkle.server.http.owners import anybody
+from twinkle.server.http.requests import PREFIX, iso_time, json_response
+from twinkle.server.http.routes import Call, Routes
 from twinkle.server.state import AuditEntry, DailyUsage
 
-router = APIRouter(prefix=PREFIX)
+routes = Routes(PREFIX)
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 # Which events are meant. There are no teams here, and a tenant is its own organization, to which its keys belong.
@@ -22,23 +24,25 @@ _BEGINNINGS: dict[EventType, tuple[str, ...]] = {
 }
 _MOST = 10_000
 _END_OF_TIME = 1e18  # seconds
+_DAY = timedelta(days=1)
+_GIGABYTE = 10**9
+_LONGEST = timedelta(days=366)
 
 
-@router.get("/audit")
-async def audit(request: Request, event_type: EventType = "all", day: date | None = None) -> Response:
-    """Oldest first, at most the newest ten thousand; ``day`` is one of UTC."""
-    tenant_id = await tenant_of(request)
+@routes.get("/audit", anybody)
+async def audit(call: Call[bytes], event_type: EventType = "all", day: date | None = None) -> Response:
+    """List events, oldest first, at most the newest ten thousand; ``day`` is one of UTC."""
     since, until = 0.0, _END_OF_TIME
     if day is not None:
         midnight = datetime(day.year, day.month, day.day, tzinfo=UTC)
         since, until = midnight.timestamp(), midnight.timestamp() + timedelta(days=1).total_seconds()
-    entries = await gateway_of(request).store.audit.list(tenant_id, since, until, _MOST)
+    entries = await call.gateway.store.audit.list(call.tenant_id, since, until, _MOST)
     chosen = [_entry(entry) for entry in entries if entry.event.startswith(_BEGINNINGS[event_type])]
     return json_response({"entries": chosen})
 
 
 def _entry(entry: AuditEntry) -> dict[str, object]:
-    """Three of the details stand beside them, too, where clients used to look."""
+    """Return an event as clients read it. Three of the details stand beside them, too, where clients used to look."""
     beside = {name: entry.details[name] for name in ("model_id", "tinker_path", "purpose") if name in entry.details}
     return {
         "timestamp": iso_time(entry.at),
@@ -48,32 +52,26 @@ def _entry(entry: AuditEntry) -> dict[str, object]:
     }
 
 
-billing_router = APIRouter(prefix=f"{PREFIX}/billing/usage")
-
-_DAY = timedelta(days=1)
-_GIGABYTE = 10**9
-_LONGEST = timedelta(days=366)
+# --- usage, by day: nothing has a price here --------------------------------------------------------------------------
 
 
-@billing_router.get("/events")
-async def events(request: Request, starting_on: str = "", ending_before: str = "") -> Response:
-    """By day: we know no hours. A day that is partly within the window is there as a whole."""
-    tenant_id = await tenant_of(request)
+@routes.get("/billing/usage/events", anybody)
+async def events(call: Call[bytes], starting_on: str = "", ending_before: str = "") -> Response:
+    """List usage by day: we know no hours. A day that is partly within the window is there as a whole."""
     start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
     if not start < end <= start + _LONGEST:
         raise InvalidInputError("ending_before", ending_before, f"after {starting_on}, by {_LONGEST.days} days at most")
-    gateway = gateway_of(request)
-    await gateway.books.flush_usage()
+    await call.gateway.books.flush_usage()
     until = end if end == _midnight(end) else _midnight(end) + _DAY
-    days = await gateway.store.usage.list(_midnight(start).date().isoformat(), until.date().isoformat(), tenant_id)
+    first, last = _midnight(start).date().isoformat(), until.date().isoformat()
+    days = await call.gateway.store.usage.list(first, last, call.tenant_id)
     now = datetime.now(UTC)
     return json_response({"data": [event for day in days for event in _events(day, now)], "sessions": {}})
 
 
-@billing_router.get("/checkpoints/current")
-async def checkpoints(request: Request, project_id: str | None = None) -> Response:
-    tenant_id = await tenant_of(request)
-    stored = await gateway_of(request).store.usage.stored_by_project(tenant_id)
+@routes.get("/billing/usage/checkpoints/current", anybody)
+async def checkpoints(call: Call[bytes], project_id: str | None = None) -> Response:
+    stored = await call.gateway.store.usage.stored_by_project(call.tenant_id)
     data = [
         {
             "project_id": each.project_id,

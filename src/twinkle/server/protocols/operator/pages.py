@@ -1,4 +1,7 @@
-"""Pages for people: the dashboard, and all routes of this server on one page."""
+"""Pages for people: the dashboard, and all routes of this server on one page, which has no scripts.
+
+The dashboard's page and parts are the same for everyone: what it shows it asks of the API, with the user's key.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -6,12 +9,14 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import RedirectResponse
 
 from twinkle.errors import NotFoundError
+from twinkle.server.http.owners import anybody
+from twinkle.server.http.routes import Call, Routes
 
-router = APIRouter()
+routes = Routes()
 
 _PAGE = "index.html"
 _PARTS: Mapping[str, str] = {
@@ -26,7 +31,7 @@ _PARTS: Mapping[str, str] = {
     "runs.js": "text/javascript",
     "style.css": "text/css",
 }
-# Nothing but our own files, no markup made of texts, and no dashboard_page around ours.
+# Nothing but our own files, no markup made of texts, and no page around ours.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -40,21 +45,23 @@ PAGE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+_POLICY_OF_ROUTES = "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS_OF_ROUTES = {**PAGE_HEADERS, "Content-Security-Policy": _POLICY_OF_ROUTES}
 
 
-@router.get("/dashboard")
-async def dashboard_page() -> Response:
+@routes.get("/dashboard", anybody, public=True)
+async def dashboard_page(_call: Call[bytes]) -> Response:
     return Response(_content(_PAGE), headers=PAGE_HEADERS, media_type="text/html")
 
 
-@router.get("/dashboard/")
-async def page_with_slash() -> Response:
-    # With the slash the dashboard_page would look elsewhere for its parts.
+@routes.get("/dashboard/", anybody, public=True)
+async def page_with_slash(_call: Call[bytes]) -> Response:
+    # With the slash the page would look elsewhere for its parts.
     return RedirectResponse("../dashboard", headers=PAGE_HEADERS)
 
 
-@router.get("/dashboard/{part}")
-async def page_part(part: str) -> Response:
+@routes.get("/dashboard/{part}", anybody, public=True)
+async def page_part(_call: Call[bytes], part: str) -> Response:
     if part not in _PARTS:
         raise NotFoundError("file", part)
     return Response(_content(part), headers=PAGE_HEADERS, media_type=_PARTS[part])
@@ -65,21 +72,17 @@ def _content(name: str) -> bytes:
     return files("twinkle.server.protocols.operator.dashboard").joinpath(name).read_bytes()
 
 
-_POLICY = "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_HEADERS = {**PAGE_HEADERS, "Content-Security-Policy": _POLICY}
-
-
-@router.get("/docs")
-async def api_page(request: Request) -> Response:
+@routes.get("/docs", anybody, public=True)
+async def api_page(call: Call[bytes]) -> Response:
     """Return this page."""
-    app: FastAPI = request.app
-    return Response(_page(app.openapi()), headers=_HEADERS, media_type="text/html")
+    app: FastAPI = call.request.app
+    return Response(_page(app.openapi()), headers=_HEADERS_OF_ROUTES, media_type="text/html")
 
 
-@router.get("/redoc")
-async def same_page(request: Request) -> Response:
+@routes.get("/redoc", anybody, public=True)
+async def same_page(call: Call[bytes]) -> Response:
     """Return the page of /docs."""
-    return await api_page(request)
+    return await api_page(call)
 
 
 def _page(document: Mapping[str, Any]) -> str:

@@ -1,30 +1,21 @@
 """Models, the ops on them, and losses that tenants define. Each op is answered at once with the id of a future."""
 
-import secrets
-from dataclasses import replace
+from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 
 from twinkle.errors import InvalidInputError
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.http.requests import (
-    JSON_BYTES,
-    PREFIX,
-    SMALL_BODY,
-    body_of,
-    gateway_of,
-    is_loopback,
-    json_response,
-    parsed,
-    tenant_of,
-)
+from twinkle.server.http.owners import anybody, by_model_id, by_new_model
+from twinkle.server.http.requests import PREFIX, decoded, is_loopback, json_response
+from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import loadable_checkpoint
 from twinkle.server.types import CreateFromCheckpoint, Op, OpKind, RunRecord
 from twinkle.server.wire import fields
 from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
-from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, Place
+from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, Place
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.requests import (
     CreateModelRequest,
@@ -41,31 +32,114 @@ from twinkle.server.wire.requests import (
 from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
 
-router = APIRouter(prefix=PREFIX)
+routes = Routes(PREFIX)
 
 
-@router.post("/create_model")
-async def create_model(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    body = await body_of(request, JSON_BYTES)
-    wanted = fields.parse(CreateModelRequest, body)
-    spec = wanted.spec()
-    if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
-        spec = replace(spec, seed=secrets.randbits(63))
-    run_id, request_id = await gateway_of(request).create_model(
-        tenant_id, wanted.session_id, wanted.model_seq_id, wanted.base_model, spec, wanted.user_metadata or {}, body
+def _op(request_type: type[SequencedRequest]) -> Body[Op]:
+    """A JSON body that is an op with its place in the sequence of its model."""
+    return Body(partial(to_op, request_type), request_type)
+
+
+@routes.post("/forward_backward", by_model_id, raw_body("application/x-protobuf", limit=None), soon=True)
+async def forward_backward(call: Call[bytes]) -> Response:
+    return await _pass(call, OpKind.FORWARD_BACKWARD)
+
+
+@routes.post("/forward", by_model_id, raw_body(limit=None), soon=True)
+async def forward(call: Call[bytes]) -> Response:
+    """For SDKs before protobuf; in later ones a field of forward_backward says the same."""
+    return await _pass(call, OpKind.FORWARD)
+
+
+async def _pass(call: Call[bytes], kind: OpKind) -> Response:
+    limits = call.gateway.config.limits
+    encoding = call.request.headers.get("content-encoding")
+
+    def decode(raw: bytes) -> Op:
+        body = decompress(raw, encoding, limits.max_request_bytes)
+        as_json = kind is OpKind.FORWARD or is_json(body)
+        if as_json and len(body) > MOST_BYTES:
+            raise BodyTooLargeError(MOST_BYTES)
+        decode_pass = partial(decode_json_pass, kind=kind) if as_json else decode_forward_backward
+        op = decode_pass(
+            body,
+            max_tokens=limits.max_tokens_per_request,
+            max_width=limits.max_targets_per_token,
+            max_targets=limits.max_targets_per_request,
+        )
+        _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
+        return op
+
+    return await _submit(call, await decoded(call.request, call.raw, decode))
+
+
+@routes.post("/optim_step", by_model_id, _op(OptimStepRequest), soon=True)
+async def optim_step(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/save_weights", by_model_id, _op(SaveWeightsRequest), soon=True)
+async def save_weights(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/save_weights_for_sampler", by_model_id, _op(SaveWeightsForSamplerRequest), soon=True)
+async def save_weights_for_sampler(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/save_weights_external", by_model_id, _op(SaveWeightsExternalRequest), soon=True)
+async def save_weights_external(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/load_weights", by_model_id, raw_body(LoadWeightsRequest), soon=True)
+async def load_weights(call: Call[bytes]) -> Response:
+    """Load into a model, or, where a session is named instead of one, into a new model of that session."""
+    if not names_session(call.raw):
+        return await _submit(call, to_op(LoadWeightsRequest, call.raw))
+    wanted = fields.parse(CreateFromRequest, call.raw)
+    request_id = await _create_from_checkpoint(call.gateway, call.tenant_id, wanted, call.raw)
+    return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
+
+
+async def _submit(call: Call[bytes] | Call[Op], op: Op) -> Response:
+    request_id = await call.gateway.submit(op, call.tenant_id)
+    return json_response({"request_id": request_id, "model_id": op.adapter_id})
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@routes.post("/create_model", by_new_model, json_body(CreateModelRequest), soon=True)
+async def create_model(call: Call[CreateModelRequest]) -> Response:
+    wanted = call.body
+    run_id, request_id = await call.gateway.create_model(
+        call.tenant_id,
+        wanted.session_id,
+        wanted.model_seq_id,
+        wanted.base_model,
+        wanted.spec(),
+        wanted.user_metadata or {},
+        call.raw,
     )
     return json_response({"request_id": request_id, "model_id": run_id})
 
 
-@router.post("/get_info")
-async def get_info(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    run = await gateway.run((await parsed(GetInfoRequest, request)).model_id, tenant_id)
-    model = gateway.serving(run.model_name).model
+@routes.post("/unload_model", by_model_id, json_body(UnloadModelRequest), soon=True)
+async def unload_model(call: Call[UnloadModelRequest]) -> Response:
+    """Give a model back before its session ends."""
+    model_id = call.body.model_id
+    request_id = await call.gateway.unloading.ask(model_id, call.tenant_id)
+    return json_response({"request_id": request_id, "model_id": model_id})
+
+
+@routes.post("/get_info", by_model_id, json_body(GetInfoRequest), soon=True)
+async def get_info(call: Call[GetInfoRequest]) -> Response:
+    run = await call.gateway.run(call.body.model_id, call.tenant_id)
+    model = call.gateway.serving(run.model_name).model
     data = {"arch": model.architecture, "model_name": run.base_model}
-    tokenizer_id = model.tokenizer_dir if is_loopback(request) else model.tokenizer_id
+    tokenizer_id = model.tokenizer_dir if is_loopback(call.request) else model.tokenizer_id
     return json_response(
         {
             "type": "get_info",
@@ -79,91 +153,9 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/forward_backward")
-async def forward_backward(request: Request) -> Response:
-    return await _pass(request, OpKind.FORWARD_BACKWARD)
-
-
-@router.post("/forward")
-async def forward(request: Request) -> Response:
-    """Of SDKs before protobuf, in which a field of forward_backward says the same."""
-    return await _pass(request, OpKind.FORWARD)
-
-
-async def _pass(request: Request, kind: OpKind) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    limits = gateway.config.limits
-    raw = await body_of(request)
-    encoding = request.headers.get("content-encoding")
-
-    def decode() -> Op:
-        body = decompress(raw, encoding, limits.max_request_bytes)
-        if kind is OpKind.FORWARD or is_json(body):
-            if len(body) > MOST_BYTES:
-                raise BodyTooLargeError(MOST_BYTES)
-            op = decode_json_pass(
-                body,
-                kind,
-                max_tokens=limits.max_tokens_per_request,
-                max_width=limits.max_targets_per_token,
-                max_targets=limits.max_targets_per_request,
-            )
-        else:
-            op = decode_forward_backward(
-                body,
-                max_tokens=limits.max_tokens_per_request,
-                max_width=limits.max_targets_per_token,
-                max_targets=limits.max_targets_per_request,
-            )
-        _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
-        return op
-
-    small = len(raw) < SMALL_BODY and encoding is None
-    op = decode() if small else await gateway.reading.in_thread(tenant_id, decode)
-    return await _submit(request, op, tenant_id)
-
-
-@router.post("/optim_step")
-async def optim_step(request: Request) -> Response:
-    return await _sequenced(request, OptimStepRequest)
-
-
-@router.post("/save_weights")
-async def save_weights(request: Request) -> Response:
-    return await _sequenced(request, SaveWeightsRequest)
-
-
-@router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request) -> Response:
-    return await _sequenced(request, SaveWeightsForSamplerRequest)
-
-
-@router.post("/save_weights_external")
-async def save_weights_external(request: Request) -> Response:
-    return await _sequenced(request, SaveWeightsExternalRequest)
-
-
-@router.post("/load_weights")
-async def load_weights(request: Request) -> Response:
-    """Into a model, or, where a session is named instead of one, into a new model of that session."""
-    tenant_id = await tenant_of(request)
-    body = await body_of(request, JSON_BYTES)
-    if not names_session(body):
-        return await _submit(request, to_op(LoadWeightsRequest, body), tenant_id)
-    wanted = fields.parse(CreateFromRequest, body)
-    request_id = await create_model_from(gateway_of(request), tenant_id, wanted, body)
-    return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
-
-
-@router.post("/weights_info")
-async def weights_info(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    path = CheckpointPath.parse((await parsed(WeightsInfoRequest, request)).tinker_path, "tinker_path")
-    await gateway.checkpoint(path, tenant_id)
-    run = await gateway.store.runs.get(path.run_id)
-    assert run is not None, "a checkpoint has a run"
+@routes.post("/weights_info", anybody, json_body(WeightsInfoRequest))
+async def weights_info(call: Call[WeightsInfoRequest]) -> Response:
+    run = await call.gateway.run_of_checkpoint(call.body.tinker_path, call.tenant_id, "tinker_path")
     return json_response(
         {
             "base_model": run.base_model,
@@ -177,18 +169,11 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-async def _sequenced(request: Request, request_type: type[SequencedRequest]) -> Response:
-    tenant_id = await tenant_of(request)
-    return await _submit(request, to_op(request_type, await body_of(request, JSON_BYTES)), tenant_id)
+async def _create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest, body: bytes) -> str:
+    """Create a model that begins as a checkpoint, and return the id of the request.
 
-
-async def _submit(request: Request, op: Op, tenant_id: str) -> Response:
-    request_id = await gateway_of(request).submit(op, tenant_id)
-    return json_response({"request_id": request_id, "model_id": op.adapter_id})
-
-
-async def create_model_from(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest, body: bytes) -> str:
-    """The id of the request. Asked again, the model that there is, also when its source is gone by now."""
+    The same request again is about the model that there is, also when its source is gone by now.
+    """
     wanted.check()
     await gateway.active_session(wanted.session_id, tenant_id)
     run = await gateway.store.runs.get(ids.run_id(wanted.session_id, wanted.model_seq_id))
@@ -213,19 +198,12 @@ async def _new_run(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest) 
     return gateway.new_run(run_id, tenant_id, wanted.session_id, wanted.model_seq_id, base_model, source.spec, metadata)
 
 
-@router.post("/unload_model")
-async def unload_model(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    model_id = (await parsed(UnloadModelRequest, request)).model_id
-    request_id = await gateway_of(request).unloading.ask(model_id, tenant_id)
-    return json_response({"request_id": request_id, "model_id": model_id})
+# --- losses that tenants define ---------------------------------------------------------------------------------------
 
 
-@router.post("/create_custom_loss")
-async def create_custom_loss(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    body = await body_of(request, MAX_BODY_BYTES)
-    place = fields.parse(Place, body)
-    gateway = gateway_of(request)
-    session = await gateway.active_session(place.session_id, tenant_id)
-    return json_response({"request_id": await gateway.custom_losses.create(session, place.custom_loss_seq_id, body)})
+@routes.post("/create_custom_loss", anybody, raw_body(CreateCustomLossRequest, MAX_BODY_BYTES))
+async def create_custom_loss(call: Call[bytes]) -> Response:
+    place = fields.parse(Place, call.raw)
+    session = await call.gateway.active_session(place.session_id, call.tenant_id)
+    request_id = await call.gateway.custom_losses.create(session, place.custom_loss_seq_id, call.raw)
+    return json_response({"request_id": request_id})

@@ -1,12 +1,15 @@
-"""Which replica a request is for: its address, looked up in the state."""
+"""Which replica a request is for: its address, as its route declares it, looked up in the state."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
+from twinkle.server.app import ROUTES
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.serving import known_name
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.runtime.ray.addressing import (
+from twinkle.server.http.asgi_relay import HttpRequest
+from twinkle.server.http.owners import (
     Address,
+    Envelope,
     OfModel,
     OfNewRun,
     OfNewSampler,
@@ -15,14 +18,30 @@ from twinkle.server.runtime.ray.addressing import (
     OfRun,
     OfSampler,
 )
+from twinkle.server.ids import CheckpointPath
 from twinkle.server.runtime.ray.layout import Layout, Replicas
 from twinkle.server.state import Store
 
 _REMEMBERED = 65_536
 
 
+@dataclass(frozen=True)
+class Destination:
+    """``address`` None: any process can answer. ``streams``: the answer is to be handed on as it comes."""
+
+    address: Address | None
+    streams: bool
+
+
+def destination_of(request: HttpRequest, max_bytes: int) -> Destination:
+    """Read off a request whom it concerns. ``max_bytes`` of its body after decompression."""
+    facts, parameters = ROUTES.find(request.method, request.path)
+    envelope = Envelope(request, parameters, max_bytes)
+    return Destination(facts.owner(envelope), facts.streams(envelope))
+
+
 class Directory:
-    """Of one process. What it has found once stays true as long as the process lives."""
+    """Finds replicas for one process. What it has found once stays true as long as the process lives."""
 
     def __init__(self, config: ServerConfig, layout: Layout, store: Store) -> None:
         self._layout = layout
@@ -32,7 +51,7 @@ class Directory:
         self._found: OrderedDict[str, str] = OrderedDict()  # by run or sampling session
 
     async def find(self, address: Address) -> str | None:
-        """The replica's name. None: nobody has it, and whoever was asked can say so."""
+        """Return the replica's name. None: no replica has it, and any process can say so."""
         match address:
             case OfRun(run_id, model):
                 return await self._of_run(run_id) or self._any_of(model)
