@@ -12,7 +12,7 @@ from typing import Any
 from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.mock import MockSampler, MockTrainer
 from twinkle.server.gateway import signed_urls
-from twinkle.server.runtime import embedded
+from twinkle.server.runtime import maintenance
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.services.training import snapshots
 from twinkle.server.state import StorageFullError
@@ -108,7 +108,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "poison": _die_of_token,
     "poison_save": _die_of_saving,
     "save": _save_slowly,
-    "housekeeping": lambda seconds: setattr(embedded, "_HOUSEKEEPING_SECONDS", seconds),
+    "housekeeping": lambda seconds: setattr(maintenance, "INTERVAL_SECONDS", seconds),
 }
 
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.errors import DataDirInUseError
 
+LISTENING = "listening on"  # how a server announces itself
 _FILE = "server.json"
 _WAIT_SECONDS = 360.0  # a server finishes what runs, and puts every adapter on disk
 _PAUSE = 0.2
@@ -31,7 +33,10 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
-    """This process serves there, until it leaves or dies: another one is refused. To be told under which URL."""
+    """Note that this process serves the directory, until it leaves or dies: another process is refused.
+
+    Gives a function that notes under which URL it serves.
+    """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -52,7 +57,7 @@ def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
 
 
 def _lock(fd: int, data_dir: Path) -> None:
-    """Whoever only looks holds the lock for a moment."""
+    """Take the lock. A process that only looks holds it for a moment."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:
         try:
@@ -65,7 +70,7 @@ def _lock(fd: int, data_dir: Path) -> None:
 
 
 def running(data_dir: Path) -> ServerProcess | None:
-    """The process that serves there now."""
+    """Return the process that serves the directory now."""
     try:
         fd = os.open(data_dir / _FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -94,11 +99,26 @@ def stop(data_dir: Path) -> bool:
     return True
 
 
-LISTENING = "listening on"  # how a server announces itself
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound, before anything slow happens: a taken port is known at once."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise TwinkleServerError(
+            f"cannot listen on {host}:{port}: {reason}; stop what listens there or choose another --port"
+        ) from error
+    return listener
 
 
 def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str) -> str:
-    """``memory`` of each served model, in their order; empty where nobody here knows."""
+    """Return what a server prints once it serves: what, where, and how to connect.
+
+    ``memory`` of each served model, in their order; empty where nobody here knows.
+    """
     key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
     lines = [f"note: {note}" for note in notes]
     for number, served in enumerate(config.served_models):

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
+from twinkle.server.runtime.process import listen
 from twinkle.server.runtime.ray.deployments import application_for, gpus_wanted
 from twinkle.server.runtime.ray.layout import wanted_replicas
 
@@ -210,15 +210,7 @@ def _check_port(config: ServerConfig, port: int) -> None:
     """A port that is taken is known before anything slow happens, if it is not Serve's own proxy that has it."""
     if config.proxy_location == "Disabled" or serve.status().proxies:
         return
-    with socket.socket(socket.AF_INET6 if ":" in config.http_options.host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((_listening_host(config.http_options.host), port))
-        except OSError as error:
-            raise TwinkleServerError(
-                f"cannot listen on {config.http_options.host}:{port}: {error.strerror or error}; "
-                "stop what listens there or choose another --port"
-            ) from error
+    listen(_listening_host(config.http_options.host), port).close()
 
 
 def _check_answers(url: str) -> None:
@@ -238,6 +230,5 @@ def _listening_host(host: str) -> str:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((_listening_host(host), 0))
+    with listen(_listening_host(host), 0) as listener:
         return int(listener.getsockname()[1])

@@ -10,11 +10,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from twinkle.errors import GoneError, UserError
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.runtime.ray.layout import ReplicaAddress
-from twinkle.server.runtime.ray.replica import Refusal, ReplicaGoneError
+from twinkle.server.runtime.ray.replica import ReplicaGoneError, raised
 from twinkle.server.types import RunRecord, SessionRecord
 
 
@@ -32,7 +31,6 @@ class RemoteReplica:
         return self._made
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        """Whoever cancels this has gone away: the replica hears of it."""
         reply: HttpReply = await self._asked("answer", request)
         return reply
 
@@ -67,14 +65,10 @@ class RemoteReplica:
         await self._asked("park_run", run, why)
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """Of a processor."""
-        rows: list[dict[str, Any]] | Refusal = await self._asked("batch", tenant_id, session_id, processor_id, number)
-        if isinstance(rows, Refusal):
-            raise UserError(rows.message) if rows.is_users else GoneError(rows.message)
+        rows: list[dict[str, Any]] = raised(await self._asked("batch", tenant_id, session_id, processor_id, number))
         return rows
 
     async def end_session(self, session_id: str) -> None:
-        """Of a processor."""
         await self._asked("end_session", session_id)
 
     async def _asked(self, method: str, *arguments: object) -> Any:
@@ -90,7 +84,7 @@ class RemoteReplica:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> Exception:
-        """Only what means that the process is not there is made light of: the rest is a bug, and a 500."""
+        """Return the error to raise: that the replica is away, if that is what it means. The rest is a bug, a 500."""
         if isinstance(error, RayActorError | RayServeException):
             return ReplicaGoneError(f"{self.address.deployment} is being replaced")
         return error

@@ -20,6 +20,7 @@ from twinkle.server.config.applications import ApplicationSpec, SamplerArgs
 from twinkle.server.config.placement import DeviceGroup
 from twinkle.server.config.sampler_process import has_own_process, resources_of
 from twinkle.server.config.serving import ServedModelConfig
+from twinkle.server.runtime.ray.replica import Failure, raised
 from twinkle.server.runtime.ray.trainer_group import mesh_of
 
 if TYPE_CHECKING:
@@ -40,13 +41,6 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """An error of ours, as a value: Ray would wrap it, and its message would be a traceback."""
-
-    error: TwinkleError
-
-
-@dataclass(frozen=True)
 class EngineDevices:
     """What the actor asks of Ray, and on which kind of device its engine computes."""
 
@@ -64,7 +58,7 @@ class SamplerEngine:
         set_variables(variables)  # before torch looks at them
         self._engine: TorchSampler | VllmSampler
 
-    def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failed:
+    def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failure:
         """How it divides its memory, for people."""
         from twinkle.server.backends.loading import load_sampling_engine
 
@@ -74,24 +68,24 @@ class SamplerEngine:
 
         return _tried(load)
 
-    def receive_version(self, version_id: str, weights: AdapterWeights) -> Failed | None:
+    def receive_version(self, version_id: str, weights: AdapterWeights) -> Failure | None:
         from twinkle.sampler.received_weights import as_tensors
 
         return _tried(lambda: self._engine.receive_version(version_id, weights.config, as_tensors(weights.arrays)))
 
-    def load_version(self, version_id: str, directory: str) -> Failed | None:
+    def load_version(self, version_id: str, directory: str) -> Failure | None:
         return _tried(lambda: self._engine.load_version(version_id, directory))
 
-    def retire(self, version_id: str) -> Failed | None:
+    def retire(self, version_id: str) -> Failure | None:
         return _tried(lambda: self._engine.retire(version_id))
 
-    def submit(self, request: SampleRequest) -> Failed | None:
+    def submit(self, request: SampleRequest) -> Failure | None:
         return _tried(lambda: self._engine.submit(request))
 
-    def cancel(self, request_id: str) -> Failed | None:
+    def cancel(self, request_id: str) -> Failure | None:
         return _tried(lambda: self._engine.cancel(request_id))
 
-    def step(self) -> list[Finished | Progress] | Failed:
+    def step(self) -> list[Finished | Progress] | Failure:
         return _tried(self._engine.step)
 
 
@@ -146,14 +140,8 @@ def start_engine(served: ServedModelConfig, devices: EngineDevices) -> StartingE
     return StartingEngine(actor, actor.load.remote(served, devices), devices)
 
 
-def raised(answer: object) -> Any:
-    if isinstance(answer, Failed):
-        raise answer.error
-    return answer
-
-
 def _tried(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except TwinkleError as error:
-        return Failed(error)
+        return Failure(error)

@@ -38,18 +38,12 @@ from twinkle.network import find_free_port
 from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
 from twinkle.server.config.applications import ModelArgs
 from twinkle.server.config.serving import ServedModelConfig, public_tokenizer_id
+from twinkle.server.runtime.ray.replica import Failure
 
 logger = logging.getLogger(__name__)
 
 _PROCESS_LOST = 70  # EX_SOFTWARE
 _GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """An error, as a value: Ray would wrap it, and its message would be a traceback."""
-
-    error: Exception
 
 
 @dataclass(frozen=True)
@@ -90,18 +84,18 @@ class _Rank:
         return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """What the trainer returns, or :class:`_Failed`."""
+        """What the trainer returns, or :class:`Failure`."""
         try:
             return getattr(self._trainer, method)(*args, **kwargs)
         except TwinkleError as error:
-            return _Failed(error)
+            return Failure(error)
         except Exception as error:  # noqa: BLE001 - an edge: the caller decides what it means for the group
-            return _Failed(RuntimeError("".join(traceback.format_exception(error))))
+            return Failure(RuntimeError("".join(traceback.format_exception(error))))
 
     def passes(self, method: str, items: Sequence[TrainItem]) -> object:
-        """Results, and the objectives, which may have learned something; or :class:`_Failed`."""
+        """Results, and the objectives, which may have learned something; or :class:`Failure`."""
         results = self.call(method, (items,), {})
-        return results if isinstance(results, _Failed) else (results, [item.objective for item in items])
+        return results if isinstance(results, Failure) else (results, [item.objective for item in items])
 
 
 class TrainerGroup:
@@ -283,8 +277,8 @@ def _answers(calls: Sequence[Any]) -> list[Any]:
             answers[done[0]] = ray.get(done[0])
         except RayError as error:
             _end(f"a process of the model's group died: {error}")
-        failed = failed or isinstance(answers[done[0]], _Failed)
-    failures = [answer for answer in answers.values() if isinstance(answer, _Failed)]
+        failed = failed or isinstance(answers[done[0]], Failure)
+    failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
     if failures and len(failures) < len(calls):
         _end(f"one process of the model's group failed and another did not: {failures[0].error}")
     if failures:
