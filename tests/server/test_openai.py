@@ -463,7 +463,12 @@ def test_an_error_after_the_stream_has_begun_is_its_last_event() -> None:
 
     async def bodies() -> list[dict[str, object]]:
         request = Request({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []})
-        return [body async for body in openai_routes.to_the_end({"number": 1}, failing(), request)]
+        return [
+            body
+            async for body in streams.to_the_end(
+                {"number": 1}, failing(), lambda error: openai_routes._refusal(error, request).body
+            )
+        ]
 
     *chunks, last = asyncio.run(bodies())
     assert chunks == [{"number": 1}, {"number": 2}]

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -165,6 +165,11 @@ def json_response(
     content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
+
+
+def listing(name: str, items: Sequence[object], offset: int, limit: int, total: int) -> Response:
+    """Return one page of a listing, and where it stands among all."""
+    return json_response({name: items, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
 
 
 def public_address(request: Request) -> str:

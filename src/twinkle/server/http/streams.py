@@ -2,20 +2,25 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fastapi import Response
+from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from twinkle.server.services.futures import Delivery
 
 T = TypeVar("T")
+Json = Mapping[str, object]
+Bodies = AsyncGenerator[Json, None]
+OnError = Callable[[Exception], Json]
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 UNREAD_SECONDS = 60.0  # a client that takes nothing for so long is gone; what it asked for is not kept for ever
+_PART = 2**18  # bytes; the server's buffer for a connection holds less
+_SMALL = 2**16  # what is no larger is sent in one piece, and is fetched once it is in the buffer
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,9 @@ LINES = Framing("application/x-ndjson", "", "\n", "")
 
 
 class JsonStream(Response):
-    """Sends each body as it comes. A client that leaves ends ``bodies`` at once.
+    """Sends each body as it comes. A client that leaves ends ``bodies`` at once, and so does one that does not read."""
 
-    So does one that stays and does not read.
-    """
-
-    def __init__(self, bodies: AsyncGenerator[Mapping[str, object], None], framing: Framing) -> None:
+    def __init__(self, bodies: Bodies, framing: Framing) -> None:
         self.status_code = 200
         self.background = None
         self.media_type = framing.media_type
@@ -60,13 +62,34 @@ class JsonStream(Response):
         await _send_part(send, framing.last, more=False)
 
 
+async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnError) -> JsonStream:
+    """Wait for the first body, then return the stream. So what is refused at once is refused by its status code."""
+    first = await unless_gone(request.receive, _next(bodies))
+    return JsonStream(to_the_end(first, bodies, failed), framing)
+
+
+async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
+    """Yield all bodies. An error on the way becomes a body, and the last one."""
+    async with aclosing(bodies):
+        yield first
+        try:
+            async for body in bodies:
+                yield body
+        except Exception as error:  # noqa: BLE001 - the answer has begun: this is the edge
+            yield failed(error)
+
+
+async def _next(bodies: Bodies) -> Json:
+    return await anext(bodies)
+
+
 async def _send_part(send: Send, text: str, *, more: bool = True) -> None:
     async with asyncio.timeout(UNREAD_SECONDS):
         await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """``work``'s result; if the client leaves first, the work is cancelled and ClientDisconnect raised."""
+    """Return the result of ``work``. If the client leaves first, it is cancelled and ClientDisconnect raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(receive))
     try:
@@ -86,10 +109,10 @@ async def left(receive: Receive) -> None:
         pass
 
 
-__all__ = ["Delivering", "SentResult", "StreamedResult", "undelivered"]
-
-_PART = 2**18  # bytes; the server's buffer for a connection holds less
-_SMALL = 2**16  # what is no larger is sent in one piece, and is fetched once it is in the buffer
+# --- results, which are noted once the client has them ----------------------------------------------------------------
+#
+# A server that hands a whole body to the socket's buffer has sent nothing yet: the client may hang up before it reads a
+# byte, and the result would count as fetched. So large ones go in pieces, as fast as the client reads.
 
 Delivering = AbstractContextManager[Delivery]
 
@@ -145,7 +168,7 @@ async def _parts_of(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _send_parts(start: dict[str, object], parts: AsyncIterator[bytes], receive: Receive, send: Send) -> bool:
-    """Return whether the client stayed to the end. Whoever reads nothing for a minute is gone, too."""
+    """Return whether the client stayed to the end. One that reads nothing for a minute is gone, too."""
     leaving = asyncio.ensure_future(left(receive))
     try:
         await send(start)

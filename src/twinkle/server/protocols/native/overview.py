@@ -9,7 +9,7 @@ from fastapi import Query, Response
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import anybody
-from twinkle.server.http.requests import PREFIX, json_response
+from twinkle.server.http.requests import PREFIX, json_response, listing
 from twinkle.server.http.routes import Call, Routes
 from twinkle.server.protocols.native.requests import ANY_KEY
 from twinkle.server.protocols.tinker.checkpoints import archive_title, tar_response
@@ -66,12 +66,8 @@ async def sessions(call: Call[bytes], limit: Few = 50, offset: Offset = 0) -> Re
     The state ``silent`` is that of an active session which sent no heartbeat for a while and has not expired yet.
     """
     page = await call.gateway.store.sessions.list(call.tenant_id, limit, offset)
-    return json_response(
-        {
-            "sessions": [await _session(call.gateway, session) for session in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+    found = [await _session(call.gateway, session) for session in page.items]
+    return listing("sessions", found, offset, limit, page.total)
 
 
 async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object]:

@@ -21,7 +21,7 @@ from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.owners import SESSION_HEADER, always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
-from twinkle.server.http.streams import LINES, JsonStream, unless_gone
+from twinkle.server.http.streams import LINES, begun, unless_gone
 from twinkle.server.protocols.native.requests import ANY_KEY, ROWS_BYTES, services_of, session_of, wire_response
 from twinkle.server.protocols.native.sampling import (
     FeatureSampling,
@@ -80,9 +80,7 @@ async def sample(call: Call[types.SampleRequest], model: str) -> Response:
 async def sample_stream(call: Call[types.SampleRequest], model: str) -> Response:
     """Send the text of one sample of one input as it comes: lines of JSON."""
     lines = (await AskedSamples.of_call(call, model)).lines()
-    # What is refused is refused by status code: the stream begins with the first text.
-    first = await unless_gone(call.request.receive, _next(lines))
-    return JsonStream(_to_the_end(first, lines, call.request), LINES)
+    return await begun(call.request, lines, LINES, partial(_failed, call.request))
 
 
 @routes.post("/add_adapter_to_sampler", by_base_model, unread_body())
@@ -182,18 +180,7 @@ def _services(gateway: Gateway, model: str) -> Services:
     return services
 
 
-async def _next(lines: AsyncGenerator[Line, None]) -> Line:
-    return await anext(lines)
-
-
-async def _to_the_end(first: Line, lines: AsyncGenerator[Line, None], request: Request) -> AsyncGenerator[Line, None]:
-    """An error on the way is a line, and the last one."""
-    async with aclosing(lines):
-        yield first
-        try:
-            async for line in lines:
-                yield line
-        except Exception as error:  # the route handler is an edge
-            if not isinstance(error, UserError | TwinkleServerError):
-                logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-            yield {"error": str(error) if isinstance(error, TwinkleError) else "internal error"}
+def _failed(request: Request, error: Exception) -> Line:
+    if not isinstance(error, UserError | TwinkleServerError):
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return {"error": str(error) if isinstance(error, TwinkleError) else "internal error"}

@@ -2,8 +2,7 @@
 
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -27,9 +26,9 @@ from twinkle.server.http.requests import (
     when_to_retry,
 )
 from twinkle.server.http.routes import RouteFacts, Routes
-from twinkle.server.http.streams import EVENTS, JsonStream, unless_gone
+from twinkle.server.http.streams import EVENTS, begun, unless_gone
 from twinkle.server.protocols.openai import models
-from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
+from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format
 from twinkle.server.protocols.openai.errors import INTERNAL, Refusal, RequestError, refusal_of
 from twinkle.server.protocols.openai.fields import Fields, parse
 from twinkle.server.protocols.openai.generation import Generation
@@ -163,9 +162,7 @@ async def _answer(
         body = await unless_gone(request.receive, generation.answer(form))
         return Response(body, media_type="application/json")
     chunks = generation.chunks(form, include_usage=wanted.include_usage)
-    # What is refused is refused by status code: the stream begins with the first token.
-    first = await unless_gone(request.receive, _next(chunks))
-    return JsonStream(to_the_end(first, chunks, request), EVENTS)
+    return await begun(request, chunks, EVENTS, lambda error: _refusal(error, request).body)
 
 
 def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:
@@ -176,21 +173,6 @@ def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -
     if longest >= context:
         message = f"the prompt has {longest} tokens, allowed: fewer than {context}, the context of this model"
         raise RequestError(message, None, "context_length_exceeded")
-
-
-async def _next(chunks: AsyncGenerator[Json, None]) -> Json:
-    return await anext(chunks)
-
-
-async def to_the_end(first: Json, chunks: AsyncGenerator[Json, None], request: Request) -> AsyncGenerator[Json, None]:
-    """An error on the way is an event, and the last one."""
-    async with aclosing(chunks):
-        yield first
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except Exception as error:  # noqa: BLE001 - the route handler is an edge
-            yield _refusal(error, request).body
 
 
 def _refusal(error: Exception, request: Request) -> Refusal:

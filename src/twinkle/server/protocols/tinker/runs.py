@@ -6,7 +6,7 @@ from fastapi import Query, Response
 
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import anybody
-from twinkle.server.http.requests import PREFIX, iso_time, json_response
+from twinkle.server.http.requests import PREFIX, iso_time, json_response, listing
 from twinkle.server.http.routes import Call, Routes
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import kind_of_checkpoint
@@ -29,12 +29,8 @@ async def training_runs(
     access_scope: Scope = "owned",
 ) -> Response:
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset, project_id)
-    return json_response(
-        {
-            "training_runs": [await _training_run(call.gateway, run) for run in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+    found = [await _training_run(call.gateway, run) for run in page.items]
+    return listing("training_runs", found, offset, limit, page.total)
 
 
 @routes.get("/training_runs/{run_id}", anybody)
@@ -52,12 +48,7 @@ async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
 @routes.get("/checkpoints", anybody)
 async def checkpoints(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
     page = await call.gateway.store.checkpoints.list(call.tenant_id, limit, offset)
-    return json_response(
-        {
-            "checkpoints": [_checkpoint(record) for record in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+    return listing("checkpoints", [_checkpoint(record) for record in page.items], offset, limit, page.total)
 
 
 @routes.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", anybody)

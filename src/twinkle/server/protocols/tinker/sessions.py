@@ -11,7 +11,7 @@ from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.session_search import search_sessions, shown_metadata, shown_status
 from twinkle.server.http.owners import anybody
-from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id_of, key_of, public_address
+from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id_of, key_of, listing, public_address
 from twinkle.server.http.routes import Call, Routes, json_body, unread_body
 from twinkle.server.protocols.tinker.runs import Limit, Offset, Scope
 from twinkle.server.state import Store
@@ -85,12 +85,7 @@ async def session(call: Call[bytes], session_id: str, access_scope: Scope = "own
 @routes.get("/sessions", anybody)
 async def sessions(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned") -> Response:
     page = await call.gateway.store.sessions.list(call.tenant_id, limit, offset)
-    return json_response(
-        {
-            "sessions": [session.session_id for session in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+    return listing("sessions", [session.session_id for session in page.items], offset, limit, page.total)
 
 
 @routes.put("/sessions/{session_id}/project", anybody, json_body(AssignProjectRequest))

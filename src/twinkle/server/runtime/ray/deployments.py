@@ -90,7 +90,10 @@ def _options(one: ApplicationSpec, num_cpus: float, num_gpus: float = 0.0) -> di
 
 
 def door_options(config: ServerConfig, one: ApplicationSpec) -> dict[str, Any]:
-    """Return the options of a sampler's front door, which computes nothing: an engine of its own takes what the application asks for."""
+    """Return the options of a sampler's front door, which computes nothing.
+
+    An engine of its own takes what the application asks for.
+    """
     options = _options(one, _LIGHT_CPUS)
     (model,) = (each.model for each in config.served_models if each.sampler is one.args)
     asked = {} if has_own_process(one, model) else options["ray_actor_options"]

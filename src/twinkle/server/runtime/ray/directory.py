@@ -21,6 +21,7 @@ from twinkle.server.http.owners import (
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.runtime.ray.layout import Layout, Replicas
 from twinkle.server.state import Store
+from twinkle.server.types import RunRecord, SamplingSessionRecord
 
 _REMEMBERED = 65_536
 
@@ -74,21 +75,13 @@ class Directory:
 
     async def _of_run(self, run_id: str) -> str | None:
         if run_id not in self._found:
-            run = await self._store.runs.get(run_id)
-            replicas = None if run is None else self._layout.models.get(run.model_name)
-            if run is None or replicas is None:
-                return None
-            self._remember(run_id, replicas.owner(run_id, run.replica))
-        return self._found[run_id]
+            self._remember(run_id, await self._store.runs.get(run_id))
+        return self._found.get(run_id)
 
     async def _of_sampler(self, sampling_session_id: str) -> str | None:
         if sampling_session_id not in self._found:
-            record = await self._store.sampling_sessions.get(sampling_session_id)
-            replicas = None if record is None else self._layout.models.get(record.model_name)
-            if record is None or replicas is None:
-                return None
-            self._remember(sampling_session_id, replicas.owner(sampling_session_id, record.replica))
-        return self._found[sampling_session_id]
+            self._remember(sampling_session_id, await self._store.sampling_sessions.get(sampling_session_id))
+        return self._found.get(sampling_session_id)
 
     async def _of_new_run(self, run_id: str, base_model: str | None, checkpoint: CheckpointPath | None) -> str | None:
         model = self._model(base_model)
@@ -119,11 +112,15 @@ class Directory:
         return None if replicas is None else self._any(replicas)
 
     def _any(self, replicas: Replicas) -> str:
-        """In turns."""
+        """Return one replica after another."""
         self._turn = (self._turn + 1) % len(replicas.names)
         return replicas.names[self._turn]
 
-    def _remember(self, identifier: str, name: str) -> None:
-        self._found[identifier] = name
+    def _remember(self, identifier: str, record: RunRecord | SamplingSessionRecord | None) -> None:
+        """Note which replica has what a record is about. What is not on record, or not served, is asked for again."""
+        replicas = None if record is None else self._layout.models.get(record.model_name)
+        if record is None or replicas is None:
+            return
+        self._found[identifier] = replicas.owner(identifier, record.replica)
         if len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import ray
@@ -151,15 +151,13 @@ class TrainerGroup:
         return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        metrics: dict[str, float] = self._all("optim_step", adapter_id, params, decoupled=decoupled)
-        return metrics
+        return cast("dict[str, float]", self._all("optim_step", adapter_id, params, decoupled=decoupled))
 
     def zero_grad(self, adapter_id: str) -> None:
         self._all("zero_grad", adapter_id)
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        taken: AdapterSnapshot = self._all("snapshot", adapter_id)
-        return taken
+        return cast("AdapterSnapshot", self._all("snapshot", adapter_id))
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         self._all("restore", adapter_id, snapshot)
@@ -183,16 +181,13 @@ class TrainerGroup:
         self._all("scale_gradient", adapter_id, factor)
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
-        norm: float = self._all("gradient_norm", adapter_id, norm_type)
-        return norm
+        return cast("float", self._all("gradient_norm", adapter_id, norm_type))
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
-        arrays: dict[str, FloatArray] = self._all("weights", adapter_id)
-        return arrays
+        return cast("dict[str, FloatArray]", self._all("weights", adapter_id))
 
     def peft_config(self, adapter_id: str) -> dict[str, object]:
-        config: dict[str, object] = self._all("peft_config", adapter_id)
-        return config
+        return cast("dict[str, object]", self._all("peft_config", adapter_id))
 
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
         return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
