@@ -29,7 +29,7 @@ from twinkle.errors import (
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.config.serving import GATEWAY_PREFIX
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.http.body_limits import upload_of
+from twinkle.server.http.body_limits import read_body, upload_of
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry import request_context
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
@@ -128,27 +128,18 @@ async def body_of(request: Request, most: int | None = None) -> bytes:
     It counts among its tenant's uploads until the request is answered: ask for the tenant first.
     """
     gateway, upload = gateway_of(request), upload_of(request)
-    is_work = most is None or most > 4 * JSON_BYTES  # heartbeats, polls and deletes have small bodies, and go on
-    limit = gateway.config.limits.max_request_bytes
-    limit = limit if most is None else min(limit, most)
     of_tenant = gateway.tenants.limits(upload.tenant_id).uploading_bytes
-    length = request.headers.get("content-length", "")
-    if length.isdigit():
-        if int(length) > limit:
-            raise BodyTooLargeError(limit)
-        if is_work and int(length) > SMALL_BODY:
-            gateway.memory.guard.check(int(length))
-        upload.grow_to(int(length), of_tenant)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(limit)
-        if is_work and not length:
-            gateway.memory.guard.check(len(part))
+    # Where memory is short, work is refused; heartbeats, polls and deletes have small bodies, and go on.
+    is_work = most is None or most > 4 * JSON_BYTES
+    unchecked = SMALL_BODY if "content-length" in request.headers else 0
+
+    def grow_to(size: int) -> None:
+        if is_work and size - upload.size > unchecked:
+            gateway.memory.guard.check(size - upload.size)
         upload.grow_to(size, of_tenant)
-        parts.append(part)
-    return b"".join(parts)
+
+    limit = gateway.config.limits.max_request_bytes
+    return await read_body(request, limit if most is None else min(limit, most), grow_to)
 
 
 async def decoded(request: Request, body: bytes, read: Callable[[bytes], T]) -> T:

@@ -23,7 +23,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.metric_points import MetricPoint
 from twinkle.server.protocols.native.requests import ANY_KEY, IDEMPOTENCY_HEADER, services_of, wire_response
 from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
-from twinkle.server.protocols.operator.system import failure_of, health_of, models_health, status_of_models
+from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
 from twinkle.server.protocols.tinker.runs import Limit, Offset
 from twinkle.server.services.checkpoints.access import kind_of_checkpoint
 from twinkle.server.types import CheckpointRecord, RunRecord, SessionRecord
@@ -109,14 +109,6 @@ async def serve_health(_call: Call[bytes]) -> Response:
 async def health(call: Call[bytes]) -> Response:
     failure = failure_of(call.gateway)
     return wire_response(types.HealthResponse(status=failure or "ok"), 200 if failure is None else 503)
-
-
-@routes.get(f"{_TWINKLE}/healthz/deep", anybody, public=True, traced=False)
-async def deep_health(call: Call[bytes]) -> Response:
-    """Of every model, without asking the compute thread: it may be busy for a while."""
-    models = await models_health(call.gateway)
-    healthy = all(model["healthy"] for model in models.values())
-    return wire_response(types.DeepHealthResponse(healthy=healthy, models=models), 200 if healthy else 503)
 
 
 @routes.get(f"{PREFIX}/model/{{model:path}}/healthz", by_first_replica, public=True, traced=False)

@@ -124,10 +124,12 @@ async def ready(call: Call[bytes]) -> Response:
     return json_response({"ready": True, "detail": "serving"})
 
 
+@routes.get(f"{PREFIX}/twinkle/healthz/deep", anybody, public=True, traced=False)
 @routes.get(f"{PREFIX}/healthz/deep", anybody, public=True, traced=False)
 async def deep(call: Call[bytes]) -> Response:
     """Return of every model whether its loops run, and whether its device is stuck."""
-    models = await models_health(call.gateway)
+    reports = (await call.gateway.fleet.reports()).items()
+    models = {name: health_of(report) for name, report in reports}
     healthy = all(model["healthy"] for model in models.values())
     return json_response({"healthy": healthy, "models": models}, 200 if healthy else 503)
 
@@ -136,10 +138,6 @@ def failure_of(gateway: Gateway) -> str | None:
     """Return what in this process does not run though it should, and will not until it is restarted."""
     stopped = {name: stopped_in(entry, ending=gateway.stopping) for name, entry in gateway.services.items()}
     return "; ".join(f"{name}: {what}" for name, what in stopped.items() if what is not None) or None
-
-
-async def models_health(gateway: Gateway) -> dict[str, dict[str, object]]:
-    return {name: health_of(report) for name, report in (await gateway.fleet.reports()).items()}
 
 
 def health_of(report: ModelReport) -> dict[str, object]:

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 
 from fastapi import FastAPI, Request
@@ -18,7 +18,7 @@ from twinkle.errors import QuotaError, TwinkleError
 from twinkle.server.app import ROUTES
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
-from twinkle.server.http.body_limits import Upload
+from twinkle.server.http.body_limits import Upload, read_body
 from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding
 from twinkle.server.http.routes import RouteFacts
 from twinkle.server.http.streams import unless_gone
@@ -89,11 +89,11 @@ class Router:
                     return
                 upload.belongs_to(tenant_id)
                 limit = self._app.state.gateway.tenants.limits(tenant_id).uploading_bytes
-            body = await _body(scope, receive, most, lambda size: upload.grow_to(size, limit))
-            if body is None:
-                return  # the client left
+            body = await read_body(Request(scope, receive), most, lambda size: upload.grow_to(size, limit))
             request = HttpRequest.of(scope, body)
             replica, streams = await self._replica_for(request)
+        except ClientDisconnect:
+            return
         except BodyTooLargeError as error:
             self._count(error.key)
             await _send(send, _refusal(413, str(error)))
@@ -181,30 +181,6 @@ def _announced(scope: Scope) -> int:
         return sys.maxsize
     length = headers.get(b"content-length", b"0")
     return int(length) if length.isdigit() else sys.maxsize
-
-
-async def _body(scope: Scope, receive: Receive, most: int, grow_to: Callable[[int], None]) -> bytes | None:
-    """Return the body; None if the client left before it had sent all of it. ``grow_to`` is told its size, and raises.
-
-    A size that is announced counts from the start, as in :func:`twinkle.server.http.requests.body_of`.
-    """
-    announced = _announced(scope)
-    if announced < sys.maxsize:
-        if announced > most:
-            raise BodyTooLargeError(most)
-        grow_to(announced)
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise BodyTooLargeError(most)
-        grow_to(size)
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
