@@ -20,7 +20,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """``path`` is decoded and whole: from the server's root, whatever is mounted where."""
+    """One request. ``path`` is decoded and whole: it begins at the server's root."""
 
     method: str
     path: str

@@ -215,7 +215,7 @@ def always_streams(_envelope: Envelope) -> bool:
 
 
 def streams_if_asked(envelope: Envelope) -> bool:
-    """As OpenAI's protocol asks for it."""
+    """Return what the field ``stream`` of OpenAI's protocol says."""
     return bool(envelope.fields.get("stream"))
 
 

@@ -42,7 +42,7 @@ def services_on(
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
     replica: str = "",
 ) -> Services:
-    """``is_ours`` tells which runs of this base model are to be brought back here, to this ``replica``.
+    """Make the services of one model. ``is_ours`` tells which of its runs are recovered here, on this ``replica``.
 
     ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
     ``memory``: shared with all that runs in this process; None: nothing else does.

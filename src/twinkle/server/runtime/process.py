@@ -25,7 +25,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """``url`` is None until it serves."""
+    """A process that serves a data directory. ``url`` is None until it does."""
 
     pid: int
     url: str | None = None

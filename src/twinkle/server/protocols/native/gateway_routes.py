@@ -41,7 +41,7 @@ _PUBLIC_OWNER = "public"  # whose a public checkpoint is, is nobody's business
 
 
 class CreateSessionRequest(fields.Request):
-    """As the client has it, with bounds."""
+    """The client's request, with bounds."""
 
     metadata: fields.AnyMetadata | None = None
 
@@ -80,7 +80,7 @@ async def finish_session(call: Call[types.FinishSessionRequest]) -> Response:
 
 
 def _idempotency_key(request: Request) -> str | None:
-    """Apart from those of Tinker's protocol: the same key there is another session."""
+    """Return the key, apart from those of Tinker's protocol: the same key there is another session."""
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and len(key) > _MAX_KEY:
         raise InvalidInputError("X-Idempotency-Key header", f"{len(key)} characters", f"at most {_MAX_KEY}")
@@ -92,7 +92,7 @@ def _idempotency_key(request: Request) -> str | None:
 
 @routes.get("/-/routes", anybody, public=True)
 async def route_prefixes(call: Call[bytes]) -> Response:
-    """Who waits for a server to come up looks here."""
+    """List what is served, by prefix. A client that waits for a server to come up asks this."""
     reports = await call.gateway.fleet.reports()
     models = {f"{PREFIX}/model/{name}": "model" for name in reports}
     samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
@@ -101,7 +101,7 @@ async def route_prefixes(call: Call[bytes]) -> Response:
 
 @routes.get("/-/healthz", anybody, public=True, traced=False, any_host=True)
 async def serve_health(_call: Call[bytes]) -> Response:
-    """What Ray Serve's proxy answers by itself, for whoever watches a server of either runtime."""
+    """Answer as Ray Serve's proxy does by itself, so that a server of either runtime is watched alike."""
     return PlainTextResponse("success")
 
 
@@ -141,7 +141,7 @@ async def capabilities(call: Call[bytes]) -> Response:
 
 @routes.get(f"{_TWINKLE}/capacity_info", anybody)
 async def capacity_info(call: Call[bytes]) -> Response:
-    """Of the tenant who asks."""
+    """Return how many adapters the asking tenant may have, has, and may still create."""
     most = call.gateway.tenants.limits(call.tenant_id).adapters
     used = sum(report.adapters.get(call.tenant_id, 0) for report in (await call.gateway.fleet.reports()).values())
     return wire_response(
@@ -151,7 +151,7 @@ async def capacity_info(call: Call[bytes]) -> Response:
 
 @routes.get(f"{_TWINKLE}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Sums over all tenants: nothing here says who does what."""
+    """Return sums over all tenants: nothing here says who does what."""
     models = await status_of_models(call.gateway)
     resources = {
         "sessions": await call.gateway.store.sessions.active(),
@@ -172,7 +172,7 @@ def _sum(models: Mapping[str, Mapping[str, object]], number: str) -> int:
 
 @routes.get(f"{_TWINKLE}/training_runs", anybody)
 async def training_runs(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, all_users: bool = False) -> Response:
-    """``all_users`` is what older clients send to see everything that they may see: here that is their own."""
+    """List the tenant's runs. Older clients send ``all_users`` to see all that they may see: here that is their own."""
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
     runs = [await _training_run(call.gateway, run) for run in page.items]
     cursor = types.Cursor(limit=limit, offset=offset, total_count=page.total)
@@ -186,7 +186,7 @@ async def training_run(call: Call[bytes], run_id: str) -> Response:
 
 @routes.get(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints", anybody)
 async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
-    """Oldest first: the last one is the newest."""
+    """List a run's checkpoints, oldest first: the last one is the newest."""
     run = await call.gateway.run(run_id, call.tenant_id)
     records = await call.gateway.store.checkpoints.of_run(run_id)
     listed = [_checkpoint(record, run) for record in reversed(records)]
@@ -202,7 +202,7 @@ async def delete_checkpoint(call: Call[bytes], run_id: str, checkpoint_id: str) 
 
 @routes.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}", anybody)
 async def checkpoint_path(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
-    """The address under both names: directories of the server are nobody's business."""
+    """Return the address of a checkpoint under both names. Directories of the server are not told."""
     path = _path(run_id, checkpoint_id)
     await call.gateway.checkpoint(path, call.tenant_id)
     return wire_response(types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
@@ -274,7 +274,7 @@ def _time(seconds: float) -> datetime:
 
 @routes.get(_METRICS, anybody, traced=False)
 async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Points = 1024) -> Response:
-    """Points after number ``since``, oldest first."""
+    """Return points after number ``since``, oldest first."""
     run = await call.gateway.run(run_id, call.tenant_id)
     points = await call.gateway.store.run_metrics.since(run.run_id, since, limit + 1)
     answer = partial(_response, points[:limit], since, len(points) > limit)

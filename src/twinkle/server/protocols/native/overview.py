@@ -24,7 +24,7 @@ Few = Annotated[int, Query(ge=1, le=100)]
 
 @routes.get("/adapters", anybody)
 async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
-    """Those of all runs, the one with the newest request first, and how long the queues are."""
+    """List the adapters of all runs, the one with the newest request first, and how long the queues are."""
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
     reports = await call.gateway.fleet.of_tenant(call.tenant_id)
     live: dict[str, AdapterStatus] = {}
@@ -88,6 +88,6 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
 
 @routes.get("/checkpoints/{run_id}/{kind}/{name}/archive", anybody)
 async def archive(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
-    """All files of a checkpoint as one tar file."""
+    """Send all files of a checkpoint as one tar file."""
     record = await call.gateway.checkpoint(path_of(run_id, kind, name), call.tenant_id)
     return await tar_response(call, record, call.tenant_id, root=archive_title(record))

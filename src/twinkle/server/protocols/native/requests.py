@@ -63,7 +63,7 @@ def services_of(gateway: Gateway, model: str) -> Services:
 async def add_adapter(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, request: types.AddAdapterRequest
 ) -> tuple[str, Outcome]:
-    """(run id, how its creation ended). The same request again has the same answer."""
+    """Return the run's id, and how its creation ended. The same request again has the same answer."""
     services = services_of(gateway, model)
     run_id = ids.native_run_id(session_id, request.adapter_name)
     if not ids.is_native_run(run_id):
@@ -97,7 +97,7 @@ async def add_adapter(
 async def run_verb(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, verb: str, fields: Mapping[str, Any], sent: bytes
 ) -> tuple[int, Outcome]:
-    """(the request's number in the adapter's sequence, how it ended)."""
+    """Return the request's number in the adapter's sequence, and how it ended."""
     verb_named(verb)
     run = await adapter_run(gateway, tenant_id, session_id, model, fields.get("adapter_name"))
     training = gateway.serving(run.model_name).training
@@ -120,7 +120,7 @@ async def run_verb(
 async def forward_base(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, fields: Mapping[str, Any]
 ) -> Outcome:
-    """forward_only of the base model: a request that names no adapter."""
+    """Run forward_only on the base model: for a request that names no adapter."""
     training = services_of(gateway, model).training
     inputs = await _inputs(gateway, tenant_id, session_id, fields.get("inputs"))
     most = gateway.config.limits.max_tokens_per_request
@@ -132,7 +132,7 @@ def is_of_base_model(verb: str, fields: Mapping[str, Any]) -> bool:
 
 
 async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: str) -> None:
-    """It leaves the device, and its last state is kept as a checkpoint for a while. A second time changes nothing."""
+    """Evict an adapter: its last state is kept as a checkpoint for a while. A second time changes nothing."""
     services = services_of(gateway, model)
     run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
     if run.model_name != services.model.name:
@@ -141,7 +141,7 @@ async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, mode
 
 
 async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: object) -> RunRecord:
-    """The run of an adapter of this session that is live on this model."""
+    """Return the run of an adapter of this session that is live on this model."""
     if not isinstance(adapter_name, str) or not adapter_name:
         raise InvalidInputError("adapter_name", adapter_name, "the name that add_adapter_to_model was given")
     services = services_of(gateway, model)
@@ -152,7 +152,7 @@ async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: 
 
 
 async def _refuse_used_name(gateway: Gateway, run_id: str, adapter_name: str) -> None:
-    """An adapter that was removed has its run and its checkpoints: they would be mistaken for another's."""
+    """Refuse the name of an adapter that was removed: its run and checkpoints would be mistaken for the new one's."""
     earlier = await gateway.store.runs.get(run_id)
     if earlier is not None and earlier.state == "parked":
         raise InvalidInputError(
@@ -168,12 +168,12 @@ def _number(fields: Mapping[str, Any]) -> int | None:
 
 
 def _spec(config: Mapping[str, Any], seed: int | None) -> LoraSpec:
-    """A seed is drawn here and written down: a replay must come to the same adapter."""
+    """Return the adapter's options with a seed. It is written down: a replay must come to the same adapter."""
     return replace(spec_from_peft(config), seed=secrets.randbits(62) if seed is None else seed)
 
 
 async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: object) -> object:
-    """A batch that a dataloader on the server holds, where one is meant."""
+    """Return the inputs, or the batch that they name, which a dataloader on the server holds."""
     if not isinstance(inputs, dict) or inputs.get("_TWINKLE_TYPE_") != "Batch":
         return inputs
     if gateway.processors is None:
@@ -185,7 +185,7 @@ async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: obj
 async def _chosen_template(
     gateway: Gateway, tenant_id: str, services: Services, fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Checked, and built before the compute thread asks for it."""
+    """Check the chosen template, and build it before the compute thread asks for it."""
     given = {name: value for name, value in fields.items() if name != "seq_id"}
     choice = check(SetTemplate, given).choice(services.model)
     await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.templates.get, choice))
@@ -193,7 +193,7 @@ async def _chosen_template(
 
 
 async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:
-    """However long it takes, unless the server ends."""
+    """Wait for an outcome however long it takes, unless the server ends."""
     training = gateway.serving(run.model_name).training
     while not gateway.stopping:
         outcome = await training.wait(request_id, run, _place(request_id), _WAIT_SECONDS)

@@ -99,7 +99,7 @@ async def apply_patch(call: Call[bytes], model: str) -> Response:
 
 
 class AskedSamples:
-    """A request to sample, until its weights are known."""
+    """A request to sample, before it is known from which weights."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class AskedSamples:
                 yield line
 
     async def _understood(self) -> FeatureSampling:
-        """The weights last: they are to be those of now."""
+        """Find the template, the inputs, and last the weights, which are to be those of now."""
         gateway, model, wanted = self._gateway, self._services.model, self._wanted
         choice = chosen_template(self._session, model)
         text = gateway.tenants.pools.text

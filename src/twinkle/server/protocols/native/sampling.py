@@ -38,7 +38,7 @@ _COLUMNS = ("labels", "completion_mask", "mm_token_type_ids")
 
 
 def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) -> SamplingParams:
-    """The fields of SamplingParams by name; ``num_samples`` beside them counts where they have none."""
+    """Read the fields of SamplingParams by name; ``num_samples`` beside them counts where they have none."""
     named = dict(given or {})
     if named.get("num_samples") is None:
         named["num_samples"] = 1 if num_samples is None else num_samples
@@ -89,7 +89,7 @@ def _rows(inputs: object) -> list[Row]:
 
 
 def _feature(row: Row, field: str) -> Row:
-    """The row with its columns as arrays, (T,) each, all its other keys untouched."""
+    """Return the row with its columns as arrays, (T,) each, and all its other keys untouched."""
     tokens = _integers(row["input_ids"], f"{field}.input_ids")
     columns = {"input_ids": tokens}
     for name in _COLUMNS:
@@ -119,7 +119,7 @@ def _integers(values: object, field: str) -> IntArray:
 
 
 def plain(value: object) -> object:
-    """Arrays as lists, all the way down: what JSON can hold."""
+    """Return a value with arrays as lists, all the way down: what JSON can hold."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -134,7 +134,7 @@ TEMPLATES_KEY = "twinkle.sampler_templates"
 
 
 def chosen_template(session: SessionRecord | None, model: ServedModel) -> TemplateChoice:
-    """The plain one where none was chosen."""
+    """Return the template that a session samples with; the plain one where none was chosen."""
     choices = {} if session is None else session.user_metadata.get(TEMPLATES_KEY, {})
     assert isinstance(choices, Mapping), "we wrote it"
     choice = choices.get(model.name)
@@ -153,7 +153,7 @@ async def target_of(
     adapter_uri: str | None,
     adapter_name: str | None,
 ) -> Target:
-    """``session``: of the request's header, None where it has none."""
+    """Return the weights that a request means. ``session``: that of its header, None where it has none."""
     if adapter_uri:
         return await _addressed(gateway, services, tenant_id, adapter_uri)
     if not adapter_name:
@@ -186,7 +186,7 @@ _CELL_BYTES = 28  # of a token and its log-probability in JSON, about
 
 @dataclass(frozen=True)
 class FeatureSampling:
-    """A request, understood. ``most_bytes``: of its answer, which is written in a thread of ``text``."""
+    """A request that is ready to run. Its answer has at most ``most_bytes`` and is written in a thread of ``text``."""
 
     request_id: str
     text: FairPool
@@ -198,7 +198,7 @@ class FeatureSampling:
     most_bytes: int
 
     async def answer(self) -> bytes:
-        """JSON of a SampleResponseModelList."""
+        """Return the JSON of a SampleResponseModelList."""
         requests = self._requests(stream=False)
         self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
         results = await results_of(self.sampling, self.session, requests)
@@ -212,7 +212,7 @@ class FeatureSampling:
         return b'{"samples":[' + b",".join(parts) + b"]}"
 
     async def lines(self, codec: TextCodec) -> AsyncGenerator[Mapping[str, object], None]:
-        """The text of the only input's only sample, as it becomes final."""
+        """Yield the text of the only input's only sample, as it becomes final."""
         choice = Choice(codec, self.params.stop_strings, tools=False)
         async with aclosing(generate_together(self.sampling, self.session, self._requests(stream=True))) as items:
             async for _, item in items:
@@ -230,7 +230,7 @@ class FeatureSampling:
         ]
 
     def _encode(self, feature: Row, result: SampleResult, size: int) -> bytes:
-        """In a thread, sample by sample. ``size``: of the answer so far."""
+        """Return the JSON of one input's samples. Runs in a thread. ``size``: bytes of the answer so far."""
         parts: list[bytes] = []
         for part in _encoded(self.template, feature, result, self.params):
             parts.append(part)

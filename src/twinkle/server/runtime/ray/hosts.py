@@ -69,7 +69,7 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Process:
-    """What all of them have: the configuration, the shared state, who is where, and the way there."""
+    """What all kinds of processes have: the configuration, the shared state, and the way to all replicas."""
 
     def __init__(self, config: ServerConfig, store: Store) -> None:
         self.config = config

@@ -11,12 +11,12 @@ from twinkle.server.config.serving import ServedModelConfig
 
 @dataclass(frozen=True)
 class Replicas:
-    """Of one base model, by name. Every process of a server knows the same ones."""
+    """The replicas of one base model, by name. Every process of a server knows the same ones."""
 
     names: tuple[str, ...]
 
     def owner(self, identifier: str, recorded: str) -> str:
-        """Who has a run or a sampling session that is on record as ``recorded``'s.
+        """Return which replica has a run or a sampling session that is on record as ``recorded``'s.
 
         Where that one is not there any more, because the configuration has changed, another takes its place: all find
         the same one, and what it needs is in the state that they share.
@@ -24,12 +24,12 @@ class Replicas:
         return recorded if recorded in self.names else self.chosen(identifier)
 
     def chosen(self, identifier: str) -> str:
-        """The same one for the same identifier, and all alike often."""
+        """Return the same replica for the same identifier, and all of them alike often."""
         number = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest())
         return self.names[number % len(self.names)]
 
     def emptiest(self, identifier: str, runs: Mapping[str, int]) -> str:
-        """Where a new run is to go, given how many each has."""
+        """Return where a new run is to go, given how many runs each replica has."""
         fewest = min(runs.get(name, 0) for name in self.names)
         return Replicas(tuple(name for name in self.names if runs.get(name, 0) == fewest)).chosen(identifier)
 
@@ -53,7 +53,7 @@ class Layout:
 
 
 def layout_of(config: ServerConfig) -> Layout:
-    """The same in every process: it follows from the configuration."""
+    """Return the layout, the same in every process: it follows from the configuration."""
     trained = [one for one in config.applications if isinstance(one.args, ModelArgs)]
     models = {
         served.name: Replicas(replica_names(one)) for served, one in zip(config.served_models, trained, strict=True)
@@ -69,7 +69,7 @@ def replica_names(application: ApplicationSpec) -> tuple[str, ...]:
 
 
 def wanted_replicas(application: ApplicationSpec) -> int:
-    """Whoever holds adapters or processors does not come and go with the load: the most there may be, at once."""
+    """Return how many replicas there are. They hold adapters or processors, and do not come and go with the load."""
     said = application.deployments[0].replicas if application.deployments else None
     in_args = application.args.processes if isinstance(application.args, ProcessorArgs) else 1
     return said or in_args
@@ -79,7 +79,7 @@ __all__ = ["on_own_gpu"]
 
 
 def on_own_gpu(served: ServedModelConfig) -> ServedModelConfig:
-    """Ray shows a process its own GPU alone, as number 0: a number of the whole machine would name none there."""
+    """Return the model on device ``cuda``: Ray shows a process its own GPU alone, as number 0."""
     device = served.model.compute_device
     if device is None or not device.startswith("cuda:"):
         return served

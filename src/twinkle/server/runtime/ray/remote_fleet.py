@@ -51,7 +51,7 @@ class RemoteFleet:
         return {name: families for name, families in zip(self._replicas, answers, strict=True) if families is not None}
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """A replica that is away finds the session ended when it comes back."""
+        """Tell all replicas that a session ended. One that is away finds that out when it comes back."""
         names = [name for group in self._layout.models.values() for name in group.names]
         results = await asyncio.gather(
             *(

@@ -184,7 +184,7 @@ def _announced(scope: Scope) -> int:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """The body once more, then whatever comes."""
+    """Return a receive that gives the body once more, then whatever comes."""
     is_read = False
 
     async def replayed() -> Message:

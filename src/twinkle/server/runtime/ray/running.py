@@ -43,7 +43,7 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
 
 
 def applications(config: ServerConfig) -> dict[str, str]:
-    """How Serve sees each application of this configuration, on the cluster that is there."""
+    """Return how Serve sees each application of this configuration, on the cluster that is there."""
     set_variable_defaults(_SETTINGS)
     prepare_access(may_start=False)
     from twinkle.server.runtime.ray import launching
@@ -53,7 +53,7 @@ def applications(config: ServerConfig) -> dict[str, str]:
 
 
 def take_down(config: ServerConfig) -> bool:
-    """The applications of a server whose own process is gone; False: there are none."""
+    """Take down the applications of a server whose own process is gone; False: there are none."""
     set_variable_defaults(_SETTINGS)
     prepare_access(may_start=False)
     from twinkle.server.runtime.ray import launching

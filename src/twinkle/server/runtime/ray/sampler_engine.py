@@ -59,7 +59,7 @@ class SamplerEngine:
         self._engine: TorchSampler | VllmSampler
 
     def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failure:
-        """How it divides its memory, for people."""
+        """Load the engine, and return how it divides its memory, for people."""
         from twinkle.server.backends.loading import load_sampling_engine
 
         def load() -> str:
@@ -90,7 +90,7 @@ class SamplerEngine:
 
 
 def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices | None:
-    """None: the sampler shares the model's process, or there is none."""
+    """Return what the sampler's process needs; None: it shares the model's process, or there is no sampler."""
     for one in config.applications:
         if not isinstance(one.args, SamplerArgs) or one.args.model_id != served.model.model_id:
             continue
@@ -99,7 +99,7 @@ def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices
 
 
 def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedModelConfig) -> EngineDevices:
-    """Where nothing is said, those of the model's processes."""
+    """Return what an application asks for, else the devices of the model's processes."""
     asked = resources_of(one)
     if group is not None:
         device = group.device_type
@@ -124,7 +124,7 @@ class StartingEngine:
     devices: EngineDevices
 
     def ready(self) -> tuple[Any, str]:
-        """The actor, once it has loaded its engine, and its memory, for people. Blocks, and says so."""
+        """Return the actor, once it has loaded its engine, and its memory, for people. Blocks, and logs that."""
         while not ray.wait([self.loading], timeout=_PATIENCE_SECONDS)[0]:
             logger.warning("the sampler's process is not ready: it loads, or the cluster has no %s", self.devices)
         memory: str = raised(ray.get(self.loading))

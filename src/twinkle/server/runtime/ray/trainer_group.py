@@ -84,7 +84,7 @@ class _Rank:
         return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """What the trainer returns, or :class:`Failure`."""
+        """Return what the trainer returns, or :class:`Failure`."""
         try:
             return getattr(self._trainer, method)(*args, **kwargs)
         except TwinkleError as error:
@@ -93,7 +93,7 @@ class _Rank:
             return Failure(RuntimeError("".join(traceback.format_exception(error))))
 
     def passes(self, method: str, items: Sequence[TrainItem]) -> object:
-        """Results, and the objectives, which may have learned something; or :class:`Failure`."""
+        """Return results and the objectives, which may have learned something; or :class:`Failure`."""
         results = self.call(method, (items,), {})
         return results if isinstance(results, Failure) else (results, [item.objective for item in items])
 
@@ -107,7 +107,7 @@ class TrainerGroup:
         self._adapters: dict[str, None] = {}  # asked for in any thread, also while the ranks are busy
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """By the first rank alone: nothing changes, and it may be asked while the others are in a call."""
+        """Ask the first rank alone: nothing changes, and it may be asked while the others are in a call."""
         _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
@@ -123,18 +123,18 @@ class TrainerGroup:
         return list(self._adapters)
 
     def resident_adapter_ids(self) -> list[str]:
-        """Which of them are in host memory each rank decides for itself: all count as on the devices."""
+        """Return all adapters: which of them are in host memory each rank decides for itself."""
         return list(self._adapters)
 
     def host_bytes(self) -> int:
-        """None in this process: each rank has its own, and divides it by itself."""
+        """Return 0: nothing is in this process. Each rank has its own memory, and divides it by itself."""
         return 0
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
         return 0
 
     def numbers(self) -> TrainerNumbers:
-        """Of what this process knows without asking anybody."""
+        """Return what this process knows without asking the ranks."""
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
@@ -146,7 +146,7 @@ class TrainerGroup:
     def in_steps(
         self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """All in one step: the ranks stay together."""
+        """Run all in one step: the ranks stay together."""
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
 
@@ -170,7 +170,7 @@ class TrainerGroup:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        """The copy comes here, and is written from here."""
+        """Return a function that writes the copy, which comes to this process, from here."""
         write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
         return functools.partial(write, companions=companions)
 
@@ -239,7 +239,7 @@ def load_group(served: ServedModelConfig) -> ServedModel:
 
 
 def mesh_of(args: ModelArgs) -> DeviceMesh:
-    """As the configuration lays it out; without a mesh the processes of the group share the rows of a batch."""
+    """Return the configuration's mesh; without one the processes of the group share the rows of a batch."""
     group, given = args.device_group, args.device_mesh
     device = (given.device_type if given is not None else None) or (group.device_type if group is not None else "cpu")
     if given is None:
@@ -252,12 +252,12 @@ def mesh_of(args: ModelArgs) -> DeviceMesh:
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """As torchrun would set them, except that each process sees its own device only: its local rank is always 0."""
+    """Return variables as torchrun sets them. Each process sees its own device only: its local rank is always 0."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    """What all ranks say. An error that all of them had is raised.
+    """Return what all ranks answer. An error that all of them had is raised.
 
     One that only some had leaves the others in the middle of something, or somewhere else: then the group is lost.
     """
