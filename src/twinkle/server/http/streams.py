@@ -146,14 +146,10 @@ class StreamedResult(Response):
     """A body that is made while it is sent, so that its length is not known."""
 
     def __init__(self, parts: AsyncIterator[bytes], media_type: str, delivering: Delivering) -> None:
-        self.status_code = 200
-        self.background = None
-        self.media_type = media_type
-        self.body = b""
+        super().__init__(None, media_type=media_type)
+        del self.headers["content-length"]
         self._parts = parts
         self._delivering = delivering
-        self.init_headers({})
-        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -170,20 +166,21 @@ async def _parts_of(body: bytes) -> AsyncIterator[bytes]:
 async def _send_parts(start: dict[str, object], parts: AsyncIterator[bytes], receive: Receive, send: Send) -> bool:
     """Return whether the client stayed to the end. One that reads nothing for a minute is gone, too."""
     leaving = asyncio.ensure_future(left(receive))
+
+    async def stays_for(part: bytes) -> bool:
+        # The server waits in here while the client reads more slowly than we write; a client that has left is written
+        # to without a word.
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await asyncio.sleep(0)
+        return not leaving.done()
+
     try:
         await send(start)
         async for part in parts:
-            # The server waits in here while the client reads more slowly than we write; a client that has left is
-            # written to without a word.
-            async with asyncio.timeout(UNREAD_SECONDS):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0)
-            if leaving.done():
+            if not await stays_for(part):
                 return False
-        async with asyncio.timeout(UNREAD_SECONDS):
-            await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits for the buffer
-        await asyncio.sleep(0)
-        if leaving.done():
+        if not await stays_for(b""):  # sending nothing waits for the buffer
             return False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return True

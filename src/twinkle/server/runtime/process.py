@@ -14,13 +14,13 @@ from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
-from twinkle.server.state.errors import DataDirInUseError
+from twinkle.server.state.files.directory_lock import DirectoryLock
 
 LISTENING = "listening on"  # how a server announces itself
 _FILE = "server.json"
 _WAIT_SECONDS = 360.0  # a server finishes what runs, and puts every adapter on disk
 _PAUSE = 0.2
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0  # a process that only looks holds the lock for a moment
 
 
 @dataclass(frozen=True)
@@ -39,34 +39,17 @@ def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / _FILE
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = DirectoryLock(data_dir, name=_FILE, wait_seconds=_LOOK_SECONDS)
 
     def write(url: str | None) -> None:
-        os.truncate(fd, 0)
-        os.pwrite(fd, json.dumps(asdict(ServerProcess(os.getpid(), url))).encode(), 0)
+        path.write_text(json.dumps(asdict(ServerProcess(os.getpid(), url))))
 
     try:
-        _lock(fd, data_dir)
-        try:
-            write(None)
-            yield write
-        finally:
-            path.unlink(missing_ok=True)
+        write(None)
+        yield write
     finally:
-        os.close(fd)
-
-
-def _lock(fd: int, data_dir: Path) -> None:
-    """Take the lock. A process that only looks holds it for a moment."""
-    deadline = time.monotonic() + _LOOK_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise DataDirInUseError(data_dir) from None
-            time.sleep(_PAUSE)
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def running(data_dir: Path) -> ServerProcess | None:

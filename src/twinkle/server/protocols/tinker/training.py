@@ -4,15 +4,12 @@ from functools import partial
 
 from fastapi import Response
 
-from twinkle.errors import InvalidInputError
 from twinkle.server import ids
-from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.weight_copies import create_from_checkpoint
 from twinkle.server.http.owners import anybody, by_model_id, by_new_model
 from twinkle.server.http.requests import PREFIX, decoded, is_loopback, json_response
 from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.services.checkpoints.access import loadable_checkpoint
-from twinkle.server.types import CreateFromCheckpoint, Op, OpKind, RunRecord
+from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields
 from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
 from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, Place
@@ -99,7 +96,7 @@ async def load_weights(call: Call[bytes]) -> Response:
     if not names_session(call.raw):
         return await _submit(call, to_op(LoadWeightsRequest, call.raw))
     wanted = fields.parse(CreateFromRequest, call.raw)
-    request_id = await _create_from_checkpoint(call.gateway, call.tenant_id, wanted, call.raw)
+    request_id = await create_from_checkpoint(call.gateway, call.tenant_id, wanted, call.raw)
     return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
 
 
@@ -167,35 +164,6 @@ async def weights_info(call: Call[WeightsInfoRequest]) -> Response:
             "optimizer_config": {"type": "adamw"},
         }
     )
-
-
-async def _create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest, body: bytes) -> str:
-    """Create a model that begins as a checkpoint, and return the id of the request.
-
-    The same request again is about the model that there is, also when its source is gone by now.
-    """
-    wanted.check()
-    await gateway.active_session(wanted.session_id, tenant_id)
-    run = await gateway.store.runs.get(ids.run_id(wanted.session_id, wanted.model_seq_id))
-    if run is None:
-        run = await _new_run(gateway, tenant_id, wanted)
-    payload = CreateFromCheckpoint(run.spec, wanted.path, wanted.optimizer)
-    return await gateway.create_run(run, Op(run.run_id, 0, OpKind.CREATE_FROM, payload, body))
-
-
-async def _new_run(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest) -> RunRecord:
-    path = CheckpointPath.parse(wanted.path)
-    checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id)
-    if wanted.optimizer and checkpoint.kind != "weights":
-        raise InvalidInputError("optimizer", True, f"false: {path} holds no optimizer state")
-    source = await gateway.store.runs.get(path.run_id)
-    assert source is not None, "a checkpoint has a run"
-    base_model = wanted.base_model or source.base_model
-    if gateway.model(base_model).model.name != source.model_name:
-        raise InvalidInputError("base_model", base_model, f"a name of {source.base_model!r}, which {path} belongs to")
-    run_id = ids.run_id(wanted.session_id, wanted.model_seq_id)
-    metadata = wanted.user_metadata or {}
-    return gateway.new_run(run_id, tenant_id, wanted.session_id, wanted.model_seq_id, base_model, source.spec, metadata)
 
 
 # --- losses that tenants define ---------------------------------------------------------------------------------------
