@@ -184,6 +184,11 @@ def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
     return {"Retry-After": "1"} if status in (429, 503) else None
 
 
+def status_of(error: TwinkleError) -> int:
+    """Return the status that an error is answered with; 500: it is ours."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
 def note_refusal(error: Exception) -> None:
     """Count a request that met a limit in /metrics."""
     if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
@@ -216,10 +221,10 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, StorageFullError):  # its message names our directories
             logger.error("%s %s: %s", request.method, request.url.path, error)
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
-        for kind, status in _STATUS:
-            if isinstance(error, kind):
-                return json_response({"detail": str(error)}, status, when_to_retry(error, status))
-        return await unexpected(request, error)
+        status = status_of(error)
+        if status == 500:
+            return await unexpected(request, error)
+        return json_response({"detail": str(error)}, status, when_to_retry(error, status))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -19,7 +19,7 @@ from twinkle.server.app import ROUTES
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
 from twinkle.server.http.body_limits import Upload, read_body
-from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding
+from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding, status_of
 from twinkle.server.http.routes import RouteFacts
 from twinkle.server.http.streams import unless_gone
 from twinkle.server.runtime.ray.directory import Directory, destination_of
@@ -94,16 +94,10 @@ class Router:
             replica, streams = await self._replica_for(request)
         except ClientDisconnect:
             return
-        except BodyTooLargeError as error:
-            self._count(error.key)
-            await _send(send, _refusal(413, str(error)))
-            return
-        except QuotaError as error:
-            self._count(error.key)
-            await _send(send, _refusal(429, str(error)))
-            return
-        except DatabaseUnavailableError as error:
-            await _send(send, _refusal(503, str(error)))
+        except (BodyTooLargeError, QuotaError, DatabaseUnavailableError) as error:
+            if not isinstance(error, DatabaseUnavailableError):
+                self._count(error.key)
+            await _send(send, _refusal(status_of(error), str(error)))
             return
         if replica is None:
             own = self._app(scope, _again(body, receive), send)
