@@ -18,7 +18,7 @@ from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
 from twinkle.server.http.requests import PREFIX, json_response
-from twinkle.server.http.routes import Call, Routes, json_body
+from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.metric_points import MetricPoint
 from twinkle.server.protocols.native.requests import ANY_KEY, IDEMPOTENCY_HEADER, services_of, wire_response
@@ -282,11 +282,13 @@ async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Point
 
 
 # The replica that has the run knows its newest step.
-@routes.post(_METRICS, by_run_in_path, json_body(types.LogMetricsRequest), traced=False)
-async def log_metrics(call: Call[types.LogMetricsRequest], run_id: str) -> Response:
+@routes.post(_METRICS, by_run_in_path, raw_body(types.LogMetricsRequest), traced=False)
+async def log_metrics(call: Call[bytes], run_id: str) -> Response:
     """Log values of the client's own, of a run that may have ended."""
-    logged = call.body
     run = await call.gateway.run(run_id, call.tenant_id)
+    logged = fields.parse(
+        types.LogMetricsRequest, call.raw
+    )  # after the run: a foreign one is unknown, whatever is sent
     for name in logged.values:
         if not name.isprintable():
             raise InvalidInputError("values", name, "names of printable characters")

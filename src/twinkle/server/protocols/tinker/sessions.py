@@ -12,11 +12,12 @@ from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.session_search import search_sessions, shown_metadata, shown_status
 from twinkle.server.http.owners import anybody
 from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id_of, key_of, listing, public_address
-from twinkle.server.http.routes import Call, Routes, json_body, unread_body
+from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.protocols.tinker.runs import Limit, Offset, Scope
 from twinkle.server.state import Store
 from twinkle.server.state.records.ops import OpTimes
 from twinkle.server.types import RunRecord, SessionRecord
+from twinkle.server.wire import fields
 from twinkle.server.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 from twinkle.server.wire.session_requests import AssignProjectRequest, SearchSessionsRequest
 
@@ -88,11 +89,14 @@ async def sessions(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, acc
     return listing("sessions", [session.session_id for session in page.items], offset, limit, page.total)
 
 
-@routes.put("/sessions/{session_id}/project", anybody, json_body(AssignProjectRequest))
-async def assign_project(call: Call[AssignProjectRequest], session_id: str) -> Response:
+@routes.put("/sessions/{session_id}/project", anybody, raw_body(AssignProjectRequest))
+async def assign_project(call: Call[bytes], session_id: str) -> Response:
     """Assign a session to a project, also one that is over: projects are labels to find things by."""
     session = await call.gateway.session(session_id, call.tenant_id)
-    await call.gateway.store.sessions.set_project(session, call.body.project_id, time.time())
+    wanted = fields.parse(
+        AssignProjectRequest, call.raw
+    )  # after the session: a foreign one is unknown, whatever is sent
+    await call.gateway.store.sessions.set_project(session, wanted.project_id, time.time())
     return json_response({})
 
 
