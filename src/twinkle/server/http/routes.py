@@ -71,17 +71,17 @@ class Body(Generic[T]):
 
 
 def json_body(model: type[ModelT], limit: int = JSON_BYTES) -> Body[ModelT]:
-    """A JSON body of one type, checked."""
+    """Return a JSON body of one type, which is checked."""
     return Body(partial(fields.parse, model), model, limit)
 
 
 def raw_body(schema: Schema = None, limit: int | None = JSON_BYTES) -> Body[bytes]:
-    """A body that the handler decodes."""
+    """Return a body that the handler decodes: it is part of what is journalled, or something is looked up before."""
     return Body(None, schema, limit)
 
 
 def unread_body(limit: int | None = JSON_BYTES) -> Body[bytes]:
-    """A body that the handler reads itself, or nobody."""
+    """Return a body that the handler reads itself, or that nobody reads."""
     return Body(None, None, limit, by_handler=True)
 
 
@@ -139,14 +139,16 @@ class Routes:
     def get(
         self, path: str, owner: Owner, *, public: bool = False, traced: bool = True, any_host: bool = False
     ) -> Decorator[bytes]:
-        """Reads alone: it ends with its client. ``public``: without a key."""
+        """Declare a route that only reads: it ends with its client. ``public``: it asks for no key."""
         facts = RouteFacts(owner, ends_with_client=True, traced=traced, any_host=any_host)
         return self._handling("GET", path, facts, None, public)
 
     def delete(self, path: str, owner: Owner, *, public: bool = False) -> Decorator[bytes]:
+        """Declare a route that deletes something, without a body."""
         return self._handling("DELETE", path, RouteFacts(owner), None, public)
 
     def put(self, path: str, owner: Owner, body: Body[T]) -> Decorator[T]:
+        """Declare a route that changes something."""
         return self._handling("PUT", path, RouteFacts(owner, body.schema, body.limit), body, public=False)
 
     def post(
@@ -161,6 +163,7 @@ class Routes:
         streams: Streams = never_streams,
         traced: bool = True,
     ) -> Decorator[T]:
+        """Declare a route that asks for something to be done. :class:`RouteFacts` explains the options."""
         facts = RouteFacts(owner, body.schema, body.limit, ends_with_client, soon, streams, traced)
         return self._handling("POST", path, facts, body, public)
 
@@ -227,5 +230,5 @@ class RouteTable:
 
     @property
     def for_any_host(self) -> frozenset[str]:
-        """Paths that answer whatever the Host header says."""
+        """Return the paths that answer whatever the Host header says."""
         return frozenset(route.endpoint.path for route in self.routes if route.facts.any_host)
