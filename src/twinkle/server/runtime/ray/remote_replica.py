@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
@@ -31,8 +31,7 @@ class RemoteReplica:
         return self._made
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        reply: HttpReply = await self._asked("answer", request)
-        return reply
+        return cast("HttpReply", await self._asked("answer", request))
 
     async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
         parts = None
@@ -47,16 +46,13 @@ class RemoteReplica:
                 parts.cancel()
 
     async def metrics(self) -> Sequence[Metric]:
-        families: Sequence[Metric] = await self._asked("metrics")
-        return families
+        return cast("Sequence[Metric]", await self._asked("metrics"))
 
     async def report(self) -> ModelReport:
-        report: ModelReport = await self._asked("report")
-        return report
+        return cast("ModelReport", await self._asked("report"))
 
     async def of_tenant(self, tenant_id: str) -> TenantReport:
-        report: TenantReport = await self._asked("of_tenant", tenant_id)
-        return report
+        return cast("TenantReport", await self._asked("of_tenant", tenant_id))
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._asked("release_session", session, state)
@@ -65,8 +61,9 @@ class RemoteReplica:
         await self._asked("park_run", run, why)
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = raised(await self._asked("batch", tenant_id, session_id, processor_id, number))
-        return rows
+        return cast(
+            "list[dict[str, Any]]", raised(await self._asked("batch", tenant_id, session_id, processor_id, number))
+        )
 
     async def end_session(self, session_id: str) -> None:
         await self._asked("end_session", session_id)
