@@ -17,7 +17,7 @@ from serving import ALIAS, MODEL, SAMPLER, SdkServer, key_of, sequences, tinker_
 from twinkle.data_format import SamplingParams
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.sampler import LocalSampler
-from twinkle.server.protocols.native.sampling_inputs import plain
+from twinkle.server.protocols.native.sampling import plain
 
 pytestmark = pytest.mark.skipif(SAMPLER != "torch", reason="LocalSampler samples with torch")
 NAME = MODEL.rpartition("://")[2]  # clients leave the scheme out of addresses

@@ -11,7 +11,7 @@ from ray_components import GROUPS, Rows, Source
 
 import twinkle
 
-# Clusters of tests and of the servers that they start are on the loopback address: see cluster_access.py.
+# Clusters of tests and of the servers that they start are on the loopback address: see running.py.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from twinkle.errors import CheckpointError
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleResult
-from twinkle.server.runtime.ray.sampler_engine import Failed
+from twinkle.server.runtime.ray.replica import Failure
 
 DEADLY = 666  # the first token of a prompt that no engine survives
 
@@ -25,7 +25,7 @@ class ScriptedEngine:
 
     def load_version(self, version_id, directory):
         if directory in self._read.read_text().split():
-            return Failed(CheckpointError(f"{directory} is gone"))
+            return Failure(CheckpointError(f"{directory} is gone"))
         self._read.write_text(self._read.read_text() + f"{directory}\n")
         self._versions[version_id] = np.zeros(1)
         return None
@@ -35,7 +35,7 @@ class ScriptedEngine:
 
     def submit(self, request):
         if request.version_id is not None and request.version_id not in self._versions:
-            return Failed(CheckpointError(f"no version {request.version_id}"))
+            return Failure(CheckpointError(f"no version {request.version_id}"))
         self._requests[request.request_id] = (request, [])
         return None
 

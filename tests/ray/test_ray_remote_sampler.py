@@ -19,7 +19,7 @@ from scripted_engine import DEADLY, ScriptedEngine
 from twinkle.errors import CheckpointError, TwinkleServerError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SamplingParams
 from twinkle.server.config import ServerConfig
-from twinkle.server.runtime.ray.gpu_demand import gpus_wanted
+from twinkle.server.runtime.ray.deployments import gpus_wanted
 from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
 from twinkle.server.runtime.ray.sampler_engine import EngineDevices, devices_of, start_engine
 

@@ -29,6 +29,7 @@ from tinker import types
 from twinkle.errors import UserError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.server.runtime.ray import trainer_group
+from twinkle.server.runtime.ray.replica import Failure
 
 pytestmark = pytest.mark.ray
 
@@ -109,7 +110,7 @@ def asked(server, monkeypatch):
 
 
 def test_an_error_of_all_is_raised_and_one_of_some_ends_the_group(asked):
-    failed = trainer_group._Failed(UserError("rank"))
+    failed = Failure(UserError("rank"))
     assert asked(("a", 0.0), ("b", 0.2)) == ["a", "b"]
     with pytest.raises(UserError, match="rank"):
         asked((failed, 0.0), (failed, 0.1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.server.runtime.ray.cluster_access import prepare_access
+from twinkle.server.runtime.ray.running import prepare_access
 
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 

@@ -6,8 +6,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.config.placement import DeploymentOptions
 from twinkle.server.config.server_config import find_problems
 from twinkle.server.config.without_effect import without_effect
-from twinkle.server.runtime.ray.layout import replica_names
-from twinkle.server.runtime.ray.own_devices import on_own_gpu
+from twinkle.server.runtime.ray.layout import on_own_gpu, replica_names
 
 
 def configured(*applications):

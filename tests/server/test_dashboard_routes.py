@@ -16,7 +16,7 @@ from state_samples import run
 
 from twinkle.server.cli import command_line as cli
 from twinkle.server.ids import directory_name
-from twinkle.server.protocols.operator import dashboard_routes as dashboard
+from twinkle.server.protocols.operator import pages as dashboard
 from twinkle.server.services.training.adapters import LiveAdapter, Place
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.tenancy.work_pools import FairPool

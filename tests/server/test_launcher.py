@@ -13,7 +13,7 @@ from twinkle.server import ServerLauncher, launch_server
 from twinkle.server.cli import command_line as cli
 from twinkle.server.cli import launch
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config
-from twinkle.server.runtime.startup_banner import announcement
+from twinkle.server.runtime.process import announcement
 
 
 @pytest.fixture

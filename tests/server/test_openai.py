@@ -14,7 +14,7 @@ from fastapi import Request
 from running import MODEL, Server, Tenant, key_for, mock_config
 
 from twinkle.errors import CapacityError
-from twinkle.server.http import json_stream
+from twinkle.server.http import streams
 from twinkle.server.protocols.openai import routes as openai_routes
 
 CHAT = [{"role": "user", "content": "hello there"}]
@@ -463,7 +463,12 @@ def test_an_error_after_the_stream_has_begun_is_its_last_event() -> None:
 
     async def bodies() -> list[dict[str, object]]:
         request = Request({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []})
-        return [body async for body in openai_routes.to_the_end({"number": 1}, failing(), request)]
+        return [
+            body
+            async for body in streams.to_the_end(
+                {"number": 1}, failing(), lambda error: openai_routes._refusal(error, request).body
+            )
+        ]
 
     *chunks, last = asyncio.run(bodies())
     assert chunks == [{"number": 1}, {"number": 2}]
@@ -505,7 +510,7 @@ def test_who_leaves_cancels(own_server: Callable[..., Server]) -> None:
 
 def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket takes no more: what was asked for ends, and the connection with it."""
-    monkeypatch.setattr(json_stream, "UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "UNREAD_SECONDS", 0.05)
     ended = []
 
     async def bodies() -> AsyncGenerator[dict[str, object], None]:
@@ -524,7 +529,7 @@ def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     async def main() -> None:
-        stream = json_stream.JsonStream(bodies(), json_stream.EVENTS)
+        stream = streams.JsonStream(bodies(), streams.EVENTS)
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
 
     asyncio.run(main())

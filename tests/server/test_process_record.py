@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.server.runtime.process_record import ServerProcess, recorded, running
+from twinkle.server.runtime.process import ServerProcess, recorded, running
 from twinkle.server.state import DataDirInUseError
 from twinkle.server.state.files.guards import DirectoryLock
 

@@ -6,9 +6,9 @@ import pytest
 import zstandard
 from running import training_body
 
+from twinkle.server.app import ROUTES
 from twinkle.server.http.asgi_relay import HttpRequest
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.runtime.ray.addressing import (
+from twinkle.server.http.owners import (
     OfModel,
     OfNewRun,
     OfNewSampler,
@@ -16,11 +16,11 @@ from twinkle.server.runtime.ray.addressing import (
     OfProcessors,
     OfRun,
     OfSampler,
-    destination_of,
-    ends_with_its_client,
-    most_bytes_of,
 )
-from twinkle.server.runtime.ray.replicas import Replicas
+from twinkle.server.http.routes import RouteFacts
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.runtime.ray.directory import destination_of
+from twinkle.server.runtime.ray.layout import Replicas
 from twinkle.server.wire.peeking import text_field
 
 SESSION = "session_" + "0" * 32
@@ -32,6 +32,10 @@ def request(path: str, body: object = b"", method: str = "POST", **headers: str)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     raw = tuple((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())
     return HttpRequest(method, path, b"", raw, content, None)
+
+
+def facts_of(asked: HttpRequest) -> RouteFacts:
+    return ROUTES.find(asked.method, asked.path)[0]
 
 
 def native(verb: str, body: object, kind: str = "model") -> HttpRequest:
@@ -121,7 +125,7 @@ def test_what_ends_with_its_client():
         native("sample", {}, "sampler"),
         native("sample_stream", {}, "sampler"),
     ]
-    assert all(ends_with_its_client(each) for each in waiting)
+    assert all(facts_of(each).ends_with_client for each in waiting)
     lasting = [
         request("/api/v1/forward_backward", {}),
         request("/api/v1/create_model", {}),
@@ -129,16 +133,16 @@ def test_what_ends_with_its_client():
         native("forward_backward", {}),
         native("set_template", {}, "sampler"),
     ]
-    assert not any(ends_with_its_client(each) for each in lasting)
+    assert not any(facts_of(each).ends_with_client for each in lasting)
 
 
 def test_how_long_bodies_may_be():
-    most = 2**26
-    assert most_bytes_of("/api/v1/forward_backward", most) == most
-    assert most_bytes_of("/api/v1/processor/twinkle/call", most) == most
-    assert most_bytes_of("/api/v1/model/org/name/twinkle/forward_backward", most) == 2**24
-    assert most_bytes_of("/v1/chat/completions", most) == 2**22
-    assert most_bytes_of("/nowhere", 5) == 5
+    assert facts_of(request("/api/v1/forward_backward")).limit is None
+    assert facts_of(request("/api/v1/processor/twinkle/call")).limit is None
+    assert facts_of(request("/api/v1/model/org/name/twinkle/forward_backward")).limit == 2**24
+    assert facts_of(request("/v1/chat/completions")).limit == 2**22
+    assert facts_of(request("/api/v1/optim_step")).limit == 2**20
+    assert facts_of(request("/nowhere")).limit == 2**22
 
 
 def test_a_field_is_found_without_decoding():

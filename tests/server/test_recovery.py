@@ -657,7 +657,7 @@ def test_a_model_that_is_served_no_more(own_server: Callable[..., Server]) -> No
     assert tenant.post(f"sessions/{model.split(':')[0]}/finish", {"reason": {"type": "success"}}).is_success
     time.sleep(0.3)
     assert server.stop() == 0
-    assert "housekeeping failed" not in server.log()
+    assert "maintenance failed" not in server.log()
     server.configure(mock_config())
     server.start()
     assert results(tenant, requests) == delivered

@@ -106,20 +106,20 @@ def main(probe: Path, arguments: list[str]) -> None:
     end_with_parent()
     tune([f"{name}={seconds}" for name, seconds in SECONDS.items()])
     completions.Completions.__init__.__defaults__ = (COMPLETIONS_SECONDS,)  # type: ignore[misc]
-    open_store, keep_house = Store.open, embedded._keep_house
+    open_store, maintain = Store.open, embedded._maintain
 
     async def open_with_small_segments(*given: Any, **options: Any) -> Store:
         return await open_store(*given, **options, segment_bytes=SEGMENT_BYTES)
 
-    async def keep_house_and_watch(gateway: Gateway) -> None:
+    async def maintain_and_watch(gateway: Gateway) -> None:
         watching = asyncio.create_task(_watch(gateway, probe))
         try:
-            await keep_house(gateway)
+            await maintain(gateway)
         finally:
             watching.cancel()
 
     Store.open = open_with_small_segments  # type: ignore[method-assign, assignment]
-    embedded._keep_house = keep_house_and_watch
+    embedded._maintain = maintain_and_watch
     cli.main(arguments)
 
 

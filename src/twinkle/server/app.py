@@ -1,47 +1,56 @@
-"""The HTTP application: routers by area under ``/api/v1``, error handlers, and around it what counts and measures."""
+"""The HTTP application: the routes of all areas, error handlers, what counts and measures, and its OpenAPI document."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 
 import twinkle
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.body_limits import UploadCounter
 from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
-from twinkle.server.openapi import describe_bodies
+from twinkle.server.http.routes import RouteTable
 from twinkle.server.protocols.native import gateway_routes as native_gateway
-from twinkle.server.protocols.native import metrics as native_metrics
 from twinkle.server.protocols.native import model_routes as native_model
 from twinkle.server.protocols.native import overview as native_overview
-from twinkle.server.protocols.native import processor_routes as native_processor
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.protocols.openai import routes as openai
-from twinkle.server.protocols.operator import api_page, audit, billing, health, metrics, system
-from twinkle.server.protocols.operator import dashboard_routes as dashboard
-from twinkle.server.protocols.tinker import (
-    archives,
-    auth,
-    checkpoint_actions,
-    custom_losses,
-    downloads,
-    futures,
-    sampling,
-    session_search,
-    sessions,
-    training,
-    unloading,
-)
-from twinkle.server.protocols.tinker import runs as rest
+from twinkle.server.protocols.operator import accounts, pages, system
+from twinkle.server.protocols.tinker import checkpoints, futures, runs, sampling, sessions, training
 from twinkle.server.telemetry.http import ObservedRequests
+
+__all__ = ["ROUTES", "make_app"]
+
+# One flat list, the busiest areas first: routes are tried in order.
+ROUTES = RouteTable(
+    (
+        futures.routes,
+        training.routes,
+        sampling.routes,
+        openai.routes,
+        sessions.routes,
+        system.routes,
+        runs.routes,
+        checkpoints.routes,
+        accounts.routes,
+        native_model.routes,
+        native_sampler.routes,
+        native_gateway.routes,
+        native_overview.routes,
+        pages.routes,
+    )
+)
 
 
 def make_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], telemetry: Telemetry | None = None
 ) -> FastAPI:
-    """``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
+    """Return the application. ``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
     telemetry = telemetry or Telemetry()
-    # FastAPI's own pages at /docs and /redoc run scripts of a foreign host in our origin: api_page is in their place.
+    # FastAPI's own pages at /docs and /redoc run scripts of a foreign host in our origin: ours are in their place.
     app = FastAPI(
         title="Twinkle",
         version=twinkle.__version__,
@@ -50,40 +59,48 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
-    # One flat list, the busiest first: routes are tried in order, and an included router would be searched as a whole.
-    for area in (
-        futures,
-        training,
-        sampling,
-        openai,
-        sessions,
-        system,
-        health,
-        custom_losses,
-        rest,
-        billing,
-        session_search,
-        checkpoint_actions,
-        downloads,
-        archives,
-        unloading,
-        auth,
-        audit,
-        native_model,
-        native_processor,
-        native_sampler,
-        native_gateway,
-        native_metrics,
-        native_overview,
-        dashboard,
-        api_page,
-        metrics,
-    ):
-        app.router.routes.extend(area.router.routes)
+    app.router.routes.extend(route.endpoint for route in ROUTES.routes)
     install_error_handlers(app)
     app.state.telemetry = telemetry
-    app.add_middleware(RefuseRebinding)
-    app.add_middleware(ObservedRequests, metrics=telemetry.metrics, tracing=telemetry.tracing)
-    describe_bodies(app)
+    app.add_middleware(RefuseRebinding, for_any_host=ROUTES.for_any_host)
+    app.add_middleware(
+        ObservedRequests, metrics=telemetry.metrics, tracing=telemetry.tracing, is_traced=ROUTES.is_traced
+    )
+    _describe_bodies(app)
     app.add_middleware(UploadCounter)
     return app
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Replace FastAPI's description, which is made when somebody first asks for it: it knows nothing of our bodies."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents
+
+
+def _described(document: dict[str, Any]) -> dict[str, Any]:
+    """Add to each route the schema of its body, of the type that the route declares, or its media type."""
+    models = {route.facts.schema for route in ROUTES.routes if isinstance(route.facts.schema, type)}
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in sorted(models, key=lambda model: model.__qualname__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    for route in ROUTES.routes:
+        schema = route.facts.schema
+        for method in route.methods:
+            operation = document["paths"][route.endpoint.path_format][method.lower()]
+            if isinstance(schema, str):
+                _add(operation, schema, {"type": "string", "format": "binary"})
+            elif schema is not None:
+                _add(operation, "application/json", references[schema, "validation"])
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    document["components"]["schemas"] = {**schemas, **definitions.get("$defs", {})}
+    return document
+
+
+def _add(operation: dict[str, Any], media_type: str, schema: Mapping[str, Any]) -> None:
+    operation["requestBody"] = {"required": True, "content": {media_type: {"schema": schema}}}

@@ -9,7 +9,7 @@ from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server.cli import config_commands, data_commands, operator_commands
 from twinkle.server.cli.config_commands import config_of, open_store, server_options
 from twinkle.server.cli.launch import fetch_status, run_server, start_in_background
-from twinkle.server.runtime import process_record
+from twinkle.server.runtime import process
 
 # What `status` shows of training and of sampling in one line; rates are of about the last minute.
 _SIDE_BY_SIDE = {
@@ -90,7 +90,7 @@ def _launch(args: argparse.Namespace, given: list[str]) -> None:
 
 def _stop(args: argparse.Namespace, _given: list[str]) -> None:
     config = config_of(args)
-    stopped = process_record.stop(config.data_dir)
+    stopped = process.stop(config.data_dir)
     if not stopped and config.runtime == "ray":
         from twinkle.server.runtime.ray.running import take_down
 
@@ -102,7 +102,7 @@ def _stop(args: argparse.Namespace, _given: list[str]) -> None:
 
 def _status(args: argparse.Namespace, _given: list[str]) -> None:
     config = config_of(args)
-    here = process_record.running(config.data_dir)
+    here = process.running(config.data_dir)
     if config.runtime == "ray" and here is None:
         from twinkle.server.runtime.ray.running import applications
 

@@ -110,7 +110,7 @@ def run_server(
 
 def start_in_background(arguments: Sequence[str], log_file: Path) -> tuple[int, str]:
     """Start ``twinkle-server launch`` with these arguments and wait until it serves; returns process id and URL."""
-    from twinkle.server.runtime.startup_banner import LISTENING
+    from twinkle.server.runtime.process import LISTENING
 
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as log:

@@ -6,12 +6,14 @@ not have, apart from heartbeats since the last housekeeping.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from twinkle.errors import (
+    GoneError,
     InvalidInputError,
     NotFoundError,
     QuotaError,
@@ -212,10 +214,12 @@ class Gateway:
             )
         return record
 
-    async def heartbeat(self, session_id: str, tenant_id: str) -> SessionRecord:
+    async def heartbeat(self, session_id: str, tenant_id: str) -> None:
+        """Note that a session's client lives. GoneError if the session is over."""
         record = await self.session(session_id, tenant_id)
         self._heartbeats[session_id] = time.time()
-        return record
+        if record.state != "active":
+            raise GoneError(f"session {record.session_id} is {record.state}")
 
     def last_seen(self, session: SessionRecord) -> float:
         """Return when a session was last heard of, as far as this process knows."""
@@ -307,6 +311,8 @@ class Gateway:
     ) -> tuple[str, str]:
         """(run id, request id)."""
         run_id = ids.run_id(session_id, number)
+        if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
+            spec = replace(spec, seed=secrets.randbits(63))
         run = self.new_run(run_id, tenant_id, session_id, number, base_model, spec, user_metadata)
         return run_id, await self.create_run(run, Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body))
 
@@ -374,6 +380,14 @@ class Gateway:
 
     async def checkpoint(self, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
         return await readable_checkpoint(self.store, path, tenant_id)
+
+    async def run_of_checkpoint(self, address: str, tenant_id: str, field: str) -> RunRecord:
+        """Return the run that a checkpoint belongs to. ``field``: where a request names its ``address``."""
+        path = CheckpointPath.parse(address, field)
+        await self.checkpoint(path, tenant_id)
+        run = await self.store.runs.get(path.run_id)
+        assert run is not None, "a checkpoint has a run"
+        return run
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

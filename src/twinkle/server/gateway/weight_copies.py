@@ -1,7 +1,7 @@
 """Copies of checkpoints: under another session's run, or under a run of their own in another project.
 
 A copy shares nothing with its source, which may be deleted. The run that holds one is none that trains: it is there to
-be loaded from.
+be loaded from. A model that begins as a checkpoint is created here, too.
 """
 
 import errno
@@ -17,8 +17,8 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, version_of
 from twinkle.server.state import CheckpointExistsError, StorageFullError
 from twinkle.server.state.files.data_dir import copy_whole
-from twinkle.server.types import CheckpointRecord, RunRecord, SessionRecord
-from twinkle.server.wire.checkpoint_requests import CopyWeightsRequest
+from twinkle.server.types import CheckpointRecord, CreateFromCheckpoint, Op, OpKind, RunRecord, SessionRecord
+from twinkle.server.wire.checkpoint_requests import CopyWeightsRequest, CreateFromRequest
 from twinkle.server.wire.requests import check_access_token
 
 _NOTE = "this run holds copies of checkpoints; create a training client from one of them"
@@ -185,3 +185,35 @@ async def _added(gateway: Gateway, record: CheckpointRecord, most: int | None) -
             raise
         return existing
     return record
+
+
+# --- models that begin as a checkpoint --------------------------------------------------------------------------------
+
+
+async def create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest, body: bytes) -> str:
+    """Create a model that begins as a checkpoint, and return the id of the request.
+
+    The same request again is about the model that there is, also when its source is gone by now.
+    """
+    wanted.check()
+    await gateway.active_session(wanted.session_id, tenant_id)
+    run = await gateway.store.runs.get(ids.run_id(wanted.session_id, wanted.model_seq_id))
+    if run is None:
+        run = await _run_like_source(gateway, tenant_id, wanted)
+    payload = CreateFromCheckpoint(run.spec, wanted.path, wanted.optimizer)
+    return await gateway.create_run(run, Op(run.run_id, 0, OpKind.CREATE_FROM, payload, body))
+
+
+async def _run_like_source(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest) -> RunRecord:
+    path = CheckpointPath.parse(wanted.path)
+    checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id)
+    if wanted.optimizer and checkpoint.kind != "weights":
+        raise InvalidInputError("optimizer", True, f"false: {path} holds no optimizer state")
+    source = await gateway.store.runs.get(path.run_id)
+    assert source is not None, "a checkpoint has a run"
+    base_model = wanted.base_model or source.base_model
+    if gateway.model(base_model).model.name != source.model_name:
+        raise InvalidInputError("base_model", base_model, f"a name of {source.base_model!r}, which {path} belongs to")
+    run_id = ids.run_id(wanted.session_id, wanted.model_seq_id)
+    metadata = wanted.user_metadata or {}
+    return gateway.new_run(run_id, tenant_id, wanted.session_id, wanted.model_seq_id, base_model, source.spec, metadata)

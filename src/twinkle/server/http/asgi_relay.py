@@ -1,11 +1,11 @@
 """HTTP requests as plain values, and an ASGI application that answers them without a socket.
 
-So a request that reached one process is answered in another: by the same application, with the same words.
+So a request that reached one process is answered in another, by the same application with the same words.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """``path`` is decoded and whole: from the server's root, whatever is mounted where."""
+    """One request. ``path`` is decoded and whole: it begins at the server's root."""
 
     method: str
     path: str
@@ -62,7 +62,7 @@ _unwatched: set[asyncio.Task[Any]] = set()  # an event loop alone would forget w
 
 
 async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What was begun is finished, also when whoever asked for it has gone and this is cancelled."""
+    """Finish the work also when this is cancelled, because the client that asked for it has left."""
     task = asyncio.create_task(work)
     _unwatched.add(task)
     task.add_done_callback(_unwatched.discard)
@@ -70,28 +70,15 @@ async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:
-    """The whole answer. Whoever cancels this has gone away."""
-    head, parts, is_whole = None, [], False
-
-    async def send(message: Message) -> None:
-        nonlocal head, is_whole
-        if message["type"] == "http.response.start":
-            head = _head(message)
-        else:
-            parts.append(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-
-    try:
-        await app(_scope(request), _receive_of(request), send)
-    except Exception:
-        if not is_whole:  # an error that was answered is raised once more, for servers to log
-            raise
-    assert head is not None, "the application answers every request"
-    return HttpReply(head, b"".join(parts))
+    """Return the whole answer. Cancelling this tells the application that the client has left."""
+    async with aclosing(stream(app, request)) as parts:
+        head = await anext(parts)
+        assert isinstance(head, HttpHead), "the application answers every request"
+        return HttpReply(head, b"".join([part async for part in parts if isinstance(part, bytes)]))
 
 
 async def stream(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
-    """The head, then the body as it comes."""
+    """Yield the head, then the body as it comes."""
     parts: asyncio.Queue[HttpHead | bytes | None] = asyncio.Queue(maxsize=16)
     is_whole = False
 
@@ -109,7 +96,7 @@ async def stream(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[HttpHead 
             await app(_scope(request), _receive_of(request), send)
         except Exception:
             await parts.put(None)
-            if not is_whole:  # as above
+            if not is_whole:  # an error that was answered is raised once more, for servers to log
                 raise
         else:
             await parts.put(None)  # not when cancelled: nobody would take it

@@ -1,21 +1,23 @@
 """Request bodies on their way in: how much of a tenant's there is at one time, from its first byte to the answer."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twinkle.errors import QuotaError
+from twinkle.server.wire.errors import BodyTooLargeError
 
-__all__ = ["Upload", "UploadCounter", "upload_of"]
+__all__ = ["Upload", "UploadCounter", "read_body", "upload_of"]
 
 _KEY = "twinkle.upload"
 
 
 @dataclass
 class Upload:
-    """The body of one request. Before anybody has looked whose it is, it is nobody's, who is a tenant like others."""
+    """The body of one request. Until its tenant is known it counts for the tenant without a name."""
 
     sizes: Counter[str]  # of all uploads, by tenant
     tenant_id: str = ""
@@ -41,7 +43,7 @@ class Upload:
 
 
 class UploadCounter:
-    """ASGI middleware: it alone knows when a request has been answered."""
+    """ASGI middleware that counts a body until its request has been answered, which only a middleware knows."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -61,3 +63,23 @@ class UploadCounter:
 def upload_of(request: Request) -> Upload:
     upload: Upload = request.scope[_KEY]
     return upload
+
+
+async def read_body(request: Request, limit: int, grow_to: Callable[[int], None]) -> bytes:
+    """Return the whole body. ``grow_to`` is told its size so far, and may raise. BodyTooLargeError above the limit.
+
+    A size that is announced counts from the start: what is too large is refused before it is sent.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit():
+        if int(announced) > limit:
+            raise BodyTooLargeError(limit)
+        grow_to(int(announced))
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError(limit)
+        grow_to(size)
+        parts.append(part)
+    return b"".join(parts)

@@ -314,7 +314,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_late(self, now: float) -> bool:
-        """Whether the client has kept us waiting for the rest of its request, or for its next one."""
+        """Return whether the client has kept us waiting for the rest of its request, or for its next one."""
         if not self._receiving:
             # uvicorn forgets its own timer when anything arrives that is no request.
             is_idle = self.cycle.response_complete and not self.pipeline and self.timeout_keep_alive_task is None
@@ -327,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return now - self._since > self._limits.progress_seconds
 
     def _is_unread(self, now: float) -> bool:
-        """Whether the client has kept us waiting to read our answer."""
+        """Return whether the client has kept us waiting to read our answer."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now

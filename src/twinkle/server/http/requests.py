@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -28,11 +29,10 @@ from twinkle.errors import (
 from twinkle.server.config.applications import GATEWAY_PREFIX
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.http.body_limits import upload_of
+from twinkle.server.http.body_limits import read_body, upload_of
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
 from twinkle.server.telemetry.logs import current_request, note_refusing_limit
-from twinkle.server.wire import fields
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
 
@@ -44,9 +44,7 @@ SMALL_BODY = 16_384
 _BEARER = "bearer"
 # The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
 JSON_BYTES = 2**20
-# What says no more than that the server is there, and /metrics, which looks at its callers itself.
-_FOR_ANY_HOST = frozenset({f"{PREFIX}/healthz", f"{PREFIX}/twinkle/healthz", "/-/healthz", "/metrics"})
-RequestT = TypeVar("RequestT", bound=fields.Request)
+T = TypeVar("T")
 
 # The first that matches; anything else of ours is a 500.
 _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
@@ -71,7 +69,7 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def tenant_of(request: Request, prefix: str = "tml-") -> str:
-    """Who asks."""
+    """Return who asks. The body, if it is read, counts among this tenant's uploads."""
     tenant_id = await gateway_of(request).tenant(key_of(request), _prefix_of(request, prefix))
     upload_of(request).belongs_to(tenant_id)
     return tenant_id
@@ -88,7 +86,7 @@ def _prefix_of(request: Request, prefix: str) -> str:
 
 
 def key_of(request: Request) -> str | None:
-    """The SDK sends X-API-Key; the others are for people and for our own client."""
+    """Return the key of a request. The SDK sends X-API-Key; the other headers are for people and for our client."""
     key = request.headers.get("x-api-key")
     for name in ("twinkle-authorization", "authorization"):
         key = bearer_of(request, name) if key is None else key
@@ -125,36 +123,33 @@ def refuse_rebinding(request: Request) -> None:
 
 
 async def body_of(request: Request, most: int | None = None) -> bytes:
-    """The whole body, as long as it stays within the limit for all requests and within ``most`` bytes.
+    """Return the whole body, as long as it stays within the limit for all requests and within ``most`` bytes.
 
     It counts among its tenant's uploads until the request is answered: ask for the tenant first.
     """
     gateway, upload = gateway_of(request), upload_of(request)
-    is_work = most is None or most > 4 * JSON_BYTES  # heartbeats, polls and deletes have small bodies, and go on
-    limit = gateway.config.limits.max_request_bytes
-    limit = limit if most is None else min(limit, most)
     of_tenant = gateway.tenants.limits(upload.tenant_id).uploading_bytes
-    length = request.headers.get("content-length", "")
-    if length.isdigit():
-        if int(length) > limit:
-            raise BodyTooLargeError(limit)
-        if is_work and int(length) > SMALL_BODY:
-            gateway.memory.guard.check(int(length))
-        upload.grow_to(int(length), of_tenant)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(limit)
-        if is_work and not length:
-            gateway.memory.guard.check(len(part))
+    # Where memory is short, work is refused; heartbeats, polls and deletes have small bodies, and go on.
+    is_work = most is None or most > 4 * JSON_BYTES
+    unchecked = SMALL_BODY if "content-length" in request.headers else 0
+
+    def grow_to(size: int) -> None:
+        if is_work and size - upload.size > unchecked:
+            gateway.memory.guard.check(size - upload.size)
         upload.grow_to(size, of_tenant)
-        parts.append(part)
-    return b"".join(parts)
+
+    limit = gateway.config.limits.max_request_bytes
+    return await read_body(request, limit if most is None else min(limit, most), grow_to)
 
 
-async def parsed(request_type: type[RequestT], request: Request) -> RequestT:
-    return fields.parse(request_type, await body_of(request, JSON_BYTES))
+async def decoded(request: Request, body: bytes, read: Callable[[bytes], T]) -> T:
+    """Return ``read(body)``: a small body is read on the event loop, a large or compressed one in a thread.
+
+    The threads are those for reading, of which the tenant of this request has its share.
+    """
+    if len(body) < SMALL_BODY and "content-encoding" not in request.headers:
+        return read(body)
+    return await gateway_of(request).reading.in_thread(upload_of(request).tenant_id, partial(read, body))
 
 
 def json_response(
@@ -163,13 +158,18 @@ def json_response(
     return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
 
 
+def listing(name: str, items: Sequence[object], offset: int, limit: int, total: int) -> Response:
+    """Return one page of a listing, and where it stands among all."""
+    return json_response({name: items, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
+
+
 def public_address(request: Request) -> str:
-    """Where the caller reaches us: as configured, or else as it did just now."""
+    """Return where the caller reaches us: as configured, or else as it did just now."""
     return gateway_of(request).config.public_url or str(request.base_url).rstrip("/")
 
 
 def iso_time(seconds: float) -> str:
-    """Aware: the SDK compares with aware times."""
+    """Return the time with its zone: the SDK compares it with times that have one."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -178,10 +178,15 @@ def is_loopback(request: Request) -> bool:
 
 
 def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
-    """For answers that a client may hope to be better soon. Both SDKs heed it."""
+    """Return the header for answers that may be better soon. Both SDKs heed it."""
     if isinstance(error, QuotaError | OverloadedError):
         return {"Retry-After": str(error.retry_after)}
     return {"Retry-After": "1"} if status in (429, 503) else None
+
+
+def status_of(error: TwinkleError) -> int:
+    """Return the status that an error is answered with; 500: it is ours."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
 def note_refusal(error: Exception) -> None:
@@ -191,14 +196,15 @@ def note_refusal(error: Exception) -> None:
 
 
 class RefuseRebinding:
-    """ASGI middleware: :func:`refuse_rebinding` for every path but those in ``_FOR_ANY_HOST``."""
+    """ASGI middleware: :func:`refuse_rebinding` for every path but those that are ``for_any_host``."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, for_any_host: frozenset[str]) -> None:
         self._app = app
+        self._for_any_host = for_any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["path"] not in _FOR_ANY_HOST:
+        if scope["type"] == "http" and scope["path"] not in self._for_any_host:
             try:
                 refuse_rebinding(Request(scope))
             except InvalidInputError as error:
@@ -207,7 +213,7 @@ class RefuseRebinding:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """No tracebacks, keys or paths of ours to clients."""
+    """Answer errors with a status and a text that has no tracebacks, keys or paths of ours."""
 
     async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwinkleError)
@@ -215,10 +221,10 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, StorageFullError):  # its message names our directories
             logger.error("%s %s: %s", request.method, request.url.path, error)
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
-        for kind, status in _STATUS:
-            if isinstance(error, kind):
-                return json_response({"detail": str(error)}, status, when_to_retry(error, status))
-        return await unexpected(request, error)
+        status = status_of(error)
+        if status == 500:
+            return await unexpected(request, error)
+        return json_response({"detail": str(error)}, status, when_to_retry(error, status))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -227,14 +233,14 @@ def install_error_handlers(app: FastAPI) -> None:
         return json_response({"detail": "internal error; the server's log has the details"}, 500, headers)
 
     async def invalid(_request: Request, error: Exception) -> Response:
-        """Of a query; bodies are read by us."""
+        """Answer a mistake in the path or the query. Bodies are read by us."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         value = repr(first["input"])[:120]
         return json_response({"detail": f"{first['loc'][-1]}: got {value}, {first['msg']}"}, 400)
 
     async def gone(request: Request, _error: Exception) -> Response:
-        """Whoever left in the middle of a request reads no answer, and is no error of ours."""
+        """Answer a client that left in the middle of a request: it reads nothing, and it is no error of ours."""
         logger.debug("%s %s: the client is gone", request.method, request.url.path)
         return Response(status_code=400)
 

@@ -1,6 +1,7 @@
-"""From a loaded model to the services that serve it, on either runtime."""
+"""From a loaded model to the services that serve it, on either runtime: making, starting and stopping them."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
@@ -16,6 +17,14 @@ from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import RunRecord
 from twinkle.server.verbs.templates import Templates
+
+# The longest that the compute thread or the event loop may hold the interpreter while the other wants it.
+_SWITCH_SECONDS = 0.0005
+
+
+def let_threads_alternate() -> None:
+    """Keep the compute thread and the event loop from waiting for each other for the interpreter's usual 5 ms."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def services_on(
@@ -33,7 +42,7 @@ def services_on(
     is_ours: Callable[[RunRecord], bool] = lambda _run: True,
     replica: str = "",
 ) -> Services:
-    """``is_ours`` tells which runs of this base model are to be brought back here, to this ``replica``.
+    """Make the services of one model. ``is_ours`` tells which of its runs are recovered here, on this ``replica``.
 
     ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
     ``memory``: shared with all that runs in this process; None: nothing else does.
@@ -71,3 +80,19 @@ def services_on(
         recorder=telemetry.sampling(model.name),
     )
     return Services(model, training, sampling, templates)
+
+
+async def start_services(services: Iterable[Services]) -> None:
+    """Recover what the last process had, and begin to work."""
+    for entry in services:
+        await entry.training.start()
+        if entry.sampling is not None:
+            await entry.sampling.start()
+
+
+async def stop_services(services: Iterable[Services]) -> None:
+    """Finish what runs, and put every adapter on disk."""
+    for entry in services:
+        if entry.sampling is not None:
+            await entry.sampling.stop()
+        await entry.training.stop()

@@ -5,7 +5,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -27,9 +26,9 @@ from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.processors.service import configured_processors
-from twinkle.server.runtime.assembly import services_on
-from twinkle.server.runtime.process_record import recorded
-from twinkle.server.runtime.startup_banner import announcement
+from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
+from twinkle.server.runtime.maintenance import BackgroundTasks, run_maintenance
+from twinkle.server.runtime.process import announcement, listen, recorded
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry import instruments
@@ -38,17 +37,14 @@ from twinkle.server.tenancy.tenants import configured_tenants
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING_SECONDS = 15.0
-# The longest the compute thread or the gateway may hold the interpreter while the other wants it.
-_SWITCH_SECONDS = 0.0005
 _OPEN_FILES = 65_536
 
 
 def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT, then drain: what runs is finished and every adapter is on disk."""
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    let_threads_alternate()
     _allow_many_connections()
-    listener = _listen(config)
+    listener = listen(config.http_options.host, config.http_options.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, notes, listener))
@@ -92,7 +88,7 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
 
 
 class _Server(uvicorn.Server):
-    """Says what it serves once it does, and lets long polls go as soon as it is told to end."""
+    """A uvicorn server that prints what it serves once it does, and answers long polls when it is told to end."""
 
     def __init__(self, settings: uvicorn.Config, app: FastAPI, announcement: str) -> None:
         super().__init__(settings)
@@ -107,7 +103,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would end by the same signal after a clean shutdown; a drained server has exit code 0."""
+        """Handle signals ourselves: uvicorn would end by the same signal after a clean shutdown, and not with 0."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end, number)
@@ -143,7 +139,7 @@ async def _running(
     telemetry: Telemetry,
     fail: Callable[[str], None],
 ) -> AsyncIterator[None]:
-    """``fail`` ends the server."""
+    """Run the services of all models, from the application's start to its end. ``fail`` ends the server."""
     try:
         await store.sessions.forgive_downtime(time.time())
         await store.ops.forgive_downtime(time.time())
@@ -176,35 +172,25 @@ async def _running(
     telemetry.usage = tenants.usage
     app.state.gateway = gateway
     telemetry.export_from(gateway)
-    for entry in services.values():
-        await entry.training.start()
-        if entry.sampling is not None:
-            await entry.sampling.start()
+    await start_services(services.values())
     if processors is not None:
         await processors.start()
-    housekeeping = asyncio.create_task(_keep_house(gateway))
-    watching = asyncio.create_task(_watch(services.values(), fail))
-    running_time = asyncio.create_task(gateway.running_time.watch())
-    guarding = asyncio.create_task(memory.guard.watch())
+    tasks = BackgroundTasks(
+        _maintain(gateway), _watch(services.values(), fail), gateway.running_time.watch(), memory.guard.watch()
+    )
     yield
-    guarding.cancel()
-    running_time.cancel()
-    watching.cancel()
-    housekeeping.cancel()
+    tasks.cancel()
     await gateway.flush_heartbeats()
     if processors is not None:
         await processors.stop()
-    for entry in services.values():
-        if entry.sampling is not None:
-            await entry.sampling.stop()
-        await entry.training.stop()
+    await stop_services(services.values())
     await gateway.books.flush_usage()
     for compute in computes.values():
         compute.close()
 
 
 async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
-    """The server ends with the first loop that does: half of one would accept what it never runs."""
+    """End the server with the first service loop that ends: half of one would accept what it never runs."""
     loops = [loop for entry in services for loop in (entry.training, entry.sampling) if loop is not None]
     broken = [asyncio.create_task(service.loop.broken()) for service in loops]
     try:
@@ -216,46 +202,22 @@ async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> N
     fail(f"{what} stopped by an error that the log shows; start the server again: nothing acknowledged is lost")
 
 
-async def _keep_house(gateway: Gateway) -> None:
-    """Expire, forget and delete, now and then. A failure is logged and tried again."""
-    work = gateway.end_what_was_ending()
-    while True:
-        try:
-            await work
-        except Exception:
-            logger.exception("housekeeping failed")
-        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-        work = _house(gateway, time.time())
+async def _maintain(gateway: Gateway) -> None:
+    """Expire, forget and delete by the clock, and do what operators ask for."""
 
+    async def work(now: float) -> None:
+        await gateway.keep_house(now)
+        await answer_operators(gateway, now)
 
-async def _house(gateway: Gateway, now: float) -> None:
-    await gateway.keep_house(now)
-    await answer_operators(gateway, now)
+    await run_maintenance(gateway.end_what_was_ending(), work)
 
 
 def _allow_many_connections() -> None:
-    """Each waiting future holds a connection, and shells commonly allow a process a thousand open files."""
+    """Raise the limit of open files: each waiting future holds a connection, and shells commonly allow a thousand."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _listen(config: ServerConfig) -> socket.socket:
-    """Bind before anything slow happens: a taken port is known at once."""
-    host, port = config.http_options.host, config.http_options.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise TwinkleServerError(
-            f"cannot listen on {host}:{port}: {reason}; stop what listens there or choose another --port"
-        ) from error
-    return listener
 
 
 def _url(config: ServerConfig, listener: socket.socket) -> str:

@@ -5,6 +5,7 @@ Plain ASGI: it costs microseconds.
 
 import logging
 import time
+from collections.abc import Callable
 
 from opentelemetry.trace import Span
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,19 +26,30 @@ _UNMATCHED = "unmatched"  # whatever paths strangers try are one series
 
 
 class ObservedRequests:
-    """Counts, times and traces requests. A request that ends in an exception counts as 500, which the client gets."""
+    """Counts, times and traces requests. A request that ends in an exception counts as 500, which the client gets.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing = NO_TRACING) -> None:
+    ``is_traced`` tells by method and path which requests have spans; it is asked only where there is tracing.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        tracing: Tracing = NO_TRACING,
+        is_traced: Callable[[str, str], bool] = lambda _method, _path: True,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._tracing = tracing
+        self._is_traced = is_traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        span = self._tracing.start_request(scope["headers"], traced=_is_traced(scope["path"]))
+        traced = self._tracing is not NO_TRACING and self._is_traced(scope["method"], scope["path"])
+        span = self._tracing.start_request(scope["headers"], traced=traced)
         context = enter_request(_client_id(scope))
         status = 500
 
@@ -67,8 +79,3 @@ class ObservedRequests:
 
 def _client_id(scope: Scope) -> str | None:
     return next((str(value, "latin-1") for name, value in scope["headers"] if name == _HEADER), None)
-
-
-def _is_traced(path: str) -> bool:
-    """Return whether requests of this path are traced; those that only watch the server are not."""
-    return not ("/healthz" in path or path.endswith(("/metrics", "/status", "/session_heartbeat", "/telemetry")))

@@ -1,1 +1,4 @@
-"""Twinkle's own protocol: the verbs of the library on adapters of a server, in the same batches as Tinker's."""
+"""The routes of our own protocol, which carries the library's verbs.
+
+May import: http, gateway and the rooms below; of the other protocols what they share.
+"""

@@ -1,92 +1,86 @@
-"""Our own protocol's front door: sessions, what is served and how it is doing, training runs and their checkpoints.
+"""Our own protocol's front door: sessions, what is served and how it is doing, training runs, checkpoints, curves.
 
 Runs and checkpoints are those of all protocols: what was trained with Tinker's SDK is listed here, and the reverse.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel
 
 from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
 from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, gateway_of, json_response, parsed
+from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
+from twinkle.server.http.requests import PREFIX, json_response
+from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.http import IDEMPOTENCY_HEADER, native_tenant_of
-from twinkle.server.protocols.native.requests import services_of
-from twinkle.server.protocols.native.session_template import TEMPLATES_KEY
-from twinkle.server.protocols.operator.health import failure_of, health_of, models_health
-from twinkle.server.protocols.operator.system import status_of_models
+from twinkle.server.metric_points import MetricPoint
+from twinkle.server.protocols.native.requests import ANY_KEY, IDEMPOTENCY_HEADER, services_of, wire_response
+from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
+from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
 from twinkle.server.protocols.tinker.runs import Limit, Offset
-from twinkle.server.protocols.tinker.sessions import sign_of_life
 from twinkle.server.services.checkpoints.access import kind_of_checkpoint
 from twinkle.server.types import CheckpointRecord, RunRecord, SessionRecord
 from twinkle.server.wire import fields
 from twinkle_client import types
 
-router = APIRouter()
+routes = Routes(key_prefix=ANY_KEY)
 
 _TWINKLE = f"{PREFIX}/twinkle"
+_METRICS = f"{_TWINKLE}/training_runs/{{run_id}}/metrics"
+Since = Annotated[int, Query(ge=0, lt=2**63)]
+Points = Annotated[int, Query(ge=1, le=4096)]
 _MAX_KEY = 256  # characters of an idempotency key
 _PUBLIC_OWNER = "public"  # whose a public checkpoint is, is nobody's business
 
 
 class CreateSessionRequest(fields.Request):
-    """As the client has it, with bounds."""
+    """The client's request, with bounds."""
 
     metadata: fields.AnyMetadata | None = None
-
-
-def wire_response(body: BaseModel, status: int = 200) -> Response:
-    """Numbers that are not finite become null."""
-    return Response(body.model_dump_json(), status, media_type="application/json")
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
-@router.post(f"{_TWINKLE}/create_session")
-async def create_session(request: Request) -> Response:
-    tenant_id = await native_tenant_of(request)
-    metadata = (await parsed(CreateSessionRequest, request)).metadata or {}
+@routes.post(f"{_TWINKLE}/create_session", anybody, json_body(CreateSessionRequest))
+async def create_session(call: Call[CreateSessionRequest]) -> Response:
+    metadata = call.body.metadata or {}
     if TEMPLATES_KEY in metadata:
         raise InvalidInputError("metadata", TEMPLATES_KEY, "any other key: this one is ours")
     now = time.time()
     session = SessionRecord(
         session_id=ids.new_native_session_id(),
-        tenant_id=tenant_id,
+        tenant_id=call.tenant_id,
         created_at=now,
         last_seen=now,
         sdk_version="twinkle",
         user_metadata=metadata,
     )
-    made = await gateway_of(request).create_session(session, _idempotency_key(request))
+    made = await call.gateway.create_session(session, _idempotency_key(call.request))
     return wire_response(types.CreateSessionResponse(session_id=made.session_id))
 
 
-@router.post(f"{_TWINKLE}/session_heartbeat")
-async def heartbeat(request: Request) -> Response:
-    tenant_id = await native_tenant_of(request)
-    beat = fields.parse(types.SessionHeartbeatRequest, await body_of(request, JSON_BYTES))
-    await sign_of_life(gateway_of(request), beat.session_id, tenant_id)
+@routes.post(f"{_TWINKLE}/session_heartbeat", anybody, json_body(types.SessionHeartbeatRequest), traced=False)
+async def heartbeat(call: Call[types.SessionHeartbeatRequest]) -> Response:
+    await call.gateway.heartbeat(call.body.session_id, call.tenant_id)
     return wire_response(types.SessionHeartbeatResponse())
 
 
-@router.post(f"{_TWINKLE}/finish_session")
-async def finish_session(request: Request) -> Response:
-    tenant_id = await native_tenant_of(request)
-    wanted = fields.parse(types.FinishSessionRequest, await body_of(request, JSON_BYTES))
-    await gateway_of(request).finish_session(wanted.session_id, tenant_id)
+@routes.post(f"{_TWINKLE}/finish_session", anybody, json_body(types.FinishSessionRequest))
+async def finish_session(call: Call[types.FinishSessionRequest]) -> Response:
+    await call.gateway.finish_session(call.body.session_id, call.tenant_id)
     return wire_response(types.FinishSessionResponse())
 
 
 def _idempotency_key(request: Request) -> str | None:
-    """Apart from those of Tinker's protocol: the same key there is another session."""
+    """Return the key, apart from those of Tinker's protocol: the same key there is another session."""
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and len(key) > _MAX_KEY:
         raise InvalidInputError("X-Idempotency-Key header", f"{len(key)} characters", f"at most {_MAX_KEY}")
@@ -96,45 +90,36 @@ def _idempotency_key(request: Request) -> str | None:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-@router.get("/-/routes")
-async def route_prefixes(request: Request) -> Response:
-    """Who waits for a server to come up looks here."""
-    reports = await gateway_of(request).fleet.reports()
+@routes.get("/-/routes", anybody, public=True)
+async def route_prefixes(call: Call[bytes]) -> Response:
+    """List what is served, by prefix. A client that waits for a server to come up asks this."""
+    reports = await call.gateway.fleet.reports()
     models = {f"{PREFIX}/model/{name}": "model" for name in reports}
     samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
     return json_response({PREFIX: "server", **models, **samplers, f"{PREFIX}/processor": "processor"})
 
 
-@router.get("/-/healthz")
-async def serve_health() -> Response:
-    """What Ray Serve's proxy answers by itself, for whoever watches a server of either runtime."""
+@routes.get("/-/healthz", anybody, public=True, traced=False, any_host=True)
+async def serve_health(_call: Call[bytes]) -> Response:
+    """Answer as Ray Serve's proxy does by itself, so that a server of either runtime is watched alike."""
     return PlainTextResponse("success")
 
 
-@router.get(f"{_TWINKLE}/healthz")
-async def health(request: Request) -> Response:
-    failure = failure_of(gateway_of(request))
+@routes.get(f"{_TWINKLE}/healthz", anybody, public=True, traced=False, any_host=True)
+async def health(call: Call[bytes]) -> Response:
+    failure = failure_of(call.gateway)
     return wire_response(types.HealthResponse(status=failure or "ok"), 200 if failure is None else 503)
 
 
-@router.get(f"{_TWINKLE}/healthz/deep")
-async def deep_health(request: Request) -> Response:
-    """Of every model, without asking the compute thread: it may be busy for a while."""
-    models = await models_health(gateway_of(request))
-    healthy = all(model["healthy"] for model in models.values())
-    return wire_response(types.DeepHealthResponse(healthy=healthy, models=models), 200 if healthy else 503)
-
-
-@router.get(f"{PREFIX}/model/{{name:path}}/healthz")
-async def health_of_model(request: Request, name: str) -> Response:
-    gateway = gateway_of(request)
-    report = report_of(services_of(gateway, name), gateway.config.telemetry.stuck_step_seconds)
+@routes.get(f"{PREFIX}/model/{{model:path}}/healthz", by_first_replica, public=True, traced=False)
+async def health_of_model(call: Call[bytes], model: str) -> Response:
+    report = report_of(services_of(call.gateway, model), call.gateway.config.telemetry.stuck_step_seconds)
     return _health_response(health_of(report))
 
 
-@router.get(f"{PREFIX}/sampler/{{name:path}}/healthz")
-async def sampler_health(request: Request, name: str) -> Response:
-    return _health_response(_sampler_health(services_of(gateway_of(request), name), name))
+@routes.get(f"{PREFIX}/sampler/{{model:path}}/healthz", by_first_replica, public=True, traced=False)
+async def sampler_health(call: Call[bytes], model: str) -> Response:
+    return _health_response(_sampler_health(services_of(call.gateway, model), model))
 
 
 def _sampler_health(entry: Services, name: str) -> dict[str, object]:
@@ -148,37 +133,33 @@ def _health_response(health: dict[str, object]) -> Response:
     return json_response(health, 200 if health["healthy"] else 503)
 
 
-@router.get(f"{_TWINKLE}/get_server_capabilities")
-async def capabilities(request: Request) -> Response:
-    await native_tenant_of(request)
-    models = [types.SupportedModel(model_name=name) for name in await gateway_of(request).listed_models()]
+@routes.get(f"{_TWINKLE}/get_server_capabilities", anybody)
+async def capabilities(call: Call[bytes]) -> Response:
+    models = [types.SupportedModel(model_name=name) for name in await call.gateway.listed_models()]
     return wire_response(types.GetServerCapabilitiesResponse(supported_models=models))
 
 
-@router.get(f"{_TWINKLE}/capacity_info")
-async def capacity_info(request: Request) -> Response:
-    """Of the tenant who asks."""
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    most = gateway.tenants.limits(tenant_id).adapters
-    used = sum(report.adapters.get(tenant_id, 0) for report in (await gateway.fleet.reports()).values())
+@routes.get(f"{_TWINKLE}/capacity_info", anybody)
+async def capacity_info(call: Call[bytes]) -> Response:
+    """Return how many adapters the asking tenant may have, has, and may still create."""
+    most = call.gateway.tenants.limits(call.tenant_id).adapters
+    used = sum(report.adapters.get(call.tenant_id, 0) for report in (await call.gateway.fleet.reports()).values())
     return wire_response(
         types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),
     )
 
 
-@router.get(f"{_TWINKLE}/status")
-async def status(request: Request) -> Response:
-    """Sums over all tenants: nothing here says who does what."""
-    gateway = gateway_of(request)
-    models = await status_of_models(gateway)
+@routes.get(f"{_TWINKLE}/status", anybody, public=True, traced=False)
+async def status(call: Call[bytes]) -> Response:
+    """Return sums over all tenants: nothing here says who does what."""
+    models = await status_of_models(call.gateway)
     resources = {
-        "sessions": await gateway.store.sessions.active(),
+        "sessions": await call.gateway.store.sessions.active(),
         "models": _sum(models, "adapters"),
-        "sampling_sessions": await gateway.store.sampling_sessions.active(),
+        "sampling_sessions": await call.gateway.store.sampling_sessions.active(),
         "futures": _sum(models, "queued_ops") + _sum(models, "waiting_samples"),
     }
-    cleanup = {"running": True, "expiration_timeout": gateway.config.limits.session_timeout_seconds}
+    cleanup = {"running": True, "expiration_timeout": call.gateway.config.limits.session_timeout_seconds}
     return json_response({"resources": resources, "cleanup": cleanup, "models": models})
 
 
@@ -189,66 +170,52 @@ def _sum(models: Mapping[str, Mapping[str, object]], number: str) -> int:
 # --- runs and checkpoints ---------------------------------------------------------------------------------------------
 
 
-@router.get(f"{_TWINKLE}/training_runs")
-async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, all_users: bool = False) -> Response:
-    """``all_users`` is what older clients send to see everything that they may see: here that is their own."""
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    page = await gateway.store.runs.list(tenant_id, limit, offset)
-    runs = [await _training_run(gateway, run) for run in page.items]
+@routes.get(f"{_TWINKLE}/training_runs", anybody)
+async def training_runs(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, all_users: bool = False) -> Response:
+    """List the tenant's runs. Older clients send ``all_users`` to see all that they may see: here that is their own."""
+    page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
+    runs = [await _training_run(call.gateway, run) for run in page.items]
     cursor = types.Cursor(limit=limit, offset=offset, total_count=page.total)
     return wire_response(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
 
 
-@router.get(f"{_TWINKLE}/training_runs/{{run_id}}")
-async def training_run(request: Request, run_id: str) -> Response:
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    return wire_response(await _training_run(gateway, await gateway.run(run_id, tenant_id)))
+@routes.get(f"{_TWINKLE}/training_runs/{{run_id}}", anybody)
+async def training_run(call: Call[bytes], run_id: str) -> Response:
+    return wire_response(await _training_run(call.gateway, await call.gateway.run(run_id, call.tenant_id)))
 
 
-@router.get(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints")
-async def checkpoints_of_run(request: Request, run_id: str) -> Response:
-    """Oldest first: the last one is the newest."""
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    run = await gateway.run(run_id, tenant_id)
-    records = await gateway.store.checkpoints.of_run(run_id)
+@routes.get(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints", anybody)
+async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
+    """List a run's checkpoints, oldest first: the last one is the newest."""
+    run = await call.gateway.run(run_id, call.tenant_id)
+    records = await call.gateway.store.checkpoints.of_run(run_id)
     listed = [_checkpoint(record, run) for record in reversed(records)]
     return wire_response(types.CheckpointsListResponse(checkpoints=listed))
 
 
-@router.delete(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
-async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
-    tenant_id = await native_tenant_of(request)
+@routes.delete(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}", anybody)
+async def delete_checkpoint(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
     path = _path(run_id, checkpoint_id)
-    await gateway_of(request).checkpoint_actions.delete(path, tenant_id)
+    await call.gateway.checkpoint_actions.delete(path, call.tenant_id)
     return wire_response(types.DeleteCheckpointResponse(success=True, message=f"deleted {path.native}"))
 
 
-@router.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}")
-async def checkpoint_path(request: Request, run_id: str, checkpoint_id: str) -> Response:
-    """The address under both names: directories of the server are nobody's business."""
-    tenant_id = await native_tenant_of(request)
+@routes.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}", anybody)
+async def checkpoint_path(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
+    """Return the address of a checkpoint under both names. Directories of the server are not told."""
     path = _path(run_id, checkpoint_id)
-    await gateway_of(request).checkpoint(path, tenant_id)
+    await call.gateway.checkpoint(path, call.tenant_id)
     return wire_response(types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
 
 
-@router.post(f"{_TWINKLE}/weights_info")
-async def weights_info(request: Request) -> Response:
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    wanted = fields.parse(types.WeightsInfoRequest, await body_of(request, JSON_BYTES))
-    path = CheckpointPath.parse(wanted.twinkle_path, "twinkle_path")
-    await gateway.checkpoint(path, tenant_id)
-    run = await gateway.store.runs.get(path.run_id)
-    assert run is not None, "a checkpoint has a run"
+@routes.post(f"{_TWINKLE}/weights_info", anybody, json_body(types.WeightsInfoRequest))
+async def weights_info(call: Call[types.WeightsInfoRequest]) -> Response:
+    run = await call.gateway.run_of_checkpoint(call.body.twinkle_path, call.tenant_id, "twinkle_path")
     return wire_response(
         types.WeightsInfoResponse(
             training_run_id=run.run_id,
             base_model=run.base_model,
-            model_owner=run.tenant_id if run.tenant_id == tenant_id else _PUBLIC_OWNER,
+            model_owner=run.tenant_id if run.tenant_id == call.tenant_id else _PUBLIC_OWNER,
             is_lora=True,
             lora_rank=run.spec.rank,
         )
@@ -300,3 +267,44 @@ def _checkpoint(record: CheckpointRecord, run: RunRecord) -> types.Checkpoint:
 
 def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+# --- curves of runs: what the server measured, and what clients log beside it -----------------------------------------
+
+
+@routes.get(_METRICS, anybody, traced=False)
+async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Points = 1024) -> Response:
+    """Return points after number ``since``, oldest first."""
+    run = await call.gateway.run(run_id, call.tenant_id)
+    points = await call.gateway.store.run_metrics.since(run.run_id, since, limit + 1)
+    answer = partial(_response, points[:limit], since, len(points) > limit)
+    return await call.gateway.reading.in_thread(call.tenant_id, answer)
+
+
+# The replica that has the run knows its newest step.
+@routes.post(_METRICS, by_run_in_path, raw_body(types.LogMetricsRequest), traced=False)
+async def log_metrics(call: Call[bytes], run_id: str) -> Response:
+    """Log values of the client's own, of a run that may have ended."""
+    run = await call.gateway.run(run_id, call.tenant_id)
+    logged = fields.parse(
+        types.LogMetricsRequest, call.raw
+    )  # after the run: a foreign one is unknown, whatever is sent
+    for name in logged.values:
+        if not name.isprintable():
+            raise InvalidInputError("values", name, "names of printable characters")
+    training = call.gateway.services[run.model_name].training if run.model_name in call.gateway.services else None
+    if logged.step is None and training is not None:
+        await training.write_metrics()  # the newest step may not be on record yet
+    point = await call.gateway.store.run_metrics.log(run.run_id, logged.step, logged.values, time.time())
+    return wire_response(_point(point))
+
+
+def _response(points: Sequence[MetricPoint], since: int, more: bool) -> Response:
+    last = points[-1].number if points else since
+    return wire_response(types.RunMetricsResponse(points=[_point(each) for each in points], next=last, more=more))
+
+
+def _point(point: MetricPoint) -> types.MetricPoint:
+    return types.MetricPoint(
+        number=point.number, time=point.time, source=point.source, step=point.step, values=dict(point.values)
+    )

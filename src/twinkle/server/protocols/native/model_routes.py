@@ -1,97 +1,93 @@
-"""The library's verbs over HTTP. Each request is answered when its op has ended."""
+"""The library's objects over HTTP: a model's verbs, each answered when its op has ended, and processors.
 
-from functools import partial
+Bodies for processors are not decoded here: JSON of many rows would keep everybody waiting. The worker process of the
+session decodes them.
+"""
+
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 
-from twinkle.errors import InvalidInputError
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of, json_response
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.server.http.owners import by_adapter, by_base_model, by_first_replica, by_new_adapter, by_processors
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, decoded, json_response
+from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.ids import CheckpointPath
+from twinkle.server.processors.service import ProcessorService
 from twinkle.server.protocols.native import requests
-from twinkle.server.protocols.native.http import (
+from twinkle.server.protocols.native.requests import (
+    ANY_KEY,
     IDEMPOTENCY_HEADER,
     NUMBER_HEADER,
     ROWS_BYTES,
-    caller_of,
-    native_tenant_of,
+    services_of,
+    session_of,
+    wire_response,
 )
 from twinkle.server.types import Outcome
 from twinkle.server.verbs.verbs import verb_named
-from twinkle.server.wire import fields
 from twinkle_client import types
 
-router = APIRouter(prefix=f"{PREFIX}/model")
+routes = Routes(PREFIX, key_prefix=ANY_KEY)
 
-_MODEL = "/{model:path}/twinkle"
-
-
-@router.post(f"{_MODEL}/create")
-async def create(request: Request, model: str) -> Response:
-    await native_tenant_of(request)
-    await body_of(request, JSON_BYTES)
-    requests.services_of(gateway_of(request), model)
-    return json_response(types.CreateResponse().model_dump())
+_MODEL = "/model/{model:path}/twinkle"
 
 
-@router.post(f"{_MODEL}/add_adapter_to_model")
-async def add_adapter_to_model(request: Request, model: str) -> Response:
-    caller = await caller_of(request)
-    wanted = fields.parse(types.AddAdapterRequest, await body_of(request, JSON_BYTES))
-    run_id, outcome = await requests.add_adapter(
-        gateway_of(request), caller.tenant_id, caller.session_id, model, wanted
-    )
-    if outcome.failed:
-        return _answer(outcome)
-    return json_response(types.AddAdapterResponse(adapter_name=run_id).model_dump())
+@routes.post(f"{_MODEL}/create", by_base_model, raw_body())
+async def create(call: Call[bytes], model: str) -> Response:
+    services_of(call.gateway, model)
+    return wire_response(types.CreateResponse())
 
 
-@router.post(f"{_MODEL}/remove_adapter")
-async def remove_adapter(request: Request, model: str) -> Response:
-    caller = await caller_of(request)
-    wanted = fields.parse(types.RemoveAdapterRequest, await body_of(request, JSON_BYTES))
-    gateway = gateway_of(request)
-    await requests.remove_adapter(gateway, caller.tenant_id, caller.session_id, model, wanted.adapter_name)
-    return json_response(types.RemoveAdapterResponse().model_dump())
+@routes.post(f"{_MODEL}/add_adapter_to_model", by_new_adapter, json_body(types.AddAdapterRequest))
+async def add_adapter_to_model(call: Call[types.AddAdapterRequest], model: str) -> Response:
+    session_id = await session_of(call)
+    run_id, outcome = await requests.add_adapter(call.gateway, call.tenant_id, session_id, model, call.body)
+    return _answer(outcome) if outcome.failed else wire_response(types.AddAdapterResponse(adapter_name=run_id))
 
 
-@router.post(f"{_MODEL}/upload_to_hub")
-async def upload_to_hub(request: Request, model: str) -> Response:
-    tenant_id = await native_tenant_of(request)
-    wanted = fields.parse(types.UploadToHubRequest, await body_of(request, JSON_BYTES))
-    gateway = gateway_of(request)
-    requests.services_of(gateway, model)
+@routes.post(f"{_MODEL}/remove_adapter", by_adapter, json_body(types.RemoveAdapterRequest))
+async def remove_adapter(call: Call[types.RemoveAdapterRequest], model: str) -> Response:
+    session_id = await session_of(call)
+    await requests.remove_adapter(call.gateway, call.tenant_id, session_id, model, call.body.adapter_name)
+    return wire_response(types.RemoveAdapterResponse())
+
+
+# What is being uploaded is known to the process that uploads it: on Ray the first replica.
+@routes.post(f"{_MODEL}/upload_to_hub", by_first_replica, json_body(types.UploadToHubRequest))
+async def upload_to_hub(call: Call[types.UploadToHubRequest], model: str) -> Response:
+    gateway, wanted = call.gateway, call.body
+    services_of(gateway, model)
     address = wanted.checkpoint_dir
     if isinstance(address, dict):
         address = str(address.get("twinkle_path"))
     if wanted.hub_token is None:
         raise InvalidInputError("hub_token", None, "a token of the hub: the key of this server is not sent there")
     path = CheckpointPath.parse(address, "checkpoint_dir")
-    record = await gateway.checkpoint(path, tenant_id)
+    record = await gateway.checkpoint(path, call.tenant_id)
     directory: Path = gateway.files.root / record.directory
-    key = request.headers.get(IDEMPOTENCY_HEADER)
-    request_id = gateway.uploads.start(tenant_id, key, directory, path.native, wanted.hub_model_id, wanted.hub_token)
-    return json_response(types.UploadToHubResponse(request_id=request_id).model_dump())
+    key = call.request.headers.get(IDEMPOTENCY_HEADER)
+    request_id = gateway.uploads.start(
+        call.tenant_id, key, directory, path.native, wanted.hub_model_id, wanted.hub_token
+    )
+    return wire_response(types.UploadToHubResponse(request_id=request_id))
 
 
-@router.get(f"{_MODEL}/upload_status/{{request_id}}")
-async def upload_status(request: Request, model: str, request_id: str) -> Response:
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    requests.services_of(gateway, model)
-    return json_response(gateway.uploads.status(tenant_id, request_id).model_dump())
+@routes.get(f"{_MODEL}/upload_status/{{request_id}}", by_first_replica)
+async def upload_status(call: Call[bytes], model: str, request_id: str) -> Response:
+    services_of(call.gateway, model)
+    return wire_response(call.gateway.uploads.status(call.tenant_id, request_id))
 
 
-@router.post(f"{_MODEL}/{{verb}}")
-async def run_verb(request: Request, model: str, verb: str) -> Response:
-    caller = await caller_of(request)
-    body = await body_of(request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
-    gateway, read = gateway_of(request), partial(requests.read_fields, body)
-    small = len(body) < SMALL_BODY
-    wanted = read() if small else await gateway.reading.in_thread(caller.tenant_id, read)
+# After all other paths of a model: it matches each of them.
+@routes.post(f"{_MODEL}/{{verb}}", by_adapter, unread_body(ROWS_BYTES))
+async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
+    gateway, tenant_id, session_id = call.gateway, call.tenant_id, await session_of(call)
+    body = await body_of(call.request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
+    wanted = await decoded(call.request, body, requests.read_fields)
     if requests.is_of_base_model(verb, wanted):
-        return _answer(await requests.forward_base(gateway, caller.tenant_id, caller.session_id, model, wanted))
-    number, outcome = await requests.run_verb(gateway, caller.tenant_id, caller.session_id, model, verb, wanted, body)
+        return _answer(await requests.forward_base(gateway, tenant_id, session_id, model, wanted))
+    number, outcome = await requests.run_verb(gateway, tenant_id, session_id, model, verb, wanted, body)
     answer = _answer(outcome)
     # By this a client knows of a refusal that it has a place in the sequence. What is refused earlier has none.
     answer.headers[NUMBER_HEADER] = str(number)
@@ -102,3 +98,34 @@ def _answer(outcome: Outcome) -> Response:
     if not outcome.failed:
         return Response(outcome.body, media_type=outcome.encoding.value)
     return json_response({"detail": outcome.message}, 400 if outcome.category == "user" else 500)
+
+
+# --- datasets, loaders and the like: make one, call a function of one -------------------------------------------------
+
+
+@routes.post("/processor/twinkle/create", by_processors, unread_body(limit=None))
+async def create_processor(call: Call[bytes]) -> Response:
+    session_id = await session_of(call)
+    service, body, key = await _processor_request(call)
+    made = await service.create(call.tenant_id, session_id, body, key)
+    session = await call.gateway.session(session_id, call.tenant_id)
+    if session.state != "active":  # it ended meanwhile, and did not know of this processor
+        await service.end_session(session_id)
+    return json_response({"processor_id": made})
+
+
+@routes.post("/processor/twinkle/call", by_processors, unread_body(limit=None))
+async def call_processor(call: Call[bytes]) -> Response:
+    session_id = await session_of(call)
+    service, body, key = await _processor_request(call)
+    result = await service.call(call.tenant_id, session_id, body, key)
+    return Response(result, media_type="application/json")
+
+
+async def _processor_request(call: Call[bytes]) -> tuple[ProcessorService, bytes, str | None]:
+    """Return the service, the body and the idempotency key. The body may be large: memory is looked at before."""
+    service = call.gateway.processors
+    if not isinstance(service, ProcessorService):
+        raise UnsupportedError("this server has no processors: its configuration has no application of theirs")
+    call.gateway.memory.guard.check()
+    return service, await body_of(call.request), call.request.headers.get(IDEMPOTENCY_HEADER)

@@ -2,34 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Query, Response
 
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.http.requests import PREFIX, gateway_of, json_response
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.http import native_tenant_of
-from twinkle.server.protocols.tinker.runs import Limit, Offset
+from twinkle.server.http.owners import anybody
+from twinkle.server.http.requests import PREFIX, json_response, listing
+from twinkle.server.http.routes import Call, Routes
+from twinkle.server.protocols.native.requests import ANY_KEY
+from twinkle.server.protocols.tinker.checkpoints import archive_title, tar_response
+from twinkle.server.protocols.tinker.runs import Limit, Offset, path_of
 from twinkle.server.services.training.adapters import AdapterStatus, Residency
-from twinkle.server.state.files.export import TarStream
 from twinkle.server.types import RunRecord, SessionRecord
 
-router = APIRouter(prefix=f"{PREFIX}/twinkle")
+routes = Routes(f"{PREFIX}/twinkle", key_prefix=ANY_KEY)
 
 Few = Annotated[int, Query(ge=1, le=100)]
 
 
-@router.get("/adapters")
-async def adapters(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
-    """Those of all runs, the one with the newest request first, and how long the queues are."""
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    page = await gateway.store.runs.list(tenant_id, limit, offset)
-    reports = await gateway.fleet.of_tenant(tenant_id)
+@routes.get("/adapters", anybody)
+async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
+    """List the adapters of all runs, the one with the newest request first, and how long the queues are."""
+    page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
+    reports = await call.gateway.fleet.of_tenant(call.tenant_id)
     live: dict[str, AdapterStatus] = {}
     for report in reports.values():
         live |= report.adapters
@@ -62,21 +59,15 @@ def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, obj
     }
 
 
-@router.get("/sessions")
-async def sessions(request: Request, limit: Few = 50, offset: Offset = 0) -> Response:
+@routes.get("/sessions", anybody)
+async def sessions(call: Call[bytes], limit: Few = 50, offset: Offset = 0) -> Response:
     """List sessions, newest first. Times are seconds since the epoch.
 
     The state ``silent`` is that of an active session which sent no heartbeat for a while and has not expired yet.
     """
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    page = await gateway.store.sessions.list(tenant_id, limit, offset)
-    return json_response(
-        {
-            "sessions": [await _session(gateway, session) for session in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+    page = await call.gateway.store.sessions.list(call.tenant_id, limit, offset)
+    found = [await _session(call.gateway, session) for session in page.items]
+    return listing("sessions", found, offset, limit, page.total)
 
 
 async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object]:
@@ -95,16 +86,8 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
     }
 
 
-@router.get("/checkpoints/{run_id}/{kind}/{name}/archive")
-async def archive(request: Request, run_id: str, kind: str, name: str) -> Response:
-    """All files of a checkpoint as one tar file."""
-    tenant_id = await native_tenant_of(request)
-    gateway = gateway_of(request)
-    path = CheckpointPath.of([run_id, kind, name], f"{run_id}/{kind}/{name}", "checkpoint")
-    record = await gateway.checkpoint(path, tenant_id)
-    title = f"{ids.directory_name(run_id)}-{kind}-{name}"
-    threads = gateway.tenants.pools.downloads
-    opened = partial(TarStream, gateway.files.root / record.directory, title, record.created_at)
-    tar = await threads.in_thread(tenant_id, opened)
-    headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{title}.tar"'}
-    return StreamingResponse(tar.pieces(threads, tenant_id), headers=headers, media_type="application/x-tar")
+@routes.get("/checkpoints/{run_id}/{kind}/{name}/archive", anybody)
+async def archive(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
+    """Send all files of a checkpoint as one tar file."""
+    record = await call.gateway.checkpoint(path_of(run_id, kind, name), call.tenant_id)
+    return await tar_response(call, record, call.tenant_id, root=archive_title(record))

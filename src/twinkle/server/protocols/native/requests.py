@@ -1,4 +1,4 @@
-"""Native requests against adapters: from what a client sent to an op, and from its outcome to an answer."""
+"""What the routes of our own protocol share: who asks, in which session, and requests against adapters."""
 
 import json
 import secrets
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from fastapi import Response
+from pydantic import BaseModel
 
 from twinkle.errors import (
     InvalidInputError,
@@ -19,7 +22,9 @@ from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.http.owners import SESSION_HEADER
 from twinkle.server.http.requests import SMALL_BODY
+from twinkle.server.http.routes import Call
 from twinkle.server.state.files.export import allowed_path
 from twinkle.server.types import Op, Outcome, RunRecord
 from twinkle.server.verbs.codec import create_op, lora_config, refused_op, verb_op
@@ -30,12 +35,31 @@ from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
 from twinkle_client import types
 
+IDEMPOTENCY_HEADER = "x-idempotency-key"
+NUMBER_HEADER = "X-Twinkle-Seq-Id"  # of an answer: the number that the request has in its adapter's sequence
+# Of requests with rows. Parsing lets no other thread work: so much takes a quarter of a second, for two million tokens.
+ROWS_BYTES = 16 * 2**20
+ANY_KEY = ""  # with which keys of this protocol begin: any token is a tenant of its own, unless the server has keys
 _WAIT_SECONDS = 25.0
 
 
 class _AdapterOptions(Parameters):
     gradient_accumulation_steps: int = 1
     seed: int | None = None
+
+
+async def session_of(call: Call[Any]) -> str:
+    """Return the id of the session that a request names, which must be the tenant's and active."""
+    session_id = call.request.headers.get(SESSION_HEADER)
+    if not session_id:
+        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "the id that create_session returned")
+    await call.gateway.active_session(session_id, call.tenant_id)
+    return session_id
+
+
+def wire_response(body: BaseModel, status: int = 200) -> Response:
+    """Answer with JSON. Numbers that are not finite become null."""
+    return Response(body.model_dump_json(), status, media_type="application/json")
 
 
 def services_of(gateway: Gateway, model: str) -> Services:
@@ -48,7 +72,7 @@ def services_of(gateway: Gateway, model: str) -> Services:
 async def add_adapter(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, request: types.AddAdapterRequest
 ) -> tuple[str, Outcome]:
-    """(run id, how its creation ended). The same request again has the same answer."""
+    """Return the run's id, and how its creation ended. The same request again has the same answer."""
     services = services_of(gateway, model)
     run_id = ids.native_run_id(session_id, request.adapter_name)
     if not ids.is_native_run(run_id):
@@ -147,7 +171,7 @@ async def _op(gateway: Gateway, run: RunRecord, number: int, verb: str, fields: 
 async def forward_base(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, fields: Mapping[str, Any]
 ) -> Outcome:
-    """forward_only of the base model: a request that names no adapter."""
+    """Run forward_only on the base model: for a request that names no adapter."""
     training = services_of(gateway, model).training
     inputs = await _inputs(gateway, tenant_id, session_id, fields.get("inputs"))
     most = gateway.config.limits.max_tokens_per_request
@@ -159,7 +183,7 @@ def is_of_base_model(verb: str, fields: Mapping[str, Any]) -> bool:
 
 
 async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: str) -> None:
-    """It leaves the device, and its last state is kept as a checkpoint for a while. A second time changes nothing."""
+    """Evict an adapter: its last state is kept as a checkpoint for a while. A second time changes nothing."""
     services = services_of(gateway, model)
     run = await gateway.run(ids.native_run_id(session_id, adapter_name), tenant_id)
     if run.model_name != services.model.name:
@@ -168,7 +192,7 @@ async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, mode
 
 
 async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: object) -> RunRecord:
-    """The run of an adapter of this session that is live on this model."""
+    """Return the run of an adapter of this session that is live on this model."""
     if not isinstance(adapter_name, str) or not adapter_name:
         raise InvalidInputError("adapter_name", adapter_name, "the name that add_adapter_to_model was given")
     services = services_of(gateway, model)
@@ -179,7 +203,7 @@ async def adapter_run(gateway: Gateway, tenant_id: str, session_id: str, model: 
 
 
 async def _refuse_used_name(gateway: Gateway, run_id: str, adapter_name: str) -> None:
-    """An adapter that was removed has its run and its checkpoints: they would be mistaken for another's."""
+    """Refuse the name of an adapter that was removed: its run and checkpoints would be mistaken for the new one's."""
     earlier = await gateway.store.runs.get(run_id)
     if earlier is not None and earlier.state == "parked":
         raise InvalidInputError(
@@ -195,12 +219,12 @@ def _number(fields: Mapping[str, Any]) -> int | None:
 
 
 def _spec(config: Mapping[str, Any], seed: int | None) -> LoraSpec:
-    """A seed is drawn here and written down: a replay must come to the same adapter."""
+    """Return the adapter's options with a seed. It is written down: a replay must come to the same adapter."""
     return replace(spec_from_peft(config), seed=secrets.randbits(62) if seed is None else seed)
 
 
 async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: object) -> object:
-    """A batch that a dataloader on the server holds, where one is meant."""
+    """Return the inputs, or the batch that they name, which a dataloader on the server holds."""
     if not isinstance(inputs, dict) or inputs.get("_TWINKLE_TYPE_") != "Batch":
         return inputs
     if gateway.processors is None:
@@ -212,7 +236,7 @@ async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: obj
 async def _chosen_template(
     gateway: Gateway, tenant_id: str, services: Services, fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Checked, and built before the compute thread asks for it."""
+    """Check the chosen template, and build it before the compute thread asks for it."""
     given = {name: value for name, value in fields.items() if name != "seq_id"}
     choice = check(SetTemplate, given).choice(services.model)
     await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.templates.get, choice))
@@ -220,7 +244,7 @@ async def _chosen_template(
 
 
 async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:
-    """However long it takes, unless the server ends."""
+    """Wait for an outcome however long it takes, unless the server ends."""
     training = gateway.serving(run.model_name).training
     while not gateway.stopping:
         outcome = await training.wait(request_id, run, _place(request_id), _WAIT_SECONDS)

@@ -5,10 +5,8 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import Request, Response
 
 from twinkle.errors import (
     GoneError,
@@ -21,88 +19,87 @@ from twinkle.errors import (
 )
 from twinkle.server.backends.text_codec import max_characters
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.http.body_limits import upload_of
-from twinkle.server.http.json_stream import LINES, JsonStream, unless_gone
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, SMALL_BODY, body_of, gateway_of
-from twinkle.server.protocols.native.feature_sampling import FeatureSampling
-from twinkle.server.protocols.native.gateway_routes import wire_response
-from twinkle.server.protocols.native.http import ROWS_BYTES, SESSION_HEADER, caller_of, native_tenant_of
-from twinkle.server.protocols.native.requests import services_of
-from twinkle.server.protocols.native.sampling_inputs import encoded, sampling_params
-from twinkle.server.protocols.native.session_template import choose_template, chosen_template
-from twinkle.server.protocols.native.targets import target_of
+from twinkle.server.http.owners import SESSION_HEADER, always_streams, by_base_model, by_sampled_weights
+from twinkle.server.http.requests import PREFIX
+from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
+from twinkle.server.http.streams import LINES, begun, unless_gone
+from twinkle.server.protocols.native.requests import ANY_KEY, ROWS_BYTES, services_of, session_of, wire_response
+from twinkle.server.protocols.native.sampling import (
+    FeatureSampling,
+    choose_template,
+    chosen_template,
+    encoded,
+    sampling_params,
+    target_of,
+)
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.templates import SetTemplate
-from twinkle.server.wire import fields
 from twinkle_client import types
 
 logger = logging.getLogger(__name__)
-router = APIRouter(prefix=f"{PREFIX}/sampler/{{model:path}}/twinkle")
+routes = Routes(f"{PREFIX}/sampler/{{model:path}}/twinkle", key_prefix=ANY_KEY)
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
 Line = Mapping[str, object]
 
 # An adapter may train on, and on, between being asked for and being sampled from.
 _TRIES = 3
 
 
-@router.post("/create")
-async def create(request: Request) -> Response:
-    """Samplers are there from the beginning: this tells a client that it will be answered."""
-    await native_tenant_of(request)
-    _services(request)
-    await body_of(request, JSON_BYTES)
+@routes.post("/create", by_base_model, raw_body())
+async def create(call: Call[bytes], model: str) -> Response:
+    """Tell a client that it will be answered: samplers are there from the beginning."""
+    _services(call.gateway, model)
     return wire_response(types.SamplerCreateResponse())
 
 
-@router.post("/set_template")
-async def set_template(request: Request) -> Response:
-    caller = await caller_of(request)
-    gateway, services = gateway_of(request), _services(request)
-    model = services.model
-    choice = (await _read(SetTemplate, request, JSON_BYTES)).choice(model)
-    text = gateway.tenants.pools.text
+@routes.post("/set_template", by_base_model, json_body(SetTemplate))
+async def set_template(call: Call[SetTemplate], model: str) -> Response:
+    session_id = await session_of(call)
+    gateway, services = call.gateway, _services(call.gateway, model)
+    choice = call.body.choice(services.model)
     # What cannot be built is refused now.
-    await text.in_thread(caller.tenant_id, partial(services.templates.get, choice))
-    await choose_template(gateway.store, await gateway.session(caller.session_id, caller.tenant_id), model, choice)
+    await gateway.tenants.pools.text.in_thread(call.tenant_id, partial(services.templates.get, choice))
+    session = await gateway.session(session_id, call.tenant_id)
+    await choose_template(gateway.store, session, services.model, choice)
     return wire_response(types.SamplerSetTemplateResponse())
 
 
-@router.post("/sample")
-async def sample(request: Request) -> Response:
-    asked = await AskedSamples.read(request)
-    return Response(await unless_gone(request.receive, asked.answer()), media_type="application/json")
+@routes.post("/sample", by_sampled_weights, json_body(types.SampleRequest, ROWS_BYTES), ends_with_client=True)
+async def sample(call: Call[types.SampleRequest], model: str) -> Response:
+    asked = await AskedSamples.of_call(call, model)
+    return Response(await unless_gone(call.request.receive, asked.answer()), media_type="application/json")
 
 
-@router.post("/sample_stream")
-async def sample_stream(request: Request) -> Response:
-    """Of one input, the text of one sample as it comes: lines of JSON."""
-    asked = await AskedSamples.read(request)
-    lines = asked.lines()
-    # What is refused is refused by status code: the stream begins with the first text.
-    first = await unless_gone(request.receive, _next(lines))
-    return JsonStream(_to_the_end(first, lines, request), LINES)
+@routes.post(
+    "/sample_stream",
+    by_sampled_weights,
+    json_body(types.SampleRequest, ROWS_BYTES),
+    ends_with_client=True,
+    streams=always_streams,
+)
+async def sample_stream(call: Call[types.SampleRequest], model: str) -> Response:
+    """Send the text of one sample of one input as it comes: lines of JSON."""
+    lines = (await AskedSamples.of_call(call, model)).lines()
+    return await begun(call.request, lines, LINES, partial(_failed, call.request))
 
 
-@router.post("/add_adapter_to_sampler")
-async def add_adapter_to_sampler(request: Request) -> Response:
-    await native_tenant_of(request)
-    _services(request)
+@routes.post("/add_adapter_to_sampler", by_base_model, unread_body())
+async def add_adapter_to_sampler(call: Call[bytes], model: str) -> Response:
+    _services(call.gateway, model)
     raise UnsupportedError(
         "add_adapter_to_sampler: a sampler has no adapters of its own; sample with the adapter_name of one that was"
         " added to the model, or with the adapter_uri of a checkpoint"
     )
 
 
-@router.post("/apply_patch")
-async def apply_patch(request: Request) -> Response:
-    await native_tenant_of(request)
-    _services(request)
+@routes.post("/apply_patch", by_base_model, unread_body())
+async def apply_patch(call: Call[bytes], model: str) -> Response:
+    _services(call.gateway, model)
     raise UnsupportedError("apply_patch: samplers are shared, and nobody may change their code")
 
 
 class AskedSamples:
-    """A request to sample, until its weights are known."""
+    """A request to sample, before it is known from which weights."""
 
     def __init__(
         self,
@@ -120,12 +117,12 @@ class AskedSamples:
         self._params = sampling_params(wanted.sampling_params, wanted.num_samples)
 
     @classmethod
-    async def read(cls, request: Request) -> "AskedSamples":
-        tenant_id = await native_tenant_of(request)
-        services = _services(request)
-        session = await _session(request, tenant_id)
-        wanted = await _read(types.SampleRequest, request, ROWS_BYTES)
-        return cls(gateway_of(request), services, tenant_id, session, wanted)
+    async def of_call(cls, call: Call[types.SampleRequest], model: str) -> "AskedSamples":
+        """Find the sampler, and the session if one is named: only adapters and templates need one."""
+        services = _services(call.gateway, model)
+        session_id = call.request.headers.get(SESSION_HEADER)
+        session = None if not session_id else await call.gateway.active_session(session_id, call.tenant_id)
+        return cls(call.gateway, services, call.tenant_id, session, call.body)
 
     async def answer(self) -> bytes:
         for _ in range(_TRIES - 1):
@@ -151,7 +148,7 @@ class AskedSamples:
                 yield line
 
     async def _understood(self) -> FeatureSampling:
-        """The weights last: they are to be those of now."""
+        """Find the template, the inputs, and last the weights, which are to be those of now."""
         gateway, model, wanted = self._gateway, self._services.model, self._wanted
         choice = chosen_template(self._session, model)
         text = gateway.tenants.pools.text
@@ -176,40 +173,14 @@ class AskedSamples:
         )
 
 
-def _services(request: Request) -> Services:
-    name: str = request.path_params["model"]
-    services = services_of(gateway_of(request), name)
+def _services(gateway: Gateway, model: str) -> Services:
+    services = services_of(gateway, model)
     if services.sampling is None:
-        raise NotFoundError("sampler", name)
+        raise NotFoundError("sampler", model)
     return services
 
 
-async def _session(request: Request, tenant_id: str) -> SessionRecord | None:
-    """The one that the request names, if it does: only adapters and templates need one."""
-    session_id = request.headers.get(SESSION_HEADER)
-    return None if not session_id else await gateway_of(request).active_session(session_id, tenant_id)
-
-
-async def _read(body_type: type[BodyT], request: Request, most: int) -> BodyT:
-    body = await body_of(request, most)
-    if len(body) < SMALL_BODY:
-        return fields.parse(body_type, body)
-    tenant_id = upload_of(request).tenant_id
-    return await gateway_of(request).reading.in_thread(tenant_id, partial(fields.parse, body_type, body))
-
-
-async def _next(lines: AsyncGenerator[Line, None]) -> Line:
-    return await anext(lines)
-
-
-async def _to_the_end(first: Line, lines: AsyncGenerator[Line, None], request: Request) -> AsyncGenerator[Line, None]:
-    """An error on the way is a line, and the last one."""
-    async with aclosing(lines):
-        yield first
-        try:
-            async for line in lines:
-                yield line
-        except Exception as error:  # the route handler is an edge
-            if not isinstance(error, UserError | TwinkleServerError):
-                logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-            yield {"error": str(error) if isinstance(error, TwinkleError) else "internal error"}
+def _failed(request: Request, error: Exception) -> Line:
+    if not isinstance(error, UserError | TwinkleServerError):
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return {"error": str(error) if isinstance(error, TwinkleError) else "internal error"}

@@ -2,30 +2,31 @@
 
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from twinkle.errors import TwinkleError, UnsupportedError
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
-from twinkle.server.http.json_stream import EVENTS, JsonStream, unless_gone
+from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
 from twinkle.server.http.requests import (
     JSON_BYTES,
     PREFIX,
-    SMALL_BODY,
     body_of,
+    decoded,
     gateway_of,
     json_response,
     note_refusal,
     tenant_of,
     when_to_retry,
 )
+from twinkle.server.http.routes import RouteFacts, Routes
+from twinkle.server.http.streams import EVENTS, begun, unless_gone
 from twinkle.server.protocols.openai import models
-from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format, Json
+from twinkle.server.protocols.openai.bodies import ChatFormat, CompletionFormat, Format
 from twinkle.server.protocols.openai.errors import INTERNAL, Refusal, RequestError, refusal_of
 from twinkle.server.protocols.openai.generation import Generation
 from twinkle.server.protocols.openai.requests import (
@@ -38,11 +39,17 @@ from twinkle.server.protocols.openai.requests import (
 )
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
+routes = Routes()
 
 Handler = Callable[[Request], Awaitable[Response]]
 FieldsT = TypeVar("FieldsT", bound=Fields)
 _MAX_CHOICES = 1024
+_BODY_BYTES = 4 * JSON_BYTES
+
+
+def _generating(schema: type[Fields]) -> RouteFacts:
+    """Return what is true of a route that generates: it does so for its client alone."""
+    return RouteFacts(by_openai_model, schema, _BODY_BYTES, ends_with_client=True, streams=streams_if_asked)
 
 
 def _answering(handler: Handler) -> Handler:
@@ -61,12 +68,12 @@ def _answering(handler: Handler) -> Handler:
     return answer
 
 
-@router.post("/v1/chat/completions")
-@router.post(f"{PREFIX}/chat/completions")
+@routes.endpoint("POST", "/v1/chat/completions", _generating(ChatRequest))
+@routes.endpoint("POST", f"{PREFIX}/chat/completions", _generating(ChatRequest))
 @_answering
 async def chat_completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    wanted = await _read(ChatRequest, request, tenant_id)
+    wanted = await _read(ChatRequest, request)
     target, codec = await _resolve(request, wanted, tenant_id)
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
@@ -76,39 +83,36 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, wanted, target, codec, [tokens], ChatFormat, tools=bool(tools))
 
 
-@router.post("/v1/completions")
-@router.post(f"{PREFIX}/completions")
+@routes.endpoint("POST", "/v1/completions", _generating(CompletionRequest))
+@routes.endpoint("POST", f"{PREFIX}/completions", _generating(CompletionRequest))
 @_answering
 async def completions(request: Request) -> Response:
     tenant_id = await tenant_of(request)
-    wanted = await _read(CompletionRequest, request, tenant_id)
+    wanted = await _read(CompletionRequest, request)
     target, codec = await _resolve(request, wanted, tenant_id)
     text = gateway_of(request).tenants.pools.text
     tokens = await text.in_thread(tenant_id, functools.partial(_encoded, codec, wanted.prompt))
     return await _answer(request, wanted, target, codec, tokens, CompletionFormat)
 
 
-@router.get("/v1/models")
-@router.get(f"{PREFIX}/models")
+@routes.endpoint("GET", "/v1/models", RouteFacts(anybody, ends_with_client=True))
+@routes.endpoint("GET", f"{PREFIX}/models", RouteFacts(anybody, ends_with_client=True))
 @_answering
 async def list_models(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     return json_response({"object": "list", "data": await models.listed(gateway_of(request), tenant_id)})
 
 
-@router.get("/v1/models/{model:path}")
-@router.get(f"{PREFIX}/models/{{model:path}}")
+@routes.endpoint("GET", "/v1/models/{model:path}", RouteFacts(by_openai_model, ends_with_client=True))
+@routes.endpoint("GET", f"{PREFIX}/models/{{model:path}}", RouteFacts(by_openai_model, ends_with_client=True))
 @_answering
 async def model(request: Request) -> Response:
     tenant_id = await tenant_of(request)
     return json_response(await models.described(gateway_of(request), request.path_params["model"], tenant_id))
 
 
-async def _read(request_type: type[FieldsT], request: Request, tenant_id: str) -> FieldsT:
-    body = await body_of(request, 4 * JSON_BYTES)
-    if len(body) < SMALL_BODY:
-        return parse(request_type, body)
-    return await gateway_of(request).reading.in_thread(tenant_id, functools.partial(parse, request_type, body))
+async def _read(request_type: type[FieldsT], request: Request) -> FieldsT:
+    return await decoded(request, await body_of(request, _BODY_BYTES), functools.partial(parse, request_type))
 
 
 async def _resolve(request: Request, wanted: GenerationFields, tenant_id: str) -> tuple[Target, TextCodec]:
@@ -152,10 +156,7 @@ async def _answer(
     )
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
-    chunks = generation.chunks()
-    # What is refused is refused by status code: the stream begins with the first token.
-    first = await unless_gone(request.receive, _next(chunks))
-    return JsonStream(to_the_end(first, chunks, request), EVENTS)
+    return await begun(request, generation.chunks(), EVENTS, lambda error: _refusal(error, request).body)
 
 
 def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:
@@ -166,21 +167,6 @@ def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -
     if longest >= context:
         message = f"the prompt has {longest} tokens, allowed: fewer than {context}, the context of this model"
         raise RequestError(message, None, "context_length_exceeded")
-
-
-async def _next(chunks: AsyncGenerator[Json, None]) -> Json:
-    return await anext(chunks)
-
-
-async def to_the_end(first: Json, chunks: AsyncGenerator[Json, None], request: Request) -> AsyncGenerator[Json, None]:
-    """Yield all chunks; an error on the way becomes the last event."""
-    async with aclosing(chunks):
-        yield first
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except Exception as error:  # noqa: BLE001 - the route handler is an edge
-            yield _refusal(error, request).body
 
 
 def _refusal(error: Exception, request: Request) -> Refusal:

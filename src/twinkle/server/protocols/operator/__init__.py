@@ -1,1 +1,4 @@
-"""Routes for people and machines that watch a server: health, metrics, audit, billing, the dashboard."""
+"""Routes for operators and for people: status, health, metrics, accounts, the dashboard.
+
+May import: http, gateway and the rooms below.
+"""

@@ -4,48 +4,39 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.unloading import UNLOAD_NUMBER
-from twinkle.server.http.requests import (
-    JSON_BYTES,
-    PREFIX,
-    SMALL_BODY,
-    body_of,
-    gateway_of,
-    json_response,
-    parsed,
-    tenant_of,
-)
-from twinkle.server.http.sending import Delivering, SentResult, StreamedResult, undelivered
+from twinkle.server.http.owners import by_request_id, by_sampling_session
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
+from twinkle.server.http.routes import Call, Routes, json_body
+from twinkle.server.http.streams import Delivering, SentResult, StreamedResult, undelivered
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.types import Encoding, Outcome
-from twinkle.server.wire import fields, responses
+from twinkle.server.wire import responses
 from twinkle.server.wire.errors import JsonTooLargeError
 from twinkle.server.wire.json_results import estimated_json_bytes, json_pieces
 from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
-router = APIRouter(prefix=PREFIX)
+routes = Routes(PREFIX)
 
 # A client that can will first be told how large a result is, and fetches it when it has room.
 _LARGE_RESULT = 2**20
 _SMALL_RESULT = 2**15  # bytes of JSON that are written in a millisecond or so, on the event loop
 
 
-@router.post("/retrieve_future")
-async def retrieve_future(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    wanted = await parsed(RetrieveFutureRequest, request)
-    gateway = gateway_of(request)
+@routes.post("/retrieve_future", by_request_id, json_body(RetrieveFutureRequest), ends_with_client=True, soon=True)
+async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
+    gateway, tenant_id, wanted = call.gateway, call.tenant_id, call.body
     with gateway.polls.waiting(tenant_id):
         fetched = await _fetched(gateway, wanted.request_id, tenant_id)
     if fetched is None:
         return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
     outcome = fetched.outcome
-    as_json = outcome.encoding is Encoding.JSON or not _reads_protobuf(request)
+    as_json = outcome.encoding is Encoding.JSON or not _reads_protobuf(call.request)
     size = estimated_json_bytes(outcome) if as_json else len(outcome.body)
     if wanted.allow_metadata_only and size > _LARGE_RESULT:
         return json_response({"status": "complete_metadata", "response_payload_size": size})
@@ -66,21 +57,20 @@ async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) ->
         yield piece
 
 
-@router.post("/retrieve_futures")
-async def retrieve_futures(request: Request) -> Response:
-    """All that is done of one client's samples, in one long poll."""
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    body = await body_of(request, 4 * JSON_BYTES)  # it names every result that was fetched since the last poll
-    if len(body) < SMALL_BODY:
-        wanted = fields.parse(RetrieveFuturesRequest, body)
-    else:
-        wanted = await gateway.reading.in_thread(tenant_id, partial(fields.parse, RetrieveFuturesRequest, body))
-    target = wanted.target
-    session = await gateway.sampling_session(target.sampling_session_id, tenant_id)
+@routes.post(
+    "/retrieve_futures",
+    by_sampling_session,
+    json_body(RetrieveFuturesRequest, 4 * JSON_BYTES),  # it names every result that was fetched since the last poll
+    ends_with_client=True,
+    soon=True,
+)
+async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
+    """Return all that is done of one client's samples, in one long poll."""
+    gateway, wanted, target = call.gateway, call.body, call.body.target
+    session = await gateway.sampling_session(target.sampling_session_id, call.tenant_id)
     longest = gateway.config.clients.long_poll_seconds
     timeout = longest if wanted.timeout is None else min(wanted.timeout, longest)
-    with gateway.polls.waiting(tenant_id):
+    with gateway.polls.waiting(call.tenant_id):
         done = await gateway.completions(
             session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
         )
@@ -88,15 +78,13 @@ async def retrieve_futures(request: Request) -> Response:
     return json_response({"completions": [_completion(one) for one in done], "cursor": cursor})
 
 
-@router.post("/cancel_future")
-async def cancel_future(request: Request) -> Response:
-    """Nobody waits for this sample any more. One that is done or forgotten is no mistake."""
-    tenant_id = await tenant_of(request)
-    request_id = (await parsed(CancelFutureRequest, request)).request_id
+@routes.post("/cancel_future", by_request_id, json_body(CancelFutureRequest))
+async def cancel_future(call: Call[CancelFutureRequest]) -> Response:
+    """Cancel a sample that nobody waits for any more. One that is done or forgotten is no mistake."""
+    gateway, tenant_id, request_id = call.gateway, call.tenant_id, call.body.request_id
     parts = ids.split_request_id(request_id)
     if parts is None:
         raise NotFoundError("request", request_id)
-    gateway = gateway_of(request)
     if ":sample:" not in parts[0]:
         await gateway.run(parts[0], tenant_id)
         raise InvalidInputError("request_id", request_id, "a sample's: work on a model cannot be taken back")
@@ -106,7 +94,10 @@ async def cancel_future(request: Request) -> Response:
 
 
 def _reads_protobuf(request: Request) -> bool:
-    """SDKs before protobuf ask for JSON alone; a client that asks for nothing gets what there is."""
+    """Return whether a result may be sent as it is stored.
+
+    SDKs before protobuf ask for JSON alone; a client that asks for nothing gets what there is.
+    """
     return request.headers.get("accept", "*/*").strip() != "application/json"
 
 
@@ -123,7 +114,7 @@ class _Fetched:
 
 
 async def _fetched(gateway: Gateway, request_id: str, tenant_id: str) -> _Fetched | None:
-    """None while there is no outcome. Unknown ids and other tenants' ids answer alike."""
+    """Return the outcome, None while there is none. Unknown ids and other tenants' ids answer alike."""
     parts = ids.split_request_id(request_id)
     if parts is None:
         raise NotFoundError("request", request_id)

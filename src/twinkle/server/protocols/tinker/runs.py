@@ -2,15 +2,17 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Response
 
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.http.requests import PREFIX, gateway_of, iso_time, json_response, tenant_of
+from twinkle.server.http.owners import anybody
+from twinkle.server.http.requests import PREFIX, iso_time, json_response, listing
+from twinkle.server.http.routes import Call, Routes
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import kind_of_checkpoint
 from twinkle.server.types import CheckpointRecord, RunRecord
 
-router = APIRouter(prefix=PREFIX)
+routes = Routes(PREFIX)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
@@ -18,59 +20,41 @@ Offset = Annotated[int, Query(ge=0, lt=2**63)]
 Scope = Literal["owned", "accessible"]
 
 
-@router.get("/training_runs")
+@routes.get("/training_runs", anybody)
 async def training_runs(
-    request: Request,
+    call: Call[bytes],
     limit: Limit = 20,
     offset: Offset = 0,
     project_id: str | None = None,
     access_scope: Scope = "owned",
 ) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    page = await gateway.store.runs.list(tenant_id, limit, offset, project_id)
-    return json_response(
-        {
-            "training_runs": [await _training_run(gateway, run) for run in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+    page = await call.gateway.store.runs.list(call.tenant_id, limit, offset, project_id)
+    found = [await _training_run(call.gateway, run) for run in page.items]
+    return listing("training_runs", found, offset, limit, page.total)
 
 
-@router.get("/training_runs/{run_id}")
-async def training_run(request: Request, run_id: str, access_scope: Scope = "owned") -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    return json_response(await _training_run(gateway, await gateway.run(run_id, tenant_id)))
+@routes.get("/training_runs/{run_id}", anybody)
+async def training_run(call: Call[bytes], run_id: str, access_scope: Scope = "owned") -> Response:
+    return json_response(await _training_run(call.gateway, await call.gateway.run(run_id, call.tenant_id)))
 
 
-@router.get("/training_runs/{run_id}/checkpoints")
-async def checkpoints_of_run(request: Request, run_id: str) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    await gateway.run(run_id, tenant_id)
-    records = await gateway.store.checkpoints.of_run(run_id)
+@routes.get("/training_runs/{run_id}/checkpoints", anybody)
+async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
+    await call.gateway.run(run_id, call.tenant_id)
+    records = await call.gateway.store.checkpoints.of_run(run_id)
     return json_response({"checkpoints": [_checkpoint(record) for record in records]})
 
 
-@router.get("/checkpoints")
-async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
-    tenant_id = await tenant_of(request)
-    page = await gateway_of(request).store.checkpoints.list(tenant_id, limit, offset)
-    return json_response(
-        {
-            "checkpoints": [_checkpoint(record) for record in page.items],
-            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
-        }
-    )
+@routes.get("/checkpoints", anybody)
+async def checkpoints(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
+    page = await call.gateway.store.checkpoints.list(call.tenant_id, limit, offset)
+    return listing("checkpoints", [_checkpoint(record) for record in page.items], offset, limit, page.total)
 
 
-@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}")
-async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
+@routes.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", anybody)
+async def delete_checkpoint(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
     path = path_of(run_id, kind, name)
-    await gateway.checkpoint_actions.delete(path, tenant_id)
+    await call.gateway.checkpoint_actions.delete(path, call.tenant_id)
     return json_response({})
 
 

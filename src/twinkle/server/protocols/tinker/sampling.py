@@ -1,22 +1,14 @@
 """Sampling sessions and samples."""
 
 import hashlib
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 
 from twinkle.sampler.types import SampleRequest
-from twinkle.server.http.requests import (
-    JSON_BYTES,
-    PREFIX,
-    SMALL_BODY,
-    body_of,
-    gateway_of,
-    json_response,
-    parsed,
-    tenant_of,
-)
+from twinkle.server.http.owners import anybody, by_new_sampling_session, by_sampling_session
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
+from twinkle.server.http.routes import Body, Call, Routes, json_body
 from twinkle.server.wire import fields
 from twinkle.server.wire.sample_requests import (
     AsampleRequest,
@@ -26,33 +18,55 @@ from twinkle.server.wire.sample_requests import (
 )
 from twinkle.server.wire.sampling import Encode
 
-router = APIRouter(prefix=PREFIX)
+routes = Routes(PREFIX)
 
 
-@router.post("/create_sampling_session")
-async def create_sampling_session(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    wanted = await parsed(CreateSamplingSessionRequest, request)
-    session = await gateway_of(request).create_sampling_session(
-        tenant_id, wanted.session_id, wanted.sampling_session_seq_id, wanted.base_model, wanted.model_path
+@dataclass(frozen=True)
+class _Sample:
+    """A request for a sample, decoded. ``digest`` of its body: the same number with another body is refused."""
+
+    wanted: AsampleRequest
+    request: SampleRequest
+    encode: Encode
+    digest: bytes
+
+    @classmethod
+    def read(cls, body: bytes) -> "_Sample":
+        wanted = fields.parse(AsampleRequest, body)
+        request, encode = to_sample_request(wanted, None)
+        return cls(wanted, request, encode, hashlib.blake2b(body, digest_size=16).digest())
+
+
+# Its body may hold half a million tokens.
+@routes.post("/asample", by_sampling_session, Body(_Sample.read, AsampleRequest, 4 * JSON_BYTES), soon=True)
+async def asample(call: Call[_Sample]) -> Response:
+    sample, wanted = call.body, call.body.wanted
+    session = await call.gateway.sampling_session(wanted.sampling_session_id, call.tenant_id)
+    request = replace(sample.request, version_id=session.version_id)
+    await call.gateway.sample(session, wanted.seq_id, request, sample.encode, sample.digest)
+    samples = [f"{wanted.request_id}:{number}" for number in range(wanted.num_samples)]
+    return json_response({"request_id": wanted.request_id, "sample_sequence_ids": samples})
+
+
+@routes.post("/create_sampling_session", by_new_sampling_session, json_body(CreateSamplingSessionRequest), soon=True)
+async def create_sampling_session(call: Call[CreateSamplingSessionRequest]) -> Response:
+    wanted = call.body
+    session = await call.gateway.create_sampling_session(
+        call.tenant_id, wanted.session_id, wanted.sampling_session_seq_id, wanted.base_model, wanted.model_path
     )
     return json_response({"sampling_session_id": session.sampling_session_id, "type": "create_sampling_session"})
 
 
-@router.post("/join_sampling_session")
-async def join_sampling_session(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    wanted = await parsed(JoinSamplingSessionRequest, request)
-    session = await gateway.sampling_session(wanted.sampling_session_id, tenant_id)
-    number = await gateway.join_sampling_session(session)
+@routes.post("/join_sampling_session", anybody, json_body(JoinSamplingSessionRequest))
+async def join_sampling_session(call: Call[JoinSamplingSessionRequest]) -> Response:
+    session = await call.gateway.sampling_session(call.body.sampling_session_id, call.tenant_id)
+    number = await call.gateway.join_sampling_session(session)
     return json_response({"client_counter": number, "type": "join_sampling_session"})
 
 
-@router.get("/samplers/{sampler_id}")
-async def sampler(request: Request, sampler_id: str) -> Response:
-    tenant_id = await tenant_of(request)
-    session = await gateway_of(request).sampling_session(sampler_id, tenant_id)
+@routes.get("/samplers/{sampler_id}", anybody)
+async def sampler(call: Call[bytes], sampler_id: str) -> Response:
+    session = await call.gateway.sampling_session(sampler_id, call.tenant_id)
     return json_response(
         {
             "sampler_id": session.sampling_session_id,
@@ -60,24 +74,3 @@ async def sampler(request: Request, sampler_id: str) -> Response:
             "model_path": session.model_path,
         }
     )
-
-
-@router.post("/asample")
-async def asample(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    body = await body_of(request, 4 * JSON_BYTES)  # half a million tokens
-    small = len(body) < SMALL_BODY
-    read = partial(_read, body)
-    wanted, sample, encode, digest = read() if small else await gateway.reading.in_thread(tenant_id, read)
-    session = await gateway.sampling_session(wanted.sampling_session_id, tenant_id)
-    sample = replace(sample, version_id=session.version_id)
-    await gateway.sample(session, wanted.seq_id, sample, encode, digest)
-    samples = [f"{wanted.request_id}:{number}" for number in range(wanted.num_samples)]
-    return json_response({"request_id": wanted.request_id, "sample_sequence_ids": samples})
-
-
-def _read(body: bytes) -> tuple[AsampleRequest, SampleRequest, Encode, bytes]:
-    wanted = fields.parse(AsampleRequest, body)
-    sample, encode = to_sample_request(wanted, None)
-    return wanted, sample, encode, hashlib.blake2b(body, digest_size=16).digest()

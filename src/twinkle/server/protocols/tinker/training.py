@@ -1,27 +1,18 @@
-"""Models and the ops on them. Each op answers at once with the id of a future."""
+"""Models, the ops on them, and losses that tenants define. Each op is answered at once with the id of a future."""
 
-import secrets
-from dataclasses import replace
+from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 
 from twinkle.server import ids
-from twinkle.server.http.requests import (
-    JSON_BYTES,
-    PREFIX,
-    SMALL_BODY,
-    body_of,
-    gateway_of,
-    is_loopback,
-    json_response,
-    parsed,
-    tenant_of,
-)
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.tinker.create_from_checkpoint import create_model_from
+from twinkle.server.gateway.weight_copies import create_from_checkpoint
+from twinkle.server.http.owners import anybody, by_model_id, by_new_model
+from twinkle.server.http.requests import PREFIX, decoded, is_loopback, json_response
+from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body
 from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields
 from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
+from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, Place
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.requests import (
     CreateModelRequest,
@@ -31,37 +22,121 @@ from twinkle.server.wire.requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SequencedRequest,
+    UnloadModelRequest,
     WeightsInfoRequest,
     to_op,
 )
 from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
 
-router = APIRouter(prefix=PREFIX)
+routes = Routes(PREFIX)
 
 
-@router.post("/create_model")
-async def create_model(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    body = await body_of(request, JSON_BYTES)
-    wanted = fields.parse(CreateModelRequest, body)
-    spec = wanted.spec()
-    if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
-        spec = replace(spec, seed=secrets.randbits(63))
-    run_id, request_id = await gateway_of(request).create_model(
-        tenant_id, wanted.session_id, wanted.model_seq_id, wanted.base_model, spec, wanted.user_metadata or {}, body
+def _op(request_type: type[SequencedRequest]) -> Body[Op]:
+    """A JSON body that is an op with its place in the sequence of its model."""
+    return Body(partial(to_op, request_type), request_type)
+
+
+@routes.post("/forward_backward", by_model_id, raw_body("application/x-protobuf", limit=None), soon=True)
+async def forward_backward(call: Call[bytes]) -> Response:
+    return await _pass(call, OpKind.FORWARD_BACKWARD)
+
+
+@routes.post("/forward", by_model_id, raw_body(limit=None), soon=True)
+async def forward(call: Call[bytes]) -> Response:
+    """For SDKs before protobuf; in later ones a field of forward_backward says the same."""
+    return await _pass(call, OpKind.FORWARD)
+
+
+async def _pass(call: Call[bytes], kind: OpKind) -> Response:
+    limits = call.gateway.config.limits
+    encoding = call.request.headers.get("content-encoding")
+
+    def decode(raw: bytes) -> Op:
+        body = decompress(raw, encoding, limits.max_request_bytes)
+        as_json = kind is OpKind.FORWARD or is_json(body)
+        if as_json and len(body) > MOST_BYTES:
+            raise BodyTooLargeError(MOST_BYTES)
+        decode_pass = partial(decode_json_pass, kind=kind) if as_json else decode_forward_backward
+        op = decode_pass(
+            body,
+            max_tokens=limits.max_tokens_per_request,
+            max_width=limits.max_targets_per_token,
+            max_targets=limits.max_targets_per_request,
+        )
+        _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
+        return op
+
+    return await _submit(call, await decoded(call.request, call.raw, decode))
+
+
+@routes.post("/optim_step", by_model_id, _op(OptimStepRequest), soon=True)
+async def optim_step(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/save_weights", by_model_id, _op(SaveWeightsRequest), soon=True)
+async def save_weights(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/save_weights_for_sampler", by_model_id, _op(SaveWeightsForSamplerRequest), soon=True)
+async def save_weights_for_sampler(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/save_weights_external", by_model_id, _op(SaveWeightsExternalRequest), soon=True)
+async def save_weights_external(call: Call[Op]) -> Response:
+    return await _submit(call, call.body)
+
+
+@routes.post("/load_weights", by_model_id, raw_body(LoadWeightsRequest), soon=True)
+async def load_weights(call: Call[bytes]) -> Response:
+    """Load into a model, or, where a session is named instead of one, into a new model of that session."""
+    if not names_session(call.raw):
+        return await _submit(call, to_op(LoadWeightsRequest, call.raw))
+    wanted = fields.parse(CreateFromRequest, call.raw)
+    request_id = await create_from_checkpoint(call.gateway, call.tenant_id, wanted, call.raw)
+    return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
+
+
+async def _submit(call: Call[bytes] | Call[Op], op: Op) -> Response:
+    request_id = await call.gateway.submit(op, call.tenant_id)
+    return json_response({"request_id": request_id, "model_id": op.adapter_id})
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@routes.post("/create_model", by_new_model, json_body(CreateModelRequest), soon=True)
+async def create_model(call: Call[CreateModelRequest]) -> Response:
+    wanted = call.body
+    run_id, request_id = await call.gateway.create_model(
+        call.tenant_id,
+        wanted.session_id,
+        wanted.model_seq_id,
+        wanted.base_model,
+        wanted.spec(),
+        wanted.user_metadata or {},
+        call.raw,
     )
     return json_response({"request_id": request_id, "model_id": run_id})
 
 
-@router.post("/get_info")
-async def get_info(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    run = await gateway.run((await parsed(GetInfoRequest, request)).model_id, tenant_id)
-    model = gateway.serving(run.model_name).model
+@routes.post("/unload_model", by_model_id, json_body(UnloadModelRequest), soon=True)
+async def unload_model(call: Call[UnloadModelRequest]) -> Response:
+    """Give a model back before its session ends."""
+    model_id = call.body.model_id
+    request_id = await call.gateway.unloading.ask(model_id, call.tenant_id)
+    return json_response({"request_id": request_id, "model_id": model_id})
+
+
+@routes.post("/get_info", by_model_id, json_body(GetInfoRequest), soon=True)
+async def get_info(call: Call[GetInfoRequest]) -> Response:
+    run = await call.gateway.run(call.body.model_id, call.tenant_id)
+    model = call.gateway.serving(run.model_name).model
     data = {"arch": model.architecture, "model_name": run.base_model}
-    tokenizer_id = model.tokenizer_dir if is_loopback(request) else model.tokenizer_id
+    tokenizer_id = model.tokenizer_dir if is_loopback(call.request) else model.tokenizer_id
     return json_response(
         {
             "type": "get_info",
@@ -75,91 +150,9 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/forward_backward")
-async def forward_backward(request: Request) -> Response:
-    return await _pass(request, OpKind.FORWARD_BACKWARD)
-
-
-@router.post("/forward")
-async def forward(request: Request) -> Response:
-    """Of SDKs before protobuf, in which a field of forward_backward says the same."""
-    return await _pass(request, OpKind.FORWARD)
-
-
-async def _pass(request: Request, kind: OpKind) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    limits = gateway.config.limits
-    raw = await body_of(request)
-    encoding = request.headers.get("content-encoding")
-
-    def decode() -> Op:
-        body = decompress(raw, encoding, limits.max_request_bytes)
-        if kind is OpKind.FORWARD or is_json(body):
-            if len(body) > MOST_BYTES:
-                raise BodyTooLargeError(MOST_BYTES)
-            op = decode_json_pass(
-                body,
-                kind,
-                max_tokens=limits.max_tokens_per_request,
-                max_width=limits.max_targets_per_token,
-                max_targets=limits.max_targets_per_request,
-            )
-        else:
-            op = decode_forward_backward(
-                body,
-                max_tokens=limits.max_tokens_per_request,
-                max_width=limits.max_targets_per_token,
-                max_targets=limits.max_targets_per_request,
-            )
-        _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
-        return op
-
-    small = len(raw) < SMALL_BODY and encoding is None
-    op = decode() if small else await gateway.reading.in_thread(tenant_id, decode)
-    return await _submit(request, op, tenant_id)
-
-
-@router.post("/optim_step")
-async def optim_step(request: Request) -> Response:
-    return await _sequenced(request, OptimStepRequest)
-
-
-@router.post("/save_weights")
-async def save_weights(request: Request) -> Response:
-    return await _sequenced(request, SaveWeightsRequest)
-
-
-@router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request) -> Response:
-    return await _sequenced(request, SaveWeightsForSamplerRequest)
-
-
-@router.post("/save_weights_external")
-async def save_weights_external(request: Request) -> Response:
-    return await _sequenced(request, SaveWeightsExternalRequest)
-
-
-@router.post("/load_weights")
-async def load_weights(request: Request) -> Response:
-    """Into a model, or, where a session is named instead of one, into a new model of that session."""
-    tenant_id = await tenant_of(request)
-    body = await body_of(request, JSON_BYTES)
-    if not names_session(body):
-        return await _submit(request, to_op(LoadWeightsRequest, body), tenant_id)
-    wanted = fields.parse(CreateFromRequest, body)
-    request_id = await create_model_from(gateway_of(request), tenant_id, wanted, body)
-    return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
-
-
-@router.post("/weights_info")
-async def weights_info(request: Request) -> Response:
-    tenant_id = await tenant_of(request)
-    gateway = gateway_of(request)
-    path = CheckpointPath.parse((await parsed(WeightsInfoRequest, request)).tinker_path, "tinker_path")
-    await gateway.checkpoint(path, tenant_id)
-    run = await gateway.store.runs.get(path.run_id)
-    assert run is not None, "a checkpoint has a run"
+@routes.post("/weights_info", anybody, json_body(WeightsInfoRequest))
+async def weights_info(call: Call[WeightsInfoRequest]) -> Response:
+    run = await call.gateway.run_of_checkpoint(call.body.tinker_path, call.tenant_id, "tinker_path")
     return json_response(
         {
             "base_model": run.base_model,
@@ -173,11 +166,12 @@ async def weights_info(request: Request) -> Response:
     )
 
 
-async def _sequenced(request: Request, request_type: type[SequencedRequest]) -> Response:
-    tenant_id = await tenant_of(request)
-    return await _submit(request, to_op(request_type, await body_of(request, JSON_BYTES)), tenant_id)
+# --- losses that tenants define ---------------------------------------------------------------------------------------
 
 
-async def _submit(request: Request, op: Op, tenant_id: str) -> Response:
-    request_id = await gateway_of(request).submit(op, tenant_id)
-    return json_response({"request_id": request_id, "model_id": op.adapter_id})
+@routes.post("/create_custom_loss", anybody, raw_body(CreateCustomLossRequest, MAX_BODY_BYTES))
+async def create_custom_loss(call: Call[bytes]) -> Response:
+    place = fields.parse(Place, call.raw)
+    session = await call.gateway.active_session(place.session_id, call.tenant_id)
+    request_id = await call.gateway.custom_losses.create(session, place.custom_loss_seq_id, call.raw)
+    return json_response({"request_id": request_id})

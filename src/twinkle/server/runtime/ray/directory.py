@@ -1,12 +1,15 @@
-"""Which replica a request is for: its address, looked up in the state."""
+"""Which replica a request is for: its address, as its route declares it, looked up in the state."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
+from twinkle.server.app import ROUTES
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import known_name
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.runtime.ray.addressing import (
+from twinkle.server.http.asgi_relay import HttpRequest
+from twinkle.server.http.owners import (
     Address,
+    Envelope,
     OfModel,
     OfNewRun,
     OfNewSampler,
@@ -15,15 +18,31 @@ from twinkle.server.runtime.ray.addressing import (
     OfRun,
     OfSampler,
 )
-from twinkle.server.runtime.ray.layout import Layout
-from twinkle.server.runtime.ray.replicas import Replicas
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.runtime.ray.layout import Layout, Replicas
 from twinkle.server.state import Store
+from twinkle.server.types import RunRecord, SamplingSessionRecord
 
 _REMEMBERED = 65_536
 
 
+@dataclass(frozen=True)
+class Destination:
+    """``address`` None: any process can answer. ``streams``: the answer is to be handed on as it comes."""
+
+    address: Address | None
+    streams: bool
+
+
+def destination_of(request: HttpRequest, max_bytes: int) -> Destination:
+    """Read off a request whom it concerns. ``max_bytes`` of its body after decompression."""
+    facts, parameters = ROUTES.find(request.method, request.path)
+    envelope = Envelope(request, parameters, max_bytes)
+    return Destination(facts.owner(envelope), facts.streams(envelope))
+
+
 class Directory:
-    """Of one process. What it has found once stays true as long as the process lives."""
+    """Finds replicas for one process. What it has found once stays true as long as the process lives."""
 
     def __init__(self, config: ServerConfig, layout: Layout, store: Store) -> None:
         self._layout = layout
@@ -33,7 +52,7 @@ class Directory:
         self._found: OrderedDict[str, str] = OrderedDict()  # by run or sampling session
 
     async def find(self, address: Address) -> str | None:
-        """The replica's name. None: nobody has it, and whoever was asked can say so."""
+        """Return the replica's name. None: no replica has it, and any process can say so."""
         match address:
             case OfRun(run_id, model):
                 return await self._of_run(run_id) or self._any_of(model)
@@ -56,21 +75,13 @@ class Directory:
 
     async def _of_run(self, run_id: str) -> str | None:
         if run_id not in self._found:
-            run = await self._store.runs.get(run_id)
-            replicas = None if run is None else self._layout.models.get(run.model_name)
-            if run is None or replicas is None:
-                return None
-            self._remember(run_id, replicas.owner(run_id, run.replica))
-        return self._found[run_id]
+            self._remember(run_id, await self._store.runs.get(run_id))
+        return self._found.get(run_id)
 
     async def _of_sampler(self, sampling_session_id: str) -> str | None:
         if sampling_session_id not in self._found:
-            record = await self._store.sampling_sessions.get(sampling_session_id)
-            replicas = None if record is None else self._layout.models.get(record.model_name)
-            if record is None or replicas is None:
-                return None
-            self._remember(sampling_session_id, replicas.owner(sampling_session_id, record.replica))
-        return self._found[sampling_session_id]
+            self._remember(sampling_session_id, await self._store.sampling_sessions.get(sampling_session_id))
+        return self._found.get(sampling_session_id)
 
     async def _of_new_run(self, run_id: str, base_model: str | None, checkpoint: CheckpointPath | None) -> str | None:
         model = self._model(base_model)
@@ -101,11 +112,15 @@ class Directory:
         return None if replicas is None else self._any(replicas)
 
     def _any(self, replicas: Replicas) -> str:
-        """In turns."""
+        """Return one replica after another."""
         self._turn = (self._turn + 1) % len(replicas.names)
         return replicas.names[self._turn]
 
-    def _remember(self, identifier: str, name: str) -> None:
-        self._found[identifier] = name
+    def _remember(self, identifier: str, record: RunRecord | SamplingSessionRecord | None) -> None:
+        """Note which replica has what a record is about. What is not on record, or not served, is asked for again."""
+        replicas = None if record is None else self._layout.models.get(record.model_name)
+        if record is None or replicas is None:
+            return
+        self._found[identifier] = replicas.owner(identifier, record.replica)
         if len(self._found) > _REMEMBERED:
             self._found.popitem(last=False)

@@ -1,63 +1,74 @@
 """What runs in one process of the Ray runtime: a gateway, a model with its adapters, or processors.
 
-Plain classes that know handles only through :mod:`~twinkle.server.runtime.ray.remote_replica`; the Serve deployments
-around them are in :mod:`~twinkle.server.runtime.ray.deployments`.
+Serve runs constructors, which may be coroutines, methods and the ASGI application of a replica on one event loop. Which
+of these classes speak HTTP, and with which options they are deployed, is in
+:mod:`~twinkle.server.runtime.ray.deployments`.
 """
 
 import asyncio
-import logging
-import sys
+import contextlib
+import os
+import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
+from ray import serve
 
 from twinkle import hub
-from twinkle.errors import GoneError, UserError
+from twinkle.errors import GoneError, TwinkleServerError, UserError
 from twinkle.server.app import make_app
+from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.backends.loading import load_served_model
+from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ServedModelConfig
-from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
+from twinkle.server.config.sections import names_this_machine
+from twinkle.server.gateway.fleet import ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.operator_requests import answer_operators
 from twinkle.server.gateway.reporting import Telemetry
-from twinkle.server.processors.service import Processors, ProcessorService, configured_processors
-from twinkle.server.runtime.assembly import services_on
+from twinkle.server.http import asgi_relay as relay
+from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
+from twinkle.server.processors.service import Processors, configured_processors
+from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
+from twinkle.server.runtime.maintenance import INTERVAL_SECONDS, BackgroundTasks, run_maintenance
 from twinkle.server.runtime.ray.directory import Directory
-from twinkle.server.runtime.ray.layout import Layout, layout_of
-from twinkle.server.runtime.ray.own_devices import on_own_gpu
+from twinkle.server.runtime.ray.layout import Layout, layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.runtime.ray.remote_replica import RemoteReplica
 from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
-from twinkle.server.runtime.ray.replica import Refusal
-from twinkle.server.runtime.ray.replica_model import load_replica
-from twinkle.server.runtime.ray.router import Router
+from twinkle.server.runtime.ray.replica import Failure
+from twinkle.server.runtime.ray.router import Router, answered
+from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
+from twinkle.server.runtime.ray.trainer_group import load_group
 from twinkle.server.state import Claim, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.guards import DirectoryLock
+from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord, SessionRecord
 
-logger = logging.getLogger(__name__)
-
-_HOUSEKEEPING_SECONDS = 15.0
-_LEASE = "housekeeping"
-_UNANSWERED_SECONDS = 60.0  # whoever could answer an operator has had the time
+_LEASE = "housekeeping"  # its name in the database
+_LEASE_SECONDS = 3 * INTERVAL_SECONDS
+_UNANSWERED_SECONDS = 60.0  # a process that could answer an operator has had the time
 _FORGOTTEN_SECONDS = 86_400.0  # nobody writes a checkpoint for so long
 _EARLIER_SECONDS = 360.0  # for the same replica before this one, which has less than that to end
-_LEASE_SECONDS = 3 * _HOUSEKEEPING_SECONDS
-# The longest the compute thread or the event loop may hold the interpreter while the other wants it.
-_SWITCH_SECONDS = 0.0005
+_LOG_BYTES = 64 * 2**20
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Process:
-    """What all of them have: the configuration, the shared state, who is where, and the way there."""
+    """What all kinds of processes have: the configuration, the shared state, and the way to all replicas."""
 
     def __init__(self, config: ServerConfig, store: Store) -> None:
         self.config = config
@@ -67,23 +78,36 @@ class Process:
         self.telemetry.usage = self.tenants.usage
         self.files = DataDir(config.data_dir)
         self.memory = ProcessMemory(config.limits)
-        self._guarding: asyncio.Task[None] | None = None
         self.layout: Layout = layout_of(config)
-        self.replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
+        self._replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
+        self._tasks = BackgroundTasks(self.memory.guard.watch())
 
     @classmethod
     async def open(cls, config: ServerConfig) -> "Process":
         return cls(config, await Store.open(config.data_dir, config.database_url, shared=True))
 
-    def remote_processors(self) -> Processors | None:
-        has_any = bool(self.layout.processors.names)
-        return RemoteProcessors(self.layout.processors, self.replicas) if has_any else None
-
-    def remote_fleet(self) -> Fleet:
-        return RemoteFleet(self.layout, self.replicas)
+    def gateway(
+        self, services: Mapping[str, Services] | None = None, processors: Processors | None = None, replica: str = ""
+    ) -> Gateway:
+        """Return the gateway of this process. One that has ``services`` answers for those alone."""
+        fleet = RemoteFleet(self.layout, self._replicas)
+        if processors is None and self.layout.processors.names:
+            processors = RemoteProcessors(self.layout.processors, self._replicas)
+        return Gateway(
+            self.config,
+            self.store,
+            services or {},
+            self.files,
+            processors,
+            self.tenants,
+            fleet=None if services else fleet,
+            fleet_of_all=fleet,
+            replica=replica,
+            memory=self.memory,
+        )
 
     def app_of(self, gateway: Gateway) -> FastAPI:
-        """The application, for requests that this process answers itself."""
+        """Return the application, for requests that this process answers itself."""
 
         @asynccontextmanager
         async def nothing(_app: FastAPI) -> AsyncIterator[None]:
@@ -92,119 +116,93 @@ class Process:
         app = make_app(nothing, self.telemetry)
         app.state.gateway = gateway
         self.telemetry.export_from(gateway)
-        self._guarding = asyncio.create_task(self.memory.guard.watch())
         return app
 
+    def entrance(self, app: FastAPI, own: str | None = None) -> Router:
+        """Return what Serve's proxies talk to. ``own``: the name of the replica that ``app`` is."""
+        directory = Directory(self.config, self.layout, self.store)
+        limit = self.config.limits.max_request_bytes
+        return Router(app, directory, self._replicas, max_body_bytes=limit, own=own)
+
     async def close(self) -> None:
-        if self._guarding is not None:
-            self._guarding.cancel()
+        self._tasks.cancel()
         await self.telemetry.close()  # it reads the state
         await self.store.close()
 
-    def entrance(self, app: FastAPI, own: str | None = None) -> Router:
-        directory = Directory(self.config, self.layout, self.store)
-        limit = self.config.limits.max_request_bytes
-        return Router(app, directory, self.replicas, max_body_bytes=limit, own=own)
 
+class GatewayReplica:
+    """A front door: of the server itself, or of a sampler, whose engine is with its model or in an actor of its own.
 
-class GatewayHost:
-    """Sessions, runs, checkpoints, listings; the rest it hands on. One gateway at a time keeps house for all."""
+    It answers what the state alone can answer, and hands on the rest. One gateway at a time runs maintenance for all.
+    """
 
-    def __init__(self, process: Process, name: str, *, keeps_house: bool) -> None:
-        """``name``: unlike that of any other gateway there ever was."""
-        self._process = process
-        self._name = name
-        process.telemetry.replica = name
-        self.gateway = Gateway(
-            process.config,
-            process.store,
-            {},
-            process.files,
-            process.remote_processors(),
-            process.tenants,
-            fleet=process.remote_fleet(),
-            memory=process.memory,
-        )
-        self.entrance = process.entrance(process.app_of(self.gateway))
-        self._housekeeping = asyncio.create_task(self._keep_house(keeps_house))
-        self._watching = asyncio.create_task(self.gateway.running_time.watch())
+    async def __init__(self, config: ServerConfig, runs_maintenance: bool) -> None:  # type: ignore[misc]
+        # Unlike the name of any other gateway there ever was.
+        self._name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
+        log_to(config, self._name)
+        self._process = await Process.open(config)
+        self._process.telemetry.replica = self._name
+        self._gateway = self._process.gateway()
+        self.entrance = self._process.entrance(self._process.app_of(self._gateway))
+        self._runs_maintenance = runs_maintenance
+        maintenance = run_maintenance(self._maintain(time.time()), self._maintain)
+        self._tasks = BackgroundTasks(maintenance, self._gateway.running_time.watch())
+        self._loopback = LoopbackOnly()
 
-    async def stop(self) -> None:
-        self._housekeeping.cancel()
-        self._watching.cancel()
-        await self.gateway.flush_heartbeats()
+    async def check_health(self) -> None:
+        """Is called by Serve before the first request, too."""
+        self._loopback.enforce()
+
+    async def __del__(self) -> None:
+        self._tasks.cancel()
+        await self._gateway.flush_heartbeats()
         await self._process.store.leases.give_up(_LEASE, self._name)
         await self._process.close()
 
-    async def _keep_house(self, expires: bool) -> None:
-        """A failure is logged and tried again."""
-        while True:
-            try:
-                await self.gateway.flush_heartbeats()
-                await self.gateway.books.keep(time.time())
-                if expires:
-                    await self._expire(time.time())
-            except Exception:
-                logger.exception("housekeeping failed")
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+    async def _maintain(self, now: float) -> None:
+        await self._gateway.flush_heartbeats()
+        await self._gateway.books.keep(now)
+        if self._runs_maintenance:
+            await self._expire(now)
 
     async def _expire(self, now: float) -> None:
         store = self._process.store
         claim = await store.leases.claim(_LEASE, self._name, now, _LEASE_SECONDS)
-        if claim is Claim.TAKEN:  # nobody kept house for a while: perhaps nobody could be reached either
+        if claim is Claim.TAKEN:  # nobody ran maintenance for a while: perhaps nobody could be reached either
             await store.sessions.forgive_downtime(now)
             await store.ops.forgive_downtime(now)
             await asyncio.to_thread(store.keep_reserve)
             await asyncio.to_thread(self._process.files.remove_unfinished, _FORGOTTEN_SECONDS)
         elif claim is Claim.RENEWED:
-            await self._holding_the_lease(self._keep_house_for_all(now))
+            await self._holding_the_lease(self._maintain_for_all(now))
 
-    async def _keep_house_for_all(self, now: float) -> None:
-        await self.gateway.expire(now)
-        await answer_operators(self.gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
+    async def _maintain_for_all(self, now: float) -> None:
+        await self._gateway.expire(now)
+        await answer_operators(self._gateway, now, lambda request: request.created_at < now - _UNANSWERED_SECONDS)
 
     async def _holding_the_lease(self, work: Coroutine[Any, Any, None]) -> None:
-        """Many sessions that end at once take longer than a lease."""
+        """Renew the lease while the work lasts: many sessions that end at once take longer than a lease."""
         task = asyncio.create_task(work)
         try:
-            while not (await asyncio.wait({task}, timeout=_HOUSEKEEPING_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=INTERVAL_SECONDS))[0]:
                 await self._process.store.leases.claim(_LEASE, self._name, time.time(), _LEASE_SECONDS)
             task.result()
         finally:
             task.cancel()
 
 
-class ModelHost:
+class ModelReplica:
     """One replica of a base model: its services, and the whole application for what concerns its adapters."""
 
-    def __init__(
-        self, process: Process, name: str, services: Services, computes: Sequence[Compute], lock: DirectoryLock
+    async def __init__(  # type: ignore[misc]
+        self, config: ServerConfig, served: ServedModelConfig, name: str, *companions: object
     ) -> None:
-        """``lock``: there is no other process of this name."""
-        self._process = process
-        self._lock = lock
-        self._services = services
-        self._computes = computes
-        self.gateway = Gateway(
-            process.config,
-            process.store,
-            {services.model.name: services},
-            process.files,
-            process.remote_processors(),
-            process.tenants,
-            fleet_of_all=process.remote_fleet(),
-            replica=name,
-            memory=process.memory,
-        )
-        self.app = process.app_of(self.gateway)
-        self.entrance = process.entrance(self.app, own=name)
-
-    @classmethod
-    async def open(cls, config: ServerConfig, served: ServedModelConfig, name: str) -> "ModelHost":
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        """``companions``: the other replicas, which Serve deploys with the first one."""
+        log_to(config, name)
+        let_threads_alternate()
         model = await asyncio.to_thread(load_replica, config, on_own_gpu(served))
-        lock = await asyncio.to_thread(_only_one, config.data_dir, name)
-        process = await Process.open(config)
+        self._lock = await asyncio.to_thread(_only_one, config.data_dir, name)
+        self._process = process = await Process.open(config)
         group = process.layout.models[served.name]
 
         def is_ours(run: RunRecord) -> bool:
@@ -212,7 +210,8 @@ class ModelHost:
 
         compute = Compute()
         sampling = Compute() if isinstance(model.sampler, RemoteSampler) else compute
-        services = services_on(
+        self._computes = (compute, sampling)
+        self._services = services_on(
             model,
             config,
             process.store,
@@ -226,129 +225,184 @@ class ModelHost:
             is_ours=is_ours,
             replica=name,
         )
-        host = cls(process, name, services, (compute, sampling), lock)
-        await host._start()
-        return host
+        self._gateway = process.gateway({model.name: self._services}, replica=name)
+        self._app = process.app_of(self._gateway)
+        self.entrance = process.entrance(self._app, own=name)
+        await self._gateway.books.read_key_names()
+        await start_services([self._services])
+        maintenance = run_maintenance(self._gateway.end_what_was_ending(), self._maintain)
+        self._tasks = BackgroundTasks(maintenance, self._gateway.running_time.watch())
+        self._loopback = LoopbackOnly()
 
-    async def _start(self) -> None:
-        await self.gateway.books.read_key_names()
-        await self._services.training.start()
-        if self._services.sampling is not None:
-            await self._services.sampling.start()
-        self._housekeeping = asyncio.create_task(self._keep_house())
-        self._watching = asyncio.create_task(self.gateway.running_time.watch())
+    async def answer(self, request: HttpRequest) -> HttpReply:
+        return await answered(self._app, request)
 
-    async def stop(self) -> None:
-        """What runs is finished, and every adapter is on disk."""
-        self._housekeeping.cancel()
-        self._watching.cancel()
-        self.gateway.release_waiters()
-        if self._services.sampling is not None:
-            await self._services.sampling.stop()
-        await self._services.training.stop()
-        await self.gateway.books.flush_usage()
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
+        async with aclosing(relay.stream(self._app, request)) as parts:
+            async for part in parts:
+                yield part
+
+    async def metrics(self) -> list[Metric]:
+        return await self._process.telemetry.families_of_process(self._gateway)
+
+    async def report(self) -> ModelReport:
+        return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
+
+    async def of_tenant(self, tenant_id: str) -> TenantReport:
+        return tenant_report_of(self._services, tenant_id)
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        await relay.to_the_end(self._gateway.release_session(session, state))
+
+    async def park_run(self, run: RunRecord, why: str) -> None:
+        await relay.to_the_end(self._gateway.park(run, why))
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""
+        self._loopback.enforce()
+        sampling = self._services.sampling
+        if not self._services.training.alive or (sampling is not None and not sampling.alive):
+            raise TwinkleServerError((await self.report()).detail)
+
+    async def __del__(self) -> None:
+        """Finish what runs, and put every adapter on disk."""
+        self._tasks.cancel()
+        self._gateway.release_waiters()
+        await stop_services([self._services])
+        await self._gateway.books.flush_usage()
         for compute in self._computes:
             compute.close()
         await self._process.close()
         self._lock.release()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its loops run."""
-        sampling = self._services.sampling
-        return self._services.training.alive and (sampling is None or sampling.alive)
-
-    async def metrics(self) -> list[Metric]:
-        return await self._process.telemetry.families_of_process(self.gateway)
-
-    def report(self) -> ModelReport:
-        return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
-
-    def of_tenant(self, tenant_id: str) -> TenantReport:
-        return tenant_report_of(self._services, tenant_id)
-
-    async def release_session(self, session: SessionRecord, state: str) -> None:
-        await self.gateway.release_session(session, state)
-
-    async def park_run(self, run: RunRecord, why: str) -> None:
-        await self.gateway.park(run, why)
-
-    async def _keep_house(self) -> None:
-        work = self.gateway.end_what_was_ending()
-        while True:
-            try:
-                await work
-            except Exception:
-                logger.exception("housekeeping failed")
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            work = self._house(time.time())
-
-    async def _house(self, now: float) -> None:
-        await self.gateway.tidy(now)
+    async def _maintain(self, now: float) -> None:
+        await self._gateway.tidy(now)
         has = self._services.training.run
-        await answer_operators(self.gateway, now, lambda request: has(request.target) is not None)
+        await answer_operators(self._gateway, now, lambda request: has(request.target) is not None)
 
 
-class ProcessorHost:
+class ProcessorReplica:
     """Datasets and loaders of the sessions that fall to this replica, each session's in a process of its own."""
 
-    def __init__(self, process: Process, name: str, service: ProcessorService) -> None:
-        self._process = process
-        self._service = service
-        self.gateway = Gateway(
-            process.config,
-            process.store,
-            {},
-            process.files,
-            service,
-            process.tenants,
-            fleet=process.remote_fleet(),
-            memory=process.memory,
-        )
-        self.app = process.app_of(self.gateway)
-        self.entrance = process.entrance(self.app, own=name)
-
-    @classmethod
-    async def open(cls, config: ServerConfig, name: str) -> "ProcessorHost":
-        process = await Process.open(config)
+    async def __init__(self, config: ServerConfig, name: str, *companions: object) -> None:  # type: ignore[misc]
+        """``companions``: the other replicas, which Serve deploys with the first one."""
+        log_to(config, name)
+        self._process = await Process.open(config)
         service = configured_processors(config, await asyncio.to_thread(_tokenizers, config), name)
         assert service is not None, "there is an application of processors"
+        self._service = service
         await service.start()
-        host = cls(process, name, service)
-        await host.gateway.books.read_key_names()
-        return host
+        self._gateway = self._process.gateway(processors=service)
+        self._app = self._process.app_of(self._gateway)
+        self.entrance = self._process.entrance(self._app, own=name)
+        await self._gateway.books.read_key_names()
+        self._loopback = LoopbackOnly()
 
-    async def stop(self) -> None:
-        self.gateway.release_waiters()
-        await self._service.stop()
-        await self._process.close()
+    async def answer(self, request: HttpRequest) -> HttpReply:
+        return await answered(self._app, request)
 
     async def metrics(self) -> list[Metric]:
-        return await self._process.telemetry.families_of_process(self.gateway)
+        return await self._process.telemetry.families_of_process(self._gateway)
 
     async def batch(
         self, tenant_id: str, session_id: str, processor_id: str, number: int
-    ) -> list[dict[str, Any]] | Refusal:
+    ) -> list[dict[str, Any]] | Failure:
         try:
             return await self._service.batch(tenant_id, session_id, processor_id, number)
         except (UserError, GoneError) as error:
-            return Refusal(str(error), isinstance(error, UserError))
+            return Failure(error)
 
     async def end_session(self, session_id: str) -> None:
         await self._service.end_session(session_id)
 
+    async def check_health(self) -> None:
+        """Is called by Serve before the first request, too."""
+        self._loopback.enforce()
+
+    async def __del__(self) -> None:
+        self._gateway.release_waiters()
+        await self._service.stop()
+        await self._process.close()
+
+
+# --- what a process does as it starts ---------------------------------------------------------------------------------
+
+
+def load_replica(config: ServerConfig, served: ServedModelConfig) -> ServedModel:
+    """Return what one replica serves: the model, here or in a group of processes, and its sampler, here or apart.
+
+    Blocks, for as long as loading takes and other processes need to start.
+    """
+    load = load_group if served.model.processes > 1 else load_served_model
+    devices = devices_of(config, served)
+    if devices is None:
+        return load(served)
+    starting = start_engine(served, devices)  # it loads while the trainer does
+    model = load(replace(served, sampler=None))
+    engine, memory = starting.ready()
+    return replace(
+        model,
+        sampler=RemoteSampler(engine, lambda: start_engine(served, devices).ready()[0], model.trainer),
+        memory=f"{model.memory}; in a process of its own: {memory}",
+        text=HubTextCodec(hub.load_tokenizer(served.model.model_id)),
+    )
+
 
 def _only_one(data_dir: Path, name: str) -> DirectoryLock:
-    """A replica that is being replaced puts its adapters on disk before the next one reads them. Blocks."""
+    """Wait until a replica that is being replaced has put its adapters on disk, which this one reads. Blocks."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     return DirectoryLock(data_dir, name=f"lock.{name}", wait_seconds=_EARLIER_SECONDS)
 
 
 def _tokenizers(config: ServerConfig) -> dict[str, str | None]:
-    """Folders by the name of the served model; the models themselves are elsewhere."""
+    """Return folders by the name of the served model; the models themselves are elsewhere."""
     folders: dict[str, str | None] = {}
     for served in config.served_models:
         is_mock = served.model.backend == "mock"
         folder = None if is_mock else str(hub.resolve(served.model.model_id).path)
         folders |= dict.fromkeys(served.names, folder)
     return folders
+
+
+def log_to(config: ServerConfig, name: str) -> None:
+    """Log to a file of the data directory: replicas have no terminal, and may be on any machine."""
+    directory = config.data_dir / "logs"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = RotatingFileHandler(directory / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=2)
+    configure_logging(config.logging.level, config.logging.format, file)
+
+
+class LoopbackOnly:
+    """Keeps a replica from listening to the network where its cluster does not.
+
+    Every Serve replica opens a port on all interfaces for calls over gRPC. Serve itself says that only its tests make
+    such calls, and has no setting for the port. On a cluster whose address is the loopback one it is closed before the
+    replica is used; elsewhere nothing is done.
+    """
+
+    def __init__(self) -> None:
+        self._is_done = not names_this_machine(ray.util.get_node_ip_address())
+
+    def enforce(self) -> None:
+        """Close the port, once. Serve calls ``check_health`` after the port was opened and before any request."""
+        if not self._is_done:
+            self._is_done = _close_open_listeners() > 0
+
+
+def _close_open_listeners() -> int:
+    """Stop all sockets of this process that listen on every interface; return how many there were."""
+    closed = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # no socket, or gone
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as listener:
+                if _listens_everywhere(listener):
+                    listener.shutdown(socket.SHUT_RDWR)
+                    closed += 1
+    return closed
+
+
+def _listens_everywhere(one: socket.socket) -> bool:
+    is_listener = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return bool(is_listener) and one.family != socket.AF_UNIX and one.getsockname()[0] in _EVERYWHERE

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,8 +20,8 @@ from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
-from twinkle.server.runtime.ray.deployments import application_for
-from twinkle.server.runtime.ray.gpu_demand import gpus_wanted
+from twinkle.server.runtime.process import listen
+from twinkle.server.runtime.ray.deployments import application_for, gpus_wanted
 from twinkle.server.runtime.ray.layout import wanted_replicas
 
 DEFAULT_NAMESPACE = "twinkle_cluster"
@@ -37,14 +36,14 @@ _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 @dataclass(frozen=True)
 class Cluster:
-    """``is_ours``: it began with us and ends with us."""
+    """A Ray cluster. ``is_ours``: it began with this process and ends with it."""
 
     address: str
     is_ours: bool
 
     @property
     def asks_for_token(self) -> bool:
-        """Whether its processes were started to ask for one: a worker has the variables of its node."""
+        """Return whether its processes ask for a token. A worker has the variables of its node, so one is asked."""
         mode: str | None = ray.get(ray.remote(num_cpus=0)(_auth_mode).remote())
         return mode == "token"
 
@@ -55,7 +54,7 @@ def _auth_mode() -> str | None:
 
 @contextlib.contextmanager
 def connected(config: ServerConfig, start: bool = True) -> Iterator[Cluster]:
-    """To the cluster that RAY_ADDRESS names or that `ray start` began here, else to one that we may ``start``."""
+    """Connect to the cluster that RAY_ADDRESS names or `ray start` began here, else to one that we may ``start``."""
     try:
         context = _connect(config, None if start else "auto")
     except ConnectionError as error:
@@ -81,7 +80,7 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 
 @contextlib.contextmanager
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
-    """The applications, running; gives the server's URL. What was deployed is taken down again in any case."""
+    """Run the applications and give the server's URL. What was deployed is taken down again in any case."""
     http = config.http_options
     port = http.port or _free_port(http.host)
     _check_port(config, port)
@@ -126,7 +125,7 @@ def remove(config: ServerConfig, cluster: Cluster) -> None:
 
 
 def statuses(config: ServerConfig) -> dict[str, str]:
-    """How Serve sees each application."""
+    """Return how Serve sees each application."""
     found = serve.status().applications
     return {
         one.name: found[one.name].status.value if one.name in found else NOT_DEPLOYED for one, _ in _served_at(config)
@@ -134,7 +133,7 @@ def statuses(config: ServerConfig) -> dict[str, str]:
 
 
 def scaling_notes(config: ServerConfig) -> list[str]:
-    """What autoscaling becomes for applications that cannot come and go."""
+    """Return what autoscaling becomes for applications that cannot come and go."""
     return [
         f"{one.name}: autoscaling_config means {count} replicas from the start: adapters do not move with the load"
         for one in config.applications
@@ -146,7 +145,7 @@ def scaling_notes(config: ServerConfig) -> list[str]:
 
 
 def wait_for_signal() -> None:
-    """Until SIGINT or SIGTERM."""
+    """Block until SIGINT or SIGTERM."""
     asked = threading.Event()
 
     def end(number: int, _frame: object) -> None:
@@ -160,7 +159,7 @@ def wait_for_signal() -> None:
 
 
 def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]:
-    """The applications and their routes.
+    """Return the applications and their routes.
 
     The gateway listens at the root, from which Serve sends to the others what is theirs: OpenAI's /v1 is not below its
     own prefix. An application without a route is reached through the gateway; a sampler then is nothing of its own.
@@ -177,7 +176,7 @@ def _served_at(config: ServerConfig) -> list[tuple[ApplicationSpec, str | None]]
 
 
 def _wait_until_running(names: Sequence[str]) -> None:
-    """Tells what changes, and what is waited for if nothing does: resources that the cluster has not, for one."""
+    """Print what changes, and what is waited for if nothing does: resources that the cluster has not, for one."""
     started = told = time.monotonic()
     seen: dict[str, str] = {}
     while set(seen.values()) != {ApplicationStatus.RUNNING.value} or len(seen) < len(names):
@@ -208,22 +207,14 @@ def _reason(application: serve.schema.ApplicationStatusOverview) -> str:
 
 
 def _check_port(config: ServerConfig, port: int) -> None:
-    """A port that is taken is known before anything slow happens, if it is not Serve's own proxy that has it."""
+    """Raise for a port that is taken, before anything slow happens, unless it is Serve's own proxy that has it."""
     if config.proxy_location == "Disabled" or serve.status().proxies:
         return
-    with socket.socket(socket.AF_INET6 if ":" in config.http_options.host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((_listening_host(config.http_options.host), port))
-        except OSError as error:
-            raise TwinkleServerError(
-                f"cannot listen on {config.http_options.host}:{port}: {error.strerror or error}; "
-                "stop what listens there or choose another --port"
-            ) from error
+    listen(_listening_host(config.http_options.host), port).close()
 
 
 def _check_answers(url: str) -> None:
-    """Serve keeps the address that it was started with: on a cluster where it ran before, that may be another one."""
+    """Raise if nobody answers: Serve keeps the address that it was first started with, which may be another one."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5):
             return
@@ -239,6 +230,5 @@ def _listening_host(host: str) -> str:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((_listening_host(host), 0))
+    with listen(_listening_host(host), 0) as listener:
         return int(listener.getsockname()[1])

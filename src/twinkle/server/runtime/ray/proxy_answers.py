@@ -5,10 +5,10 @@ asked about; 503 they take as it is meant. Serve's proxies find :func:`middlewar
 :mod:`~twinkle.server.runtime.ray.running` sets for clusters that it starts.
 """
 
-import json
 from urllib.parse import urlsplit
 
 from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twinkle.server.config.sections import names_this_machine
@@ -18,8 +18,8 @@ PROXY_CALLBACK = f"{__name__}.middlewares"
 
 _HEALTH = "/-/healthz"
 _TYPE = b"content-type"
-_OTHER_NAME = json.dumps({"detail": "Host header: allowed here: localhost or 127.0.0.1"}).encode()
-_BODY = json.dumps({"detail": "the server is starting or stopping: try again"}).encode()
+_OTHER_NAME = JSONResponse({"detail": "Host header: allowed here: localhost or 127.0.0.1"}, 400)
+_AWAY = JSONResponse({"detail": "the server is starting or stopping: try again"}, 503, {"Retry-After": "1"})
 
 
 def middlewares() -> list[Middleware]:
@@ -35,7 +35,7 @@ class NotServed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):  # those are Serve's own
             refused = scope["type"] == "http" and scope["path"] != _HEALTH and _is_rebound(scope)
-            await (_send(send, 400, _OTHER_NAME) if refused else self._app(scope, receive, send))
+            await (_OTHER_NAME if refused else self._app)(scope, receive, send)
             return
         is_replaced = False
 
@@ -43,7 +43,7 @@ class NotServed:
             nonlocal is_replaced
             if message["type"] == "http.response.start" and _is_serves(message):
                 is_replaced = True
-                await _send(send, 503, _BODY)
+                await _AWAY(scope, receive, send)
             elif not is_replaced:
                 await send(message)
 
@@ -67,10 +67,3 @@ def _is_rebound(scope: Scope) -> bool:
     except ValueError:
         named = ""
     return names_this_machine(here) and not names_this_machine(named)
-
-
-async def _send(send: Send, status: int, body: bytes) -> None:
-    headers = [(_TYPE, b"application/json"), (b"content-length", str(len(body)).encode())]
-    retry = [(b"retry-after", b"1")] if status == 503 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers + retry})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import ShuttingDownError
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
-from twinkle.server.runtime.ray.layout import Layout
+from twinkle.server.runtime.ray.layout import Layout, Replicas
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
-from twinkle.server.runtime.ray.replicas import Replicas
 from twinkle.server.services.training.adapters import QueueStatus
 from twinkle.server.types import RunRecord, SessionRecord
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _REPORT_SECONDS = 2.0  # a replica that says nothing for so long is not healthy
 _RELEASE_SECONDS = 60.0
@@ -34,9 +36,9 @@ class RemoteFleet:
         return {model: report for model, group in self._layout.models.items() if (report := self._merged(group))}
 
     async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
-        """Without replicas that are away."""
+        """Return what a tenant has, by model, without replicas that are away."""
         names = [name for group in self._layout.models.values() for name in group.names]
-        answers = await asyncio.gather(*(self._tenant_report(name, tenant_id) for name in names))
+        answers = await asyncio.gather(*(_answer_in_time(self._replicas[name].of_tenant(tenant_id)) for name in names))
         found = {name: report for name, report in zip(names, answers, strict=True) if report is not None}
         return {
             model: _joined([found[name] for name in group.names if name in found])
@@ -44,12 +46,12 @@ class RemoteFleet:
         }
 
     async def metrics(self) -> dict[str, Sequence[Metric]]:
-        """Without replicas that are away, and without gateways: Serve gives those no names."""
-        answers = await asyncio.gather(*(self._metrics_of(name) for name in self._replicas))
+        """Return metrics by replica, without those that are away, and without gateways: Serve gives those no names."""
+        answers = await asyncio.gather(*(_answer_in_time(one.metrics()) for one in self._replicas.values()))
         return {name: families for name, families in zip(self._replicas, answers, strict=True) if families is not None}
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """A replica that is away finds the session ended when it comes back."""
+        """Tell all replicas that a session ended. One that is away finds that out when it comes back."""
         names = [name for group in self._layout.models.values() for name in group.names]
         results = await asyncio.gather(
             *(
@@ -63,7 +65,7 @@ class RemoteFleet:
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
 
     async def park_run(self, run: RunRecord, why: str) -> None:
-        """On the replica that has it. One that is away keeps it: the caller looks whether it has left."""
+        """Evict an adapter from the replica that has it. One that is away keeps it: the caller looks."""
         group = self._layout.models.get(run.model_name)
         if group is None:
             return  # its base model is not served now
@@ -73,24 +75,15 @@ class RemoteFleet:
         except (ReplicaGoneError, TimeoutError) as error:
             logger.warning("%s did not park %s: %s", name, run.run_id, error)
 
-    async def _metrics_of(self, name: str) -> Sequence[Metric] | None:
-        try:
-            return await asyncio.wait_for(self._replicas[name].metrics(), _REPORT_SECONDS)
-        except (ReplicaGoneError, TimeoutError):
-            return None
-
-    async def _tenant_report(self, name: str, tenant_id: str) -> TenantReport | None:
-        try:
-            return await asyncio.wait_for(self._replicas[name].of_tenant(tenant_id), _REPORT_SECONDS)
-        except (ReplicaGoneError, TimeoutError):
-            return None
-
     async def _refresh(self, name: str) -> None:
-        try:
-            self._last[name] = await asyncio.wait_for(self._replicas[name].report(), _REPORT_SECONDS)
-        except (ReplicaGoneError, TimeoutError):
-            if name in self._last:
-                self._last[name] = _away(self._last[name])
+        report = await _answer_in_time(self._replicas[name].report())
+        if report is not None:
+            self._last[name] = report
+        elif name in self._last:
+            away = "a replica does not answer"
+            self._last[name] = replace(
+                self._last[name], healthy=False, recovering=True, detail=away, numbers={}, adapters={}
+            )
 
     def _merged(self, group: Replicas) -> ModelReport | None:
         known = [self._last[name] for name in group.names if name in self._last]
@@ -117,37 +110,27 @@ class RemoteProcessors:
             logger.warning("the processors did not hear that session %s ended: %s", session_id, error)
 
     def release_waiters(self) -> None:
-        """They have their own."""
+        """Do nothing: the replicas of the processors release their own."""
 
     def _of(self, session_id: str) -> Replica:
         return self._remote[self._replicas.chosen(session_id)]
 
 
-def _away(report: ModelReport) -> ModelReport:
-    return ModelReport(
-        name=report.name,
-        aliases=report.aliases,
-        max_context_length=report.max_context_length,
-        sampleable=report.sampleable,
-        healthy=False,
-        recovering=True,
-        detail="a replica does not answer",
-        numbers={},
-        adapters={},
-        busy_sessions=report.busy_sessions,
-    )
+async def _answer_in_time(asked: Awaitable[T]) -> T | None:
+    """Return what a replica answers; None if it is away."""
+    try:
+        return await asyncio.wait_for(asked, _REPORT_SECONDS)
+    except (ReplicaGoneError, TimeoutError):
+        return None
 
 
 def _sum(reports: Sequence[ModelReport]) -> ModelReport:
-    """Of all replicas of one model. Ratios are those of the busiest."""
+    """Return the report of a model from those of its replicas. Ratios are those of the busiest."""
     first = reports[0]
     sick = next((report for report in reports if not report.healthy), None)
     tenants = {tenant for report in reports for tenant in report.adapters}
-    return ModelReport(
-        name=first.name,
-        aliases=first.aliases,
-        max_context_length=first.max_context_length,
-        sampleable=first.sampleable,
+    return replace(
+        first,
         healthy=sick is None,
         recovering=any(report.recovering for report in reports),
         detail=first.detail if sick is None else sick.detail,

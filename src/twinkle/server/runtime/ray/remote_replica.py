@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
@@ -10,11 +10,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from twinkle.errors import GoneError, UserError
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.runtime.ray.layout import ReplicaAddress
-from twinkle.server.runtime.ray.replica import Refusal, ReplicaGoneError
+from twinkle.server.runtime.ray.replica import ReplicaGoneError, raised
 from twinkle.server.types import RunRecord, SessionRecord
 
 
@@ -32,9 +31,7 @@ class RemoteReplica:
         return self._made
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        """Whoever cancels this has gone away: the replica hears of it."""
-        reply: HttpReply = await self._asked("answer", request)
-        return reply
+        return cast("HttpReply", await self._asked("answer", request))
 
     async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
         parts = None
@@ -49,16 +46,13 @@ class RemoteReplica:
                 parts.cancel()
 
     async def metrics(self) -> Sequence[Metric]:
-        families: Sequence[Metric] = await self._asked("metrics")
-        return families
+        return cast("Sequence[Metric]", await self._asked("metrics"))
 
     async def report(self) -> ModelReport:
-        report: ModelReport = await self._asked("report")
-        return report
+        return cast("ModelReport", await self._asked("report"))
 
     async def of_tenant(self, tenant_id: str) -> TenantReport:
-        report: TenantReport = await self._asked("of_tenant", tenant_id)
-        return report
+        return cast("TenantReport", await self._asked("of_tenant", tenant_id))
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         await self._asked("release_session", session, state)
@@ -67,14 +61,11 @@ class RemoteReplica:
         await self._asked("park_run", run, why)
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """Of a processor."""
-        rows: list[dict[str, Any]] | Refusal = await self._asked("batch", tenant_id, session_id, processor_id, number)
-        if isinstance(rows, Refusal):
-            raise UserError(rows.message) if rows.is_users else GoneError(rows.message)
-        return rows
+        return cast(
+            "list[dict[str, Any]]", raised(await self._asked("batch", tenant_id, session_id, processor_id, number))
+        )
 
     async def end_session(self, session_id: str) -> None:
-        """Of a processor."""
         await self._asked("end_session", session_id)
 
     async def _asked(self, method: str, *arguments: object) -> Any:
@@ -90,7 +81,7 @@ class RemoteReplica:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> Exception:
-        """Only what means that the process is not there is made light of: the rest is a bug, and a 500."""
+        """Return the error to raise: that the replica is away, if that is what it means. The rest is a bug, a 500."""
         if isinstance(error, RayActorError | RayServeException):
             return ReplicaGoneError(f"{self.address.deployment} is being replaced")
         return error

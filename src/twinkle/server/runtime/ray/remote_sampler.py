@@ -19,7 +19,8 @@ from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, TopLogprobs
 from twinkle.server.backends.backend import TrainingBackend
-from twinkle.server.runtime.ray.sampler_engine import AdapterWeights, raised
+from twinkle.server.runtime.ray.replica import raised
+from twinkle.server.runtime.ray.sampler_engine import AdapterWeights
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ _DIED = (RayActorError, OutOfMemoryError)  # the latter: Ray's, which killed it 
 
 @dataclass(frozen=True)
 class _Version:
-    """How an engine gets it: weights in Ray's store, or a directory that all machines see."""
+    """How an engine gets a version: weights in Ray's store, or a directory that all machines see."""
 
     weights: Any = None  # an ObjectRef
     directory: str = ""
@@ -59,7 +60,7 @@ class _UnderWay:
         self.to_skip = dict(self.told)
 
     def unheard(self, event: Progress) -> Progress | None:
-        """What of it is new."""
+        """Return what of an event was not told before; None if all of it was."""
         if event.index in self.ended:
             return None
         skipped = min(len(event.tokens), self.to_skip.get(event.index, 0))
@@ -88,7 +89,7 @@ class RemoteSampler:
         self._failed: list[Finished] = []
 
     def publish(self, version_id: str, adapter_id: str) -> None:
-        """In the trainer's thread."""
+        """Publish an adapter's weights. Runs in the trainer's thread."""
         weights = AdapterWeights(self._trainer.peft_config(adapter_id), self._trainer.weights(adapter_id))
         self._add(version_id, _Version(weights=ray.put(weights)))
 
@@ -138,7 +139,7 @@ class RemoteSampler:
         self._ask(lambda engine: version.send(engine, version_id), keep)
 
     def _ask(self, call: Callable[[Any], Any], note: Callable[[Any], T]) -> T:
-        """The engine's answer goes to ``note``, unless that engine is gone meanwhile: then the next one is asked."""
+        """Give the engine's answer to ``note``. If that engine is gone meanwhile, the next one is asked."""
         while True:
             engine = self._engine
             try:
@@ -168,7 +169,7 @@ class RemoteSampler:
         return list(taken)
 
     def _replace(self, dead: Any, error: Exception) -> None:
-        """Another thread may have been faster."""
+        """Start the next engine, unless another thread was faster."""
         with self._lock:
             if self._engine is not dead:
                 return
@@ -187,7 +188,7 @@ class RemoteSampler:
         os._exit(_PROCESS_LOST)
 
     def _started_again(self) -> Any:
-        """A new engine with all that the last one had."""
+        """Return a new engine with all that the last one had."""
         engine = self._start()
         for version_id, version in list(self._versions.items()):
             try:

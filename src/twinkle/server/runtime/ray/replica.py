@@ -17,46 +17,52 @@ class ReplicaGoneError(TwinkleServerError):
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """An answer of a processor that is an error, without its type: errors do not travel well between processes."""
+class Failure:
+    """An error as the value of a remote call: Ray would wrap one that is raised, with a traceback for its message."""
 
-    message: str
-    is_users: bool
+    error: Exception
+
+
+def raised(answer: object) -> Any:
+    """Return what a remote call answered, or raise the error that it answered with."""
+    if isinstance(answer, Failure):
+        raise answer.error
+    return answer
 
 
 class Replica(Protocol):
     """One replica of a model, or of the processor service. Every method raises :class:`ReplicaGoneError`."""
 
     async def answer(self, request: HttpRequest) -> HttpReply:
-        """Whoever cancels this has gone away: the replica hears of it."""
+        """Answer a request of a client. The replica hears of it when this is cancelled: the client has left."""
         ...
 
     def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]: ...
 
     async def metrics(self) -> Sequence[Metric]:
-        """What this process has recorded."""
+        """Return what the replica's process has recorded."""
         ...
 
     async def report(self) -> ModelReport:
-        """Of a model."""
+        """Return how a model's replica is doing."""
         ...
 
     async def of_tenant(self, tenant_id: str) -> TenantReport:
-        """Of a model."""
+        """Return what a tenant has on a model's replica."""
         ...
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Of a model."""
+        """Let go of what a session that ended has on a model's replica."""
         ...
 
     async def park_run(self, run: RunRecord, why: str) -> None:
-        """Of a model."""
+        """Evict an adapter from a model's replica."""
         ...
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
-        """Of a processor."""
+        """Return the rows of a batch that a processor of a session holds."""
         ...
 
     async def end_session(self, session_id: str) -> None:
-        """Of a processor."""
+        """End all processors of a session."""
         ...

@@ -8,25 +8,21 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
-from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 
 from twinkle.errors import QuotaError, TwinkleError
+from twinkle.server.app import ROUTES
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
-from twinkle.server.http.body_limits import Upload
-from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding
-from twinkle.server.runtime.ray.addressing import (
-    Destination,
-    destination_of,
-    ends_with_its_client,
-    is_short,
-    most_bytes_of,
-)
-from twinkle.server.runtime.ray.directory import Directory
+from twinkle.server.http.body_limits import Upload, read_body
+from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding, status_of
+from twinkle.server.http.routes import RouteFacts
+from twinkle.server.http.streams import unless_gone
+from twinkle.server.runtime.ray.directory import Directory, destination_of
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
@@ -39,13 +35,14 @@ _WAIT_SECONDS = 30.0
 
 
 async def answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
-    """By a replica, for another process. What has begun is finished, though the one that asked has gone."""
+    """Answer a request that another process sent here. Unless its route says so, it is finished without its client."""
     work = relay.answer(app, request)
-    return await (work if ends_with_its_client(request) else relay.to_the_end(work))
+    facts, _ = ROUTES.find(request.method, request.path)
+    return await (work if facts.ends_with_client else relay.to_the_end(work))
 
 
 class Router:
-    """An ASGI application."""
+    """The ASGI application of a process: it answers a request itself or sends it to the replica that it concerns."""
 
     def __init__(
         self,
@@ -81,9 +78,10 @@ class Router:
             upload.end()
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send, upload: Upload) -> None:
+        facts, _ = ROUTES.find(scope["method"], scope["path"])
+        most = self._max_body_bytes if facts.limit is None else min(facts.limit, self._max_body_bytes)
         limit = sys.maxsize
         try:
-            most = most_bytes_of(scope["path"], self._max_body_bytes)
             if _announced(scope) > SMALL_BODY:
                 tenant_id = await self._tenant(scope)
                 if tenant_id is None:
@@ -91,35 +89,30 @@ class Router:
                     return
                 upload.belongs_to(tenant_id)
                 limit = self._app.state.gateway.tenants.limits(tenant_id).uploading_bytes
-            body = await _body(scope, receive, most, lambda size: upload.grow_to(size, limit))
-            if body is None:
-                return  # the client left
+            body = await read_body(Request(scope, receive), most, lambda size: upload.grow_to(size, limit))
             request = HttpRequest.of(scope, body)
             replica, streams = await self._replica_for(request)
-        except BodyTooLargeError as error:
-            self._count(error.key)
-            await _send(send, _refusal(413, str(error)))
+        except ClientDisconnect:
             return
-        except QuotaError as error:
-            self._count(error.key)
-            await _send(send, _refusal(429, str(error)))
-            return
-        except DatabaseUnavailableError as error:
-            await _send(send, _refusal(503, str(error)))
+        except (BodyTooLargeError, QuotaError, DatabaseUnavailableError) as error:
+            if not isinstance(error, DatabaseUnavailableError):
+                self._count(error.key)
+            await _send(send, _refusal(status_of(error), str(error)))
             return
         if replica is None:
             own = self._app(scope, _again(body, receive), send)
-            await (own if ends_with_its_client(request) else relay.to_the_end(own))
+            await (own if facts.ends_with_client else relay.to_the_end(own))
         else:
-            work = self._stream(request, replica, send) if streams else self._whole(request, replica, send)
-            await _unless_gone(work, receive)
+            work = self._stream(request, replica, send) if streams else self._whole(request, facts, replica, send)
+            with suppress(ClientDisconnect):  # nobody is left who could be told
+                await unless_gone(receive, work)
 
     def _count(self, limit: str) -> None:
         """Count a refusal in /metrics, as the application does for those of its own."""
         self._app.state.telemetry.metrics.counter(instruments.REFUSALS, limit).inc()
 
     async def _tenant(self, scope: Scope) -> str | None:
-        """Return for whom this process is to read and understand a long body; None: for nobody that it knows."""
+        """Return the tenant of a request with a long body; None: no tenant that this process knows."""
         request = Request({**scope, "app": self._app})
         try:
             refuse_rebinding(request)
@@ -128,23 +121,17 @@ class Router:
             return None
 
     async def _replica_for(self, request: HttpRequest) -> tuple[Replica | None, bool]:
-        """Who answers, None is this process, and whether the answer is to be handed on as it comes."""
+        """Return who answers, None is this process, and whether the answer is to be handed on as it comes."""
         if len(request.body) < SMALL_BODY:
-            to = self._read(request)
+            to = destination_of(request, self._max_body_bytes)
         else:
-            to = await asyncio.to_thread(self._read, request)
+            to = await asyncio.to_thread(destination_of, request, self._max_body_bytes)
         name = None if to.address is None else await self._directory.find(to.address)
         return None if name is None or name == self._own else self._replicas[name], to.streams
 
-    def _read(self, request: HttpRequest) -> Destination:
-        return destination_of(request, self._max_body_bytes)
-
-    async def _whole(self, request: HttpRequest, replica: Replica, send: Send) -> None:
+    async def _whole(self, request: HttpRequest, facts: RouteFacts, replica: Replica, send: Send) -> None:
         try:
-            if is_short(request):
-                async with asyncio.timeout(_WAIT_SECONDS):
-                    reply = await replica.answer(request)
-            else:
+            async with asyncio.timeout(_WAIT_SECONDS if facts.soon else None):
                 reply = await replica.answer(request)
         except (ReplicaGoneError, TimeoutError) as error:
             logger.info("%s %s: %s", request.method, request.path, error)
@@ -166,21 +153,6 @@ class Router:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do it, and stop as soon as the client has left."""
-    forwarding = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_until_gone(receive))
-    try:
-        await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if forwarding.done():
-            forwarding.result()
-    finally:
-        for task in (forwarding, leaving):
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await forwarding
-
-
 def _from_the_root(scope: Scope) -> Scope:
     """Serve mounts an application at its route_prefix; ours knows its routes from the server's root."""
     prefix, path = scope.get("root_path", ""), scope["path"]
@@ -188,7 +160,7 @@ def _from_the_root(scope: Scope) -> Scope:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Whoever made us starts and stops what we need."""
+    """Confirm every event of the lifespan: the process that has this router starts and stops what it needs."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -197,7 +169,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 def _announced(scope: Scope) -> int:
-    """How long a body is going to be; of one that does not say, as long as can be. Without a body 0."""
+    """Return how long a body is going to be: 0 without one, as long as can be where it is not said."""
     headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
     if b"transfer-encoding" in headers:
         return sys.maxsize
@@ -205,32 +177,8 @@ def _announced(scope: Scope) -> int:
     return int(length) if length.isdigit() else sys.maxsize
 
 
-async def _body(scope: Scope, receive: Receive, most: int, grow_to: Callable[[int], None]) -> bytes | None:
-    """Return the body; None if the client left before it had sent all of it. ``grow_to`` is told its size, and raises.
-
-    A size that is announced counts from the start, as in :func:`twinkle.server.http.requests.body_of`.
-    """
-    announced = _announced(scope)
-    if announced < sys.maxsize:
-        if announced > most:
-            raise BodyTooLargeError(most)
-        grow_to(announced)
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise BodyTooLargeError(most)
-        grow_to(size)
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
 def _again(body: bytes, receive: Receive) -> Receive:
-    """The body once more, then whatever comes."""
+    """Return a receive that gives the body once more, then whatever comes."""
     is_read = False
 
     async def replayed() -> Message:
@@ -241,11 +189,6 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _message(part: HttpHead | bytes) -> Message:

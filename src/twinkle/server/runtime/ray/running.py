@@ -1,14 +1,20 @@
-"""``twinkle-server launch``, ``status`` and ``stop`` on the Ray runtime."""
+"""``twinkle-server launch``, ``status`` and ``stop`` on the Ray runtime, and who may reach the cluster.
 
+Who may is decided before Ray is imported, because Ray reads variables when it is. Whoever reaches a Ray cluster's ports
+and has its token, or finds that it asks for none, runs any code on it. So a cluster that we start listens on the
+loopback address alone and asks for a token.
+"""
+
+import os
+import secrets
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from twinkle.environment import set_variable_defaults
+from twinkle.environment import RayVariables, read_ray_variables, set_variable_defaults
 from twinkle.server.config import ServerConfig
-from twinkle.server.runtime.process_record import recorded
-from twinkle.server.runtime.ray.cluster_access import OPEN_CLUSTER, prepare_access
+from twinkle.server.runtime.process import announcement, recorded
 from twinkle.server.runtime.ray.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
-from twinkle.server.runtime.startup_banner import announcement
 
 # What Ray reads when it is imported or starts a process.
 _SETTINGS = {
@@ -37,7 +43,7 @@ def serve_ray(config: ServerConfig, notes: Sequence[str]) -> None:
 
 
 def applications(config: ServerConfig) -> dict[str, str]:
-    """How Serve sees each application of this configuration, on the cluster that is there."""
+    """Return how Serve sees each application of this configuration, on the cluster that is there."""
     set_variable_defaults(_SETTINGS)
     prepare_access(may_start=False)
     from twinkle.server.runtime.ray import launching
@@ -47,7 +53,7 @@ def applications(config: ServerConfig) -> dict[str, str]:
 
 
 def take_down(config: ServerConfig) -> bool:
-    """The applications of a server whose own process is gone; False: there are none."""
+    """Take down the applications of a server whose own process is gone; False: there are none."""
     set_variable_defaults(_SETTINGS)
     prepare_access(may_start=False)
     from twinkle.server.runtime.ray import launching
@@ -57,3 +63,61 @@ def take_down(config: ServerConfig) -> bool:
             return False
         launching.remove(config, cluster)
         return True
+
+
+__all__ = ["OPEN_CLUSTER", "prepare_access"]
+
+# Ray's switch for clusters of this machine only. It is meant for macOS and Windows, where that is the default, and is
+# read on Linux, too. An address does not do it: ray.init(_node_ip_address="127.0.0.1") takes the network's instead.
+_ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_TOKEN = {"RAY_AUTH_MODE": "token"}
+OPEN_CLUSTER = (
+    "warning: this Ray cluster asks for no token: whoever reaches its ports runs any code on it, as the user who "
+    "started it, and reads all tenants' data; start it with RAY_AUTH_MODE=token, or keep its ports from the network"
+)
+
+
+def prepare_access(may_start: bool) -> None:
+    """Set the variables that decide where a cluster of ours listens, and whether a token is used.
+
+    What was set from outside stays. ``may_start``: a cluster is started where there is none to join.
+    """
+    variables = read_ray_variables()
+    if not _is_there_one(variables):
+        set_variable_defaults(_ONLY_HERE)
+        if may_start and variables.auth_mode is None:
+            _ensure_token(variables)
+    if variables.auth_mode is None and _has_token(variables):
+        # Ray by itself does so for clusters that it finds, but looks at them without a token first.
+        set_variable_defaults(_TOKEN)
+
+
+def _is_there_one(variables: RayVariables) -> bool:
+    """Return whether there is a cluster to join, in the order in which ``ray.init`` documents to look."""
+    if variables.address is not None:
+        return variables.address != "local"
+    return (variables.directory / "ray_current_cluster").exists()
+
+
+def _has_token(variables: RayVariables) -> bool:
+    return variables.token is not None or variables.token_path.is_file()
+
+
+def _ensure_token(variables: RayVariables) -> None:
+    """Make a token for clusters of this user where there is none. Ray would, too, readable for everybody."""
+    if variables.token is None and not variables.token_path.exists():
+        _write(variables.token_path, secrets.token_hex(32))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    try:
+        os.link(draft, path)  # the first one wins
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()

@@ -24,6 +24,7 @@ from twinkle.server.config.applications import (
     resources_of,
 )
 from twinkle.server.config.placement import DeviceGroup
+from twinkle.server.runtime.ray.replica import Failure, raised
 from twinkle.server.runtime.ray.trainer_group import mesh_of
 
 if TYPE_CHECKING:
@@ -44,13 +45,6 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """An error of ours, as a value: Ray would wrap it, and its message would be a traceback."""
-
-    error: TwinkleError
-
-
-@dataclass(frozen=True)
 class EngineDevices:
     """What the actor asks of Ray, and on which kind of device its engine computes."""
 
@@ -68,8 +62,8 @@ class SamplerEngine:
         set_variables(variables)  # before torch looks at them
         self._engine: TorchSampler | VllmSampler
 
-    def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failed:
-        """How it divides its memory, for people."""
+    def load(self, served: ServedModelConfig, devices: EngineDevices) -> str | Failure:
+        """Load the engine, and return how it divides its memory, for people."""
         from twinkle.server.backends.loading import load_sampling_engine
 
         def load() -> str:
@@ -78,29 +72,29 @@ class SamplerEngine:
 
         return _tried(load)
 
-    def receive_version(self, version_id: str, weights: AdapterWeights) -> Failed | None:
+    def receive_version(self, version_id: str, weights: AdapterWeights) -> Failure | None:
         from twinkle.sampler.received_weights import as_tensors
 
         return _tried(lambda: self._engine.receive_version(version_id, weights.config, as_tensors(weights.arrays)))
 
-    def load_version(self, version_id: str, directory: str) -> Failed | None:
+    def load_version(self, version_id: str, directory: str) -> Failure | None:
         return _tried(lambda: self._engine.load_version(version_id, directory))
 
-    def retire(self, version_id: str) -> Failed | None:
+    def retire(self, version_id: str) -> Failure | None:
         return _tried(lambda: self._engine.retire(version_id))
 
-    def submit(self, request: SampleRequest) -> Failed | None:
+    def submit(self, request: SampleRequest) -> Failure | None:
         return _tried(lambda: self._engine.submit(request))
 
-    def cancel(self, request_id: str) -> Failed | None:
+    def cancel(self, request_id: str) -> Failure | None:
         return _tried(lambda: self._engine.cancel(request_id))
 
-    def step(self) -> list[Finished | Progress] | Failed:
+    def step(self) -> list[Finished | Progress] | Failure:
         return _tried(self._engine.step)
 
 
 def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices | None:
-    """None: the sampler shares the model's process, or there is none."""
+    """Return what the sampler's process needs; None: it shares the model's process, or there is no sampler."""
     for one in config.applications:
         if not isinstance(one.args, SamplerArgs) or one.args.model_id != served.model.model_id:
             continue
@@ -109,7 +103,7 @@ def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices
 
 
 def _devices(one: ApplicationSpec, group: DeviceGroup | None, served: ServedModelConfig) -> EngineDevices:
-    """Where nothing is said, those of the model's processes."""
+    """Return what an application asks for, else the devices of the model's processes."""
     asked = resources_of(one)
     if group is not None:
         device = group.device_type
@@ -134,7 +128,7 @@ class StartingEngine:
     devices: EngineDevices
 
     def ready(self) -> tuple[Any, str]:
-        """The actor, once it has loaded its engine, and its memory, for people. Blocks, and says so."""
+        """Return the actor, once it has loaded its engine, and its memory, for people. Blocks, and logs that."""
         while not ray.wait([self.loading], timeout=_PATIENCE_SECONDS)[0]:
             logger.warning("the sampler's process is not ready: it loads, or the cluster has no %s", self.devices)
         memory: str = raised(ray.get(self.loading))
@@ -150,14 +144,8 @@ def start_engine(served: ServedModelConfig, devices: EngineDevices) -> StartingE
     return StartingEngine(actor, actor.load.remote(served, devices), devices)
 
 
-def raised(answer: object) -> Any:
-    if isinstance(answer, Failed):
-        raise answer.error
-    return answer
-
-
 def _tried(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except TwinkleError as error:
-        return Failed(error)
+        return Failure(error)

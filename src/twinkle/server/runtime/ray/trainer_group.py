@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import ray
@@ -37,18 +37,12 @@ from twinkle.model.types import (
 from twinkle.network import find_free_port
 from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
 from twinkle.server.config.applications import ModelArgs, ServedModelConfig, public_tokenizer_id
+from twinkle.server.runtime.ray.replica import Failure
 
 logger = logging.getLogger(__name__)
 
 _PROCESS_LOST = 70  # EX_SOFTWARE
 _GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """An error, as a value: Ray would wrap it, and its message would be a traceback."""
-
-    error: Exception
 
 
 @dataclass(frozen=True)
@@ -89,18 +83,18 @@ class _Rank:
         return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """What the trainer returns, or :class:`_Failed`."""
+        """Return what the trainer returns, or :class:`Failure`."""
         try:
             return getattr(self._trainer, method)(*args, **kwargs)
         except TwinkleError as error:
-            return _Failed(error)
+            return Failure(error)
         except Exception as error:  # noqa: BLE001 - an edge: the caller decides what it means for the group
-            return _Failed(RuntimeError("".join(traceback.format_exception(error))))
+            return Failure(RuntimeError("".join(traceback.format_exception(error))))
 
     def passes(self, method: str, items: Sequence[TrainItem]) -> object:
-        """Results, and the objectives, which may have learned something; or :class:`_Failed`."""
+        """Return results and the objectives, which may have learned something; or :class:`Failure`."""
         results = self.call(method, (items,), {})
-        return results if isinstance(results, _Failed) else (results, [item.objective for item in items])
+        return results if isinstance(results, Failure) else (results, [item.objective for item in items])
 
 
 class TrainerGroup:
@@ -112,7 +106,7 @@ class TrainerGroup:
         self._adapters: dict[str, None] = {}  # asked for in any thread, also while the ranks are busy
 
     def check_adapter(self, spec: LoraSpec) -> None:
-        """By the first rank alone: nothing changes, and it may be asked while the others are in a call."""
+        """Ask the first rank alone: nothing changes, and it may be asked while the others are in a call."""
         _answers([self._ranks[0].call.remote("check_adapter", (spec,), {})])
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
@@ -128,18 +122,18 @@ class TrainerGroup:
         return list(self._adapters)
 
     def resident_adapter_ids(self) -> list[str]:
-        """Which of them are in host memory each rank decides for itself: all count as on the devices."""
+        """Return all adapters: which of them are in host memory each rank decides for itself."""
         return list(self._adapters)
 
     def host_bytes(self) -> int:
-        """None in this process: each rank has its own, and divides it by itself."""
+        """Return 0: nothing is in this process. Each rank has its own memory, and divides it by itself."""
         return 0
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
         return 0
 
     def numbers(self) -> TrainerNumbers:
-        """Of what this process knows without asking anybody."""
+        """Return what this process knows without asking the ranks."""
         return TrainerNumbers(len(self._adapters), 0, self._rows, 0)
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
@@ -151,20 +145,18 @@ class TrainerGroup:
     def in_steps(
         self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """All in one step: the ranks stay together."""
+        """Run all in one step: the ranks stay together."""
         yield from ()
         return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        metrics: dict[str, float] = self._all("optim_step", adapter_id, params, decoupled=decoupled)
-        return metrics
+        return cast("dict[str, float]", self._all("optim_step", adapter_id, params, decoupled=decoupled))
 
     def zero_grad(self, adapter_id: str) -> None:
         self._all("zero_grad", adapter_id)
 
     def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        taken: AdapterSnapshot = self._all("snapshot", adapter_id)
-        return taken
+        return cast("AdapterSnapshot", self._all("snapshot", adapter_id))
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         self._all("restore", adapter_id, snapshot)
@@ -177,7 +169,7 @@ class TrainerGroup:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        """The copy comes here, and is written from here."""
+        """Return a function that writes the copy, which comes to this process, from here."""
         write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
         return functools.partial(write, companions=companions)
 
@@ -188,16 +180,13 @@ class TrainerGroup:
         self._all("scale_gradient", adapter_id, factor)
 
     def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
-        norm: float = self._all("gradient_norm", adapter_id, norm_type)
-        return norm
+        return cast("float", self._all("gradient_norm", adapter_id, norm_type))
 
     def weights(self, adapter_id: str) -> dict[str, FloatArray]:
-        arrays: dict[str, FloatArray] = self._all("weights", adapter_id)
-        return arrays
+        return cast("dict[str, FloatArray]", self._all("weights", adapter_id))
 
     def peft_config(self, adapter_id: str) -> dict[str, object]:
-        config: dict[str, object] = self._all("peft_config", adapter_id)
-        return config
+        return cast("dict[str, object]", self._all("peft_config", adapter_id))
 
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
         return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
@@ -249,7 +238,7 @@ def load_group(served: ServedModelConfig) -> ServedModel:
 
 
 def mesh_of(args: ModelArgs) -> DeviceMesh:
-    """As the configuration lays it out; without a mesh the processes of the group share the rows of a batch."""
+    """Return the configuration's mesh; without one the processes of the group share the rows of a batch."""
     group, given = args.device_group, args.device_mesh
     device = (given.device_type if given is not None else None) or (group.device_type if group is not None else "cpu")
     if given is None:
@@ -262,12 +251,12 @@ def mesh_of(args: ModelArgs) -> DeviceMesh:
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """As torchrun would set them, except that each process sees its own device only: its local rank is always 0."""
+    """Return variables as torchrun sets them. Each process sees its own device only: its local rank is always 0."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    """What all ranks say. An error that all of them had is raised.
+    """Return what all ranks answer. An error that all of them had is raised.
 
     One that only some had leaves the others in the middle of something, or somewhere else: then the group is lost.
     """
@@ -282,8 +271,8 @@ def _answers(calls: Sequence[Any]) -> list[Any]:
             answers[done[0]] = ray.get(done[0])
         except RayError as error:
             _end(f"a process of the model's group died: {error}")
-        failed = failed or isinstance(answers[done[0]], _Failed)
-    failures = [answer for answer in answers.values() if isinstance(answer, _Failed)]
+        failed = failed or isinstance(answers[done[0]], Failure)
+    failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
     if failures and len(failures) < len(calls):
         _end(f"one process of the model's group failed and another did not: {failures[0].error}")
     if failures:

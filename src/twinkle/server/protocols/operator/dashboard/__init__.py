@@ -1,1 +1,1 @@
-"""The files of the dashboard, which :mod:`twinkle.server.protocols.operator.dashboard_routes` serves as they are."""
+"""The files of the dashboard, which :mod:`twinkle.server.protocols.operator.pages` serves as they are."""

@@ -1,0 +1,125 @@
+"""One server process: ``server.json`` in its data directory, locked while it lives, and what it prints."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from twinkle.errors import TwinkleServerError
+from twinkle.server.config import ServerConfig
+from twinkle.server.state.files.guards import DirectoryLock
+
+LISTENING = "listening on"  # how a server announces itself
+_FILE = "server.json"
+_WAIT_SECONDS = 360.0  # a server finishes what runs, and puts every adapter on disk
+_PAUSE = 0.2
+_LOOK_SECONDS = 1.0  # a process that only looks holds the lock for a moment
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A process that serves a data directory. ``url`` is None until it does."""
+
+    pid: int
+    url: str | None = None
+
+
+@contextlib.contextmanager
+def recorded(data_dir: Path) -> Iterator[Callable[[str], None]]:
+    """Note that this process serves the directory, until it leaves or dies: another process is refused.
+
+    Gives a function that notes under which URL it serves.
+    """
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = data_dir / _FILE
+    lock = DirectoryLock(data_dir, name=_FILE, wait_seconds=_LOOK_SECONDS)
+
+    def write(url: str | None) -> None:
+        path.write_text(json.dumps(asdict(ServerProcess(os.getpid(), url))))
+
+    try:
+        write(None)
+        yield write
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+def running(data_dir: Path) -> ServerProcess | None:
+    """Return the process that serves the directory now."""
+    try:
+        fd = os.open(data_dir / _FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ServerProcess(**json.loads(os.pread(fd, 65_536, 0)))
+    finally:
+        os.close(fd)
+    return None  # it was killed, and left its file
+
+
+def stop(data_dir: Path) -> bool:
+    """Ask the server there to end and wait until it has; False: there is none."""
+    server = running(data_dir)
+    if server is None:
+        return False
+    os.kill(server.pid, signal.SIGTERM)
+    print(f"process {server.pid} finishes what runs", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while (now := running(data_dir)) is not None and now.pid == server.pid:
+        if time.monotonic() > deadline:
+            raise TwinkleServerError(f"process {server.pid} still runs after {_WAIT_SECONDS:.0f} s")
+        time.sleep(_PAUSE)
+    return True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound, before anything slow happens: a taken port is known at once."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise TwinkleServerError(
+            f"cannot listen on {host}:{port}: {reason}; stop what listens there or choose another --port"
+        ) from error
+    return listener
+
+
+def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str) -> str:
+    """Return what a server prints once it serves: what, where, and how to connect.
+
+    ``memory`` of each served model, in their order; empty where nobody here knows.
+    """
+    key = "tml-local" if config.auth.mode == "open" else "tml-… (twinkle-server keys create)"
+    lines = [f"note: {note}" for note in notes]
+    for number, served in enumerate(config.served_models):
+        others = f" (also {', '.join(served.aliases)})" if served.aliases else ""
+        lines += [f"serving {served.name}{others}", *(f"  {each}" for each in memory[number : number + 1])]
+    if not config.served_models:
+        lines.append("serving no model: nothing can be trained or sampled here")
+    lines += [
+        f"{LISTENING} {url}  (Tinker protocol under {url}/api/v1, OpenAI's under {url}/v1)",
+        f"dashboard: {url}/dashboard",
+        f"data in {config.data_dir}",
+        f"keys: {'any key that begins with tml- is a tenant of its own' if config.auth.mode == 'open' else 'required'}",
+        "connect:",
+        f'  service = tinker.ServiceClient(base_url="{url}", api_key="{key}")',
+        *(
+            f'  training = service.create_lora_training_client(base_model="{served.name}")'
+            for served in config.served_models[:1]
+        ),
+        f'  client = twinkle_client.init_twinkle_client("{url}")  # its second argument is the key',
+    ]
+    return "\n".join(lines)
