@@ -60,6 +60,11 @@ class DataDir:
         """Delete a directory by its recorded place."""
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
+    def beside(self, directory: Path) -> list[str]:
+        """Return the recorded places of the other directories of a checkpoint's name."""
+        found = [other for other in directory.parent.iterdir() if other != directory and not other.name.startswith(".")]
+        return [self.relative(other) for other in found]
+
     def remove_empty(self, recorded: str) -> None:
         """The directories of a run in which a checkpoint was, if none is left there. Nobody may be saving to it."""
         checkpoints, run = Path(recorded).parts[:2]

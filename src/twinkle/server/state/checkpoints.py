@@ -27,6 +27,7 @@ _INSERT = insert(CHECKPOINTS)
 _GET = select(CHECKPOINTS).where(_NAMED)
 _DELETE = delete(CHECKPOINTS).where(_NAMED)
 _OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
+_AT = select(func.count()).select_from(CHECKPOINTS).where(CHECKPOINTS.c.directory == bindparam("place"))
 _COUNT = select(func.count()).select_from(CHECKPOINTS).where(_OF_TENANT)
 _LIST = (
     select(CHECKPOINTS).where(_OF_TENANT).order_by(*_NEWEST_FIRST).limit(bindparam("limit")).offset(bindparam("offset"))
@@ -39,6 +40,8 @@ _SUMS = (
     .select_from(CHECKPOINTS.join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id))
     .where(RUNS.c.session_id == bindparam("session"))
 )
+
+_DELETED = 0.0  # when a checkpoint expired that is being deleted
 
 
 class Checkpoints:
@@ -101,21 +104,36 @@ class Checkpoints:
         rows = await self._database.read(lambda cursor: cursor.rows(_EXPIRED, {"now": now}))
         return tuple(map(_checkpoint, rows))
 
-    async def delete(
-        self, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
-    ) -> CheckpointRecord | None:
-        """The one that was deleted. ``event``: what the audit log calls it."""
-        key = _key(run_id, kind, name)
+    async def begin_delete(self, checkpoint: CheckpointRecord, event: str = "checkpoint_delete") -> None:
+        """Make a checkpoint expired, so that nobody can use it any more. ``event``: what the audit log calls this.
 
-        def work(cursor: Cursor) -> CheckpointRecord | None:
+        Its files are deleted next, then its record (:meth:`finish_delete`). If the process dies in between, the record
+        is among the expired ones, and the next maintenance deletes both.
+        """
+        key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+
+        def work(cursor: Cursor) -> None:
             row = cursor.row(_GET, key)
-            if row is None:
-                return None
-            cursor.execute(_DELETE, key)
-            _tell(cursor, _checkpoint(row), event, time.time())
-            return _checkpoint(row)
+            if row is not None and row["directory"] == checkpoint.directory and row["expires_at"] != _DELETED:
+                cursor.execute(_SET_EXPIRY, key | {"expires_at": _DELETED})
+                _tell(cursor, checkpoint, event, time.time())
 
-        return await self._database.write(work)
+        await self._database.write(work)
+
+    async def lie_in(self, directory: str) -> bool:
+        """Return whether a checkpoint's files are in this directory."""
+        return await self._database.read(lambda cursor: cursor.number(_AT, {"place": directory})) > 0
+
+    async def finish_delete(self, checkpoint: CheckpointRecord) -> None:
+        """Delete the record, unless another checkpoint has its name by now."""
+        key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+
+        def work(cursor: Cursor) -> None:
+            row = cursor.row(_GET, key)
+            if row is not None and row["directory"] == checkpoint.directory:
+                cursor.execute(_DELETE, key)
+
+        await self._database.write(work)
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
         """Whether there is such a checkpoint."""
