@@ -174,3 +174,9 @@ async def begin(store: Store, *numbers: int) -> None:
     await store.sessions.create(session())
     for number in numbers or (1,):
         await store.runs.add(run(number))
+
+
+async def delete_checkpoint(store: Store, record: CheckpointRecord, event: str = "checkpoint_delete") -> None:
+    """Delete a checkpoint's record as the server does, without files."""
+    await store.checkpoints.begin_delete(record, event)
+    await store.checkpoints.finish_delete(record)

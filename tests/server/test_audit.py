@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 from running import Tenant
-from state_samples import checkpoint, run, session, with_store
+from state_samples import checkpoint, delete_checkpoint, run, session, with_store
 
 from twinkle.server.state import Store
 
@@ -88,8 +88,8 @@ def test_an_entry_is_there_with_what_it_tells_of(tmp_path) -> None:
         await store.runs.add(run(1))
         await store.checkpoints.add(checkpoint())
         await store.checkpoints.add(checkpoint())  # an op that runs again after a crash
-        await store.checkpoints.delete("s1:train:1", "weights", "final", "checkpoint_expire")
-        await store.checkpoints.delete("s1:train:1", "weights", "final")
+        await store.checkpoints.begin_delete(checkpoint(), "checkpoint_expire")
+        await delete_checkpoint(store, checkpoint())  # by the next maintenance, after a crash
         assert await store.sessions.end("s1", "expired", 200.0)
         assert not await store.sessions.end("s1", "finished", 300.0, "success")
         told = [entry.event for entry in await store.audit.list("alice", 0, 1e12, 10)]

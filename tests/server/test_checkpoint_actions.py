@@ -2,10 +2,17 @@
 
 import time
 from datetime import datetime
+from pathlib import Path
 
 import httpx
 import pytest
 from running import Server, Tenant, datum
+from state_samples import checkpoint, run, session, with_store
+
+from twinkle.server.gateway.checkpoint_actions import CheckpointActions
+from twinkle.server.state import Store
+from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.tenancy.work_pools import FairPool
 
 ROW = [datum(range(8))]
 
@@ -279,3 +286,23 @@ def test_files_that_cannot_be_read_make_no_model(tenant: Tenant, server: Server)
     assert str(server.data_dir) not in message
     assert tenant.error(tenant.forward_backward(answer["model_id"], 1))
     assert tenant.get(f"training_runs/{answer['model_id']}").json()["corrupted"] is True
+
+
+def test_what_a_crash_left_of_a_deleted_checkpoint_goes_with_the_next_maintenance(tmp_path: Path) -> None:
+    """The process may die after the checkpoint was taken from its tenant, and after some of its files are gone."""
+
+    async def check(store: Store) -> None:
+        await store.sessions.create(session("s1"))
+        await store.runs.add(run(1))
+        record = checkpoint()
+        await store.checkpoints.add(record)
+        directory = tmp_path / record.directory
+        directory.mkdir(parents=True)
+        (directory / "weights").touch()
+        await store.checkpoints.begin_delete(record)  # … and here it dies
+        actions = CheckpointActions(store, DataDir(tmp_path), FairPool("saving", threads=1, at_once=1))
+        await actions.delete_expired(time.time())
+        assert not directory.exists()
+        assert await store.checkpoints.get(record.run_id, record.kind, record.name) is None
+
+    with_store(tmp_path, check)

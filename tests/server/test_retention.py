@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from running import MODEL, Server, Tenant, mock_config
-from state_samples import checkpoint, query, run, sampling_session, session, with_store
+from state_samples import checkpoint, delete_checkpoint, query, run, sampling_session, session, with_store
 
 from twinkle.errors import QuotaError
 from twinkle.server.metric_points import MeasuredStep
@@ -57,7 +57,9 @@ def test_what_is_old_goes_and_what_has_files_stays(tmp_path: Path) -> None:
         assert await store.retention.delete_ended(1000.0) == 0
         # Once the files are gone, their rows are ordinary ones.
         await store.sampling_sessions.delete("samplers:sample:2")
-        await store.checkpoints.delete("saved:train:1", "weights", "final", "checkpoint_delete")
+        saved = await store.checkpoints.get("saved:train:1", "weights", "final")
+        assert saved is not None
+        await delete_checkpoint(store, saved)
         await store.retention.delete_ended(1000.0)
         assert kept(tmp_path)["sessions"] == ["active", "young"]
         assert query(tmp_path, "SELECT DISTINCT run_id FROM run_metrics") == [("active:train:1",)]

@@ -56,7 +56,6 @@ def test_what_does_not_exist_is_none(tmp_path):
         assert await store.runs.get("no") is None
         assert await store.runs.by_number("no", 1) is None
         assert await store.checkpoints.get("no", "weights", "no") is None
-        assert await store.checkpoints.delete("no", "weights", "no") is None
         assert not await store.checkpoints.set_expiry("no", "weights", "no", 1.0)
         assert not await store.checkpoints.set_public("no", "weights", "no", True)
         assert await store.sampling_sessions.get("no") is None
@@ -187,9 +186,15 @@ def test_checkpoints_are_listed_newest_first_and_expire(tmp_path):
         assert [record.name for record in await store.checkpoints.expired(300.0)] == ["c1", "c0"]
         await store.checkpoints.set_expiry("s1:train:1", "weights", "c1", None)
         assert [record.name for record in await store.checkpoints.expired(1e9)] == ["c0"]
-        deleted = await store.checkpoints.delete("s1:train:1", "weights", "c0")
-        assert (deleted.name, deleted.public, deleted.expires_at) == ("c0", True, 300.0)
+        first = await store.checkpoints.get("s1:train:1", "weights", "c0")
+        assert (first.public, first.expires_at) == (True, 300.0)
+        await store.checkpoints.begin_delete(first)
+        assert [record.name for record in await store.checkpoints.expired(0.0)] == ["c0"]  # a crash is no way back
+        await store.checkpoints.finish_delete(replace(first, directory="elsewhere"))
+        assert await store.checkpoints.get("s1:train:1", "weights", "c0") is not None  # another one of this name
+        await store.checkpoints.finish_delete(first)
         assert await store.checkpoints.get("s1:train:1", "weights", "c0") is None
+        assert not await store.checkpoints.lie_in(first.directory)
 
     with_store(tmp_path, check)
 

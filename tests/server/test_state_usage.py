@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from state_samples import begin, checkpoint, opened, sampling_session, session, with_store
+from state_samples import begin, checkpoint, delete_checkpoint, opened, sampling_session, session, with_store
 
 from twinkle.errors import QuotaError, StorageQuotaError
 from twinkle.server.gateway.usage_recorder import Bookkeeping
@@ -95,7 +95,7 @@ def test_disk_space_is_what_lies_there(tmp_path):
         own = sampling_session(3, version_id="s1:sample:3", directory="samplers/3", size_bytes=5)
         await store.sampling_sessions.create(own)
         assert await store.usage.storage() == {"alice": 35}
-        await store.checkpoints.delete(named.run_id, named.kind, named.name)
+        await delete_checkpoint(store, named)
         assert await store.usage.storage_of("alice") == 35
         assert await store.usage.storage_of("bob") == 0
         (project,) = await store.usage.stored_by_project("alice")

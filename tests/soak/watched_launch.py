@@ -50,7 +50,7 @@ def counts(gateway: Gateway) -> dict[str, int]:
 def _of_training(training: Any, trainer: Any) -> dict[str, int]:
     pool = trainer.pool
     return {
-        "adapters": len(training._adapters),
+        "adapters": len(training.adapters),
         "trainer_adapters": len(trainer.adapter_ids()),
         "resident_adapters": len(pool.resident_ids()),
         "pool_versions": len(pool._versions),
@@ -58,14 +58,14 @@ def _of_training(training: Any, trainer: Any) -> dict[str, int]:
         "training_promises": len(training._futures._promises),
         "tenants_unfetched": len(training._futures._unfetched_bytes),
         "scheduled_adapters": len(training._scheduler._adapters),
-        "native_adapters": _native_adapters(training._runner.native),
-        "runner_tasks": len(training._runner._tasks),
-        "snapshots_changed": len(training._runner.snapshots.noted()),
+        "native_adapters": _native_adapters(training._native),
+        "runner_tasks": len(training._runner._background._tasks),
+        "snapshots_changed": len(training._runner._snapshots.noted()),
     }
 
 
 def _native_adapters(host: Any) -> int:
-    return 0 if host._adapters is None else len(host._adapters.optimizer_group)
+    return 0 if host._adapters is None else len(host._adapters._library.optimizer_group)
 
 
 def _slots_in_use(stack: Any) -> int:

@@ -32,9 +32,10 @@ class CheckpointActions:
 
     async def _delete(self, record: CheckpointRecord, event: str) -> None:
         """Files that samplers are pinned to stay until the sessions of all of them have ended."""
-        await self._store.checkpoints.delete(record.run_id, record.kind, record.name, event)
+        await self._store.checkpoints.begin_delete(record, event)
         if not await self._store.sampling_sessions.refer_to(record.directory):
             await self._threads.in_thread(record.tenant_id, partial(self._files.remove, record.directory))
+        await self._store.checkpoints.finish_delete(record)
         run = await self._store.runs.get(record.run_id)
         if run is not None and run.state != "live":  # nobody saves to it any more
             await self._threads.in_thread(record.tenant_id, partial(self._files.remove_empty, record.directory))

@@ -206,15 +206,16 @@ class Checkpoints:
             user_metadata=user_metadata,
         )
         try:
-            replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
+            await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
             if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
                 await self._threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
             raise
-        if replaced is None or replaced.directory == record.directory:
-            return record.size_bytes
-        if not await self._store.sampling_sessions.refer_to(replaced.directory):  # they are pinned to what it holds
-            await self._threads.in_thread(run.tenant_id, partial(self._files.remove, replaced.directory))
+        # What it replaces, also if a process died before it had removed that: a replay saves again.
+        for other in await self._threads.in_thread(run.tenant_id, partial(self._files.beside, directory)):
+            pinned = await self._store.sampling_sessions.refer_to(other)
+            if not pinned and not await self._store.checkpoints.lie_in(other):
+                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, other))
         return record.size_bytes
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
@@ -356,9 +357,10 @@ class Checkpoints:
         of_run = await self._store.checkpoints.of_run(run.run_id)
         kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
         for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
-            await self._store.checkpoints.delete(old.run_id, old.kind, old.name, "checkpoint_replace")
+            await self._store.checkpoints.begin_delete(old, "checkpoint_replace")
             if not await self._store.sampling_sessions.refer_to(old.directory):
                 await self._threads.in_thread(run.tenant_id, partial(self._files.remove, old.directory))
+            await self._store.checkpoints.finish_delete(old)
 
     async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)

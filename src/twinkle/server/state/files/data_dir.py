@@ -60,6 +60,11 @@ class DataDir:
         """Delete a directory by its recorded place."""
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
+    def beside(self, directory: Path) -> list[str]:
+        """Return the recorded places of the other directories of a checkpoint's name."""
+        found = [other for other in directory.parent.iterdir() if other != directory and not other.name.startswith(".")]
+        return [self.relative(other) for other in found]
+
     def remove_empty(self, recorded: str) -> None:
         """Remove a run's directories of checkpoints where none is left. Nobody may be saving to them."""
         checkpoints, run = Path(recorded).parts[:2]

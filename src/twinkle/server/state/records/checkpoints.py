@@ -29,6 +29,7 @@ _NEWEST_FIRST = (CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.run_id, CHECKPOI
 _GET = select(CHECKPOINTS).where(_NAMED)
 _DELETE = delete(CHECKPOINTS).where(_NAMED)
 _OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
+_AT = select(func.count()).select_from(CHECKPOINTS).where(CHECKPOINTS.c.directory == bindparam("place"))
 _COUNT = select(func.count()).select_from(CHECKPOINTS).where(_OF_TENANT)
 _LIST = (
     select(CHECKPOINTS).where(_OF_TENANT).order_by(*_NEWEST_FIRST).limit(bindparam("limit")).offset(bindparam("offset"))
@@ -41,6 +42,7 @@ _SUMS = (
     .select_from(CHECKPOINTS.join(RUNS))
     .where(RUNS.c.session_id == bindparam("session"))
 )
+_DELETED = 0.0  # when a checkpoint expired that is being deleted
 
 
 class Checkpoints(Area):
@@ -92,16 +94,29 @@ class Checkpoints(Area):
         return await self._all(_CHECKPOINT, _EXPIRED, now=now)
 
     @in_write
-    def delete(
-        self, cursor: Cursor, run_id: str, kind: CheckpointKind, name: str, event: str = "checkpoint_delete"
-    ) -> CheckpointRecord | None:
-        """Delete a record and return it; None where there is none. ``event``: what the audit log calls it."""
-        key = _key(run_id, kind, name)
-        checkpoint = _CHECKPOINT.first(cursor, _GET, **key)
-        if checkpoint is not None:
-            cursor.execute(_DELETE, key)
+    def begin_delete(self, cursor: Cursor, checkpoint: CheckpointRecord, event: str = "checkpoint_delete") -> None:
+        """Make a checkpoint expired, so that nobody can use it any more. ``event``: what the audit log calls this.
+
+        Its files are deleted next, then its record (:meth:`finish_delete`). If the process dies in between, the record
+        is among the expired ones, and the next maintenance deletes both.
+        """
+        key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+        row = cursor.row(_GET, key)
+        if row is not None and row["directory"] == checkpoint.directory and row["expires_at"] != _DELETED:
+            cursor.execute(_SET_EXPIRY, key | {"expires_at": _DELETED})
             _audit(cursor, checkpoint, event, time.time())
-        return checkpoint
+
+    @in_write
+    def finish_delete(self, cursor: Cursor, checkpoint: CheckpointRecord) -> None:
+        """Delete the record, unless another checkpoint has its name by now."""
+        key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+        row = cursor.row(_GET, key)
+        if row is not None and row["directory"] == checkpoint.directory:
+            cursor.execute(_DELETE, key)
+
+    async def lie_in(self, directory: str) -> bool:
+        """Return whether a checkpoint's files are in this directory."""
+        return await self._number(_AT, place=directory) > 0
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
         """Set when a checkpoint expires; returns whether there is such a checkpoint."""
