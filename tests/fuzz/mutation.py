@@ -50,8 +50,11 @@ def changed_bytes(draw: random.Random, body: bytes, others: list[bytes]) -> byte
 
 
 def changed_json(draw: random.Random, body: bytes, others: list[bytes]) -> bytes:
-    """One to four values replaced, removed, repeated or moved; now and then bytes as well."""
-    document = json.loads(body)
+    """Replace, remove, repeat or move one to four values, and now and then bytes; a body too deep for that stays."""
+    try:
+        document = json.loads(body)
+    except RecursionError:  # an earlier change made it: it is there for the decoder, not for us
+        return body
     for _ in range(draw.randint(1, 4)):
         document = _changed(draw, document, json.loads(draw.choice(others)))
     text = json.dumps(document).encode()
