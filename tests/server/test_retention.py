@@ -8,8 +8,8 @@ from running import MODEL, Server, Tenant, mock_config
 from state_samples import checkpoint, delete_checkpoint, query, run, sampling_session, session, with_store
 
 from twinkle.errors import QuotaError
-from twinkle.server.metric_points import MeasuredStep
 from twinkle.server.state import Store
+from twinkle.server.types import MeasuredStep
 
 HOUR = 3600.0
 

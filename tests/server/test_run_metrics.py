@@ -9,10 +9,10 @@ import pytest
 from native_running import NativeTenant
 from running import MODEL, Server, Tenant, datum, key_for, tensor
 
-from twinkle.server.metric_points import MeasuredStep
 from twinkle.server.services.training import measurements as run_measurements
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.types import MeasuredStep
 
 RUN = "s1:train:1"
 ROWS = [{"input_ids": [1, 2, 3, 4], "labels": [-100, 3, 4, 5]}]

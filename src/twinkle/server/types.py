@@ -515,3 +515,29 @@ class SnapshotRecord:
     directory: str  # relative to the data directory
     failed_seq: int | None  # a failed forward_backward in the open window
     taken_at: float
+
+
+# --- what is known of a run over time: points of named numbers --------------------------------------------------------
+
+Source = Literal["server", "client"]  # measured by the server, or logged by the client
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One optimizer step of a run, by the op that took it. ``at``: seconds since the epoch."""
+
+    run_id: str
+    seq: int
+    at: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """``number`` counts the points of a run. ``step``: the run's optimizer steps, or what the client calls a step."""
+
+    number: int
+    time: float
+    source: Source
+    step: int
+    values: Mapping[str, float]

@@ -23,9 +23,8 @@ import numpy as np
 
 from twinkle.model.csr import listed
 from twinkle.server.backends.compute_thread import compute_thread, event_loop
-from twinkle.server.metric_points import MeasuredStep
 from twinkle.server.state import DatabaseUnavailableError, RunMetrics, StorageFullError
-from twinkle.server.types import TrainPass
+from twinkle.server.types import MeasuredStep, TrainPass
 
 logger = logging.getLogger(__name__)
 

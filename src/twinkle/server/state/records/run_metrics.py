@@ -13,10 +13,10 @@ from operator import attrgetter
 from sqlalchemy import bindparam, delete, func, insert, select
 
 from twinkle.errors import InvalidInputError
-from twinkle.server.metric_points import MeasuredStep, MetricPoint
 from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.state.database.tables import RUN_METRIC_NAMES, RUN_METRICS, RUNS
 from twinkle.server.state.records.area import Area, in_write
+from twinkle.server.types import MeasuredStep, MetricPoint
 
 __all__ = ["MAX_NAMES", "MAX_POINTS", "MAX_POINTS_OF_TENANT", "RunMetrics"]
 

@@ -1,0 +1,89 @@
+"""The server's folders stay rooms: few entries, few tiny files, and no circle of imports between files."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+ROOT = SOURCE / "twinkle" / "server"
+MOST_ENTRIES = 20
+SMALL_LINES = 60
+MOST_SMALL = 0.15
+# Paths that scripts or an operator's settings name, and what a generator writes: they count in neither number.
+COMPATIBILITY = {ROOT / "launcher.py", ROOT / "common.py", ROOT / "ray_serve"}
+GENERATED = {"tinker_pb2.py", "tinker_pb2.pyi"}
+FACES = {"__init__.py", "__main__.py", "py.typed"}
+
+
+def counts(path: Path) -> bool:
+    compatible = any(path == one or one in path.parents for one in COMPATIBILITY)
+    return not compatible and path.name not in GENERATED | FACES and path.name != "__pycache__"
+
+
+def files() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+FOLDERS = sorted({path.parent for path in files() if counts(path)})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(SOURCE)))
+def test_a_folder_has_few_entries(folder: Path) -> None:
+    entries = [path.name for path in folder.iterdir() if counts(path)]
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def test_few_files_are_tiny() -> None:
+    counted = [path for path in files() if counts(path)]
+    small = [path for path in counted if len(path.read_text().splitlines()) < SMALL_LINES]
+    assert len(small) <= MOST_SMALL * len(counted), [str(path.relative_to(ROOT)) for path in small]
+
+
+# --- imports ----------------------------------------------------------------------------------------------------------
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that run with the module: not those in functions, and not those for type checkers."""
+    for statement in body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield statement
+        elif isinstance(statement, ast.If):
+            if "TYPE_CHECKING" not in ast.unparse(statement.test):
+                yield from statements(statement.body)
+            yield from statements(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            for part in (statement.body, *(handler.body for handler in statement.handlers), statement.orelse):
+                yield from statements(part)
+        elif isinstance(statement, ast.With | ast.ClassDef):
+            yield from statements(statement.body)
+
+
+def imports() -> dict[str, set[str]]:
+    """Return the modules of the server that each of them imports."""
+    modules = {module_of(path): path for path in files()}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        named: set[str] = set()
+        for statement in statements(ast.parse(path.read_text()).body):
+            if isinstance(statement, ast.Import):
+                named |= {alias.name for alias in statement.names}
+            elif statement.module is not None:
+                below = {f"{statement.module}.{alias.name}" for alias in statement.names}
+                named |= below & modules.keys() or {statement.module}
+        found[module] = named & modules.keys()
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    """Take away, again and again, the modules that import none of those left: a circle would remain."""
+    left = imports()
+    while leaves := {module for module, needed in left.items() if not needed & (left.keys() - {module})}:
+        left = {module: needed for module, needed in left.items() if module not in leaves}
+    assert not left, {module: sorted(needed & left.keys()) for module, needed in left.items()}
