@@ -83,7 +83,7 @@ class LoraVerbs(TwinkleModel):
         self._lora_trainer = trainer
         self._requests = LoraRequests(max_length)
         tokenizer = tokenizer_id if process_state else None
-        self._state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
+        self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -337,17 +337,11 @@ class LoraVerbs(TwinkleModel):
         if not is_due(group, interval):
             return None
         directory = checkpoint_path(group, name, output_dir)
-        write = self.prepare_save(group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples)
-        first_does(self._ranks, lambda: write(directory))
-        return str(directory)
-
-    def prepare_save(
-        self, group: OptimizerGroup, *, save_optimizer: bool, consumed_train_samples: int
-    ) -> Callable[[Path], None]:
-        """Copy an adapter's state, and return what writes the copy to a directory."""
-        return self._state.prepare_save(
+        write = self.state.prepare_save(
             group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
+        first_does(self._ranks, lambda: write(directory))
+        return str(directory)
 
     def load(
         self,
@@ -366,7 +360,7 @@ class LoraVerbs(TwinkleModel):
         self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
     ) -> dict[str, int]:
         group = self._group(adapter_name)
-        return self._state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
+        return self.state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
         weights = self._lora_trainer.weights(self._group(adapter_name).adapter_name)

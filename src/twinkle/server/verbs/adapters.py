@@ -195,7 +195,7 @@ class NativeAdapters:
         return self.group(run_id).cur_step
 
     def prepare_save(self, run_id: str, *, save_optimizer: bool, consumed_train_samples: int) -> Callable[[Path], None]:
-        return self._library.prepare_save(
+        return self._library.state.prepare_save(
             self.group(run_id), save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
         )
 

@@ -34,6 +34,7 @@ from twinkle.server.protocols.native.sampling import (
 )
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.templates import SetTemplate
+from twinkle.server.wire import fields
 from twinkle_client import types
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,11 @@ async def create(call: Call[bytes], model: str) -> Response:
     return wire_response(types.SamplerCreateResponse())
 
 
-@routes.post("/set_template", by_base_model, json_body(SetTemplate))
-async def set_template(call: Call[SetTemplate], model: str) -> Response:
+@routes.post("/set_template", by_base_model, raw_body(SetTemplate))
+async def set_template(call: Call[bytes], model: str) -> Response:
     session_id = await session_of(call)
     gateway, services = call.gateway, _services(call.gateway, model)
-    choice = call.body.choice(services.model)
+    choice = fields.parse(SetTemplate, call.body).choice(services.model)
     # What cannot be built is refused now.
     await gateway.tenants.pools.text.in_thread(call.tenant_id, partial(services.templates.get, choice))
     session = await gateway.session(session_id, call.tenant_id)
