@@ -27,7 +27,7 @@ from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.processors.service import configured_processors
 from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
-from twinkle.server.runtime.maintenance import BackgroundTasks, run_maintenance
+from twinkle.server.runtime.maintenance import ProcessTasks, run_maintenance
 from twinkle.server.runtime.process import announcement, listen, recorded
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.state.files.data_dir import DataDir
@@ -175,7 +175,7 @@ async def _running(
     await start_services(services.values())
     if processors is not None:
         await processors.start()
-    tasks = BackgroundTasks(
+    tasks = ProcessTasks(
         _maintain(gateway), _watch(services.values(), fail), gateway.running_time.watch(), memory.guard.watch()
     )
     yield

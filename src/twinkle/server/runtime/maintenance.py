@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-__all__ = ["INTERVAL_SECONDS", "BackgroundTasks", "run_maintenance"]
+__all__ = ["INTERVAL_SECONDS", "ProcessTasks", "run_maintenance"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def run_maintenance(first: Awaitable[None], work: Callable[[float], Awaita
         pending = work(time.time())
 
 
-class BackgroundTasks:
+class ProcessTasks:
     """Tasks of one process that run until they are cancelled together."""
 
     def __init__(self, *work: Coroutine[Any, Any, None]) -> None:

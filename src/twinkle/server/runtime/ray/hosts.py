@@ -40,7 +40,7 @@ from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.processors.service import Processors, configured_processors
 from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
-from twinkle.server.runtime.maintenance import INTERVAL_SECONDS, BackgroundTasks, run_maintenance
+from twinkle.server.runtime.maintenance import INTERVAL_SECONDS, ProcessTasks, run_maintenance
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.layout import Layout, layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
@@ -80,7 +80,7 @@ class Process:
         self.memory = ProcessMemory(config.limits)
         self.layout: Layout = layout_of(config)
         self._replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
-        self._tasks = BackgroundTasks(self.memory.guard.watch())
+        self._tasks = ProcessTasks(self.memory.guard.watch())
 
     @classmethod
     async def open(cls, config: ServerConfig) -> "Process":
@@ -146,7 +146,7 @@ class GatewayReplica:
         self.entrance = self._process.entrance(self._process.app_of(self._gateway))
         self._runs_maintenance = runs_maintenance
         maintenance = run_maintenance(self._maintain(time.time()), self._maintain)
-        self._tasks = BackgroundTasks(maintenance, self._gateway.running_time.watch())
+        self._tasks = ProcessTasks(maintenance, self._gateway.running_time.watch())
         self._loopback = LoopbackOnly()
 
     async def check_health(self) -> None:
@@ -231,7 +231,7 @@ class ModelReplica:
         await self._gateway.books.read_key_names()
         await start_services([self._services])
         maintenance = run_maintenance(self._gateway.end_what_was_ending(), self._maintain)
-        self._tasks = BackgroundTasks(maintenance, self._gateway.running_time.watch())
+        self._tasks = ProcessTasks(maintenance, self._gateway.running_time.watch())
         self._loopback = LoopbackOnly()
 
     async def answer(self, request: HttpRequest) -> HttpReply:

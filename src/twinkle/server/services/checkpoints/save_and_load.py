@@ -206,13 +206,17 @@ class Checkpoints:
             user_metadata=user_metadata,
         )
         try:
-            await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
+            replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
             if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
                 await self._threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
             raise
-        # What it replaces, also if a process died before it had removed that: a replay saves again.
-        for other in await self._threads.in_thread(run.tenant_id, partial(self._files.beside, directory)):
+        others = [] if replaced is None or replaced.directory == record.directory else [replaced.directory]
+        if existing is not None and existing.request_id == op.request_id:
+            # A process died after this op had its record, perhaps before it had removed what it replaced. Only then all
+            # directories of the name are looked at: samplers may be pinned to many.
+            others = await self._threads.in_thread(run.tenant_id, partial(self._files.beside, directory))
+        for other in others:
             pinned = await self._store.sampling_sessions.refer_to(other)
             if not pinned and not await self._store.checkpoints.lie_in(other):
                 await self._threads.in_thread(run.tenant_id, partial(self._files.remove, other))
