@@ -98,8 +98,17 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
                     elif other is not None:
                         await client.until_busy(args.adapters if name == "flood" else 1)
                     number = await steps(client, model, number, args.steps, times[name])
+                say(f"round {turn + 1} of {args.rounds}, {name}: {_seconds(times[name][-args.steps :])}")
                 await client.until_idle()
     return times
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _seconds(times: list[float]) -> str:
+    return f"steps of {statistics.median(times):.2f} s (median), {max(times):.2f} s (longest)"
 
 
 def percentile_99(times: list[float]) -> float:

@@ -143,7 +143,7 @@ def shrink_memory(trainer: Trainer, tokens: int, tokens_recomputed: int) -> list
     done: list[int] = []
     inner = trainer._engine.forward_backward
 
-    def limited(parts: object, *, recompute: bool) -> object:
+    def limited(parts: object, *, recompute: bool, give_way: object = None) -> object:
         size = sum(sum(part.lengths) for part in parts)
         if size > (tokens_recomputed if recompute else tokens):
             raise torch.OutOfMemoryError("no more")

@@ -4,9 +4,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.model.packing import MicroBatch, SequenceRef, cut
+from twinkle.model.packing import Budget, MicroBatch, SequenceRef, cut
 from twinkle.model.types import ObjectiveValue, TokenValues
 
 MakeTrainer = Callable[..., Trainer]
@@ -20,15 +21,18 @@ def random_datum(length: int) -> Datum:
 
 
 LONG = [random_datum(20) for _ in range(10)]
-SHORT = [random_datum(12)]
+SHORT = [random_datum(8)]
+LONG_SEQUENCE = random_datum(20)
 
 
 def gradient(trainer: Trainer, adapter_id: str) -> np.ndarray:
     return np.concatenate([each.ravel() for each in trainer.gradients(adapter_id).values()])
 
 
-def with_adapters(make_trainer: MakeTrainer) -> Trainer:
+def with_adapters(make_trainer: MakeTrainer, kept: int = 4096, recomputed: int = 4096) -> Trainer:
     trainer = make_trainer()
+    trainer._budget = Budget(kept, recomputed)
+    trainer.engine.head.chunk_rows = 8
     for number, name in enumerate(("long", "short")):
         trainer.create_adapter(name, LoraSpec(rank=4, seed=number))
     return trainer
@@ -66,6 +70,68 @@ def test_others_compute_and_step_between_the_steps(make_trainer: MakeTrainer) ->
     for ours, theirs in zip(result.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradient(stepped, "long"), gradient(whole, "long"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("kept", [40, 39, 10], ids=["kept", "recomputed to leave room", "recomputed"])
+def test_others_compute_and_step_in_the_middle_of_one_sequence(
+    make_trainer: MakeTrainer, train: bool, kept: int
+) -> None:
+    """Between layers, between chunks of the head, and on the way back: not a bit of anybody's result differs."""
+    item = TrainItem("long", [LONG_SEQUENCE])
+    whole, stepped, other = (with_adapters(make_trainer, kept, 40) for _ in range(3))
+    (expected,) = whole.forward_backward([item]) if train else whole.forward([item])
+    losses: list[float] = []
+
+    def step_of_another(trainer: Trainer) -> float:
+        (result,) = trainer.forward_backward([TrainItem("short", SHORT)])
+        assert isinstance(result, TrainResult)
+        trainer.optim_step("short", AdamParams(learning_rate=1e-2))
+        return result.metrics["loss:sum"]
+
+    steps = stepped.in_steps(
+        [item], train=train, limit=lambda: 45, give_way=lambda: losses.append(step_of_another(stepped))
+    )
+    count, (result,) = finished(steps)
+    assert count == 1
+    layers, chunks = stepped.architecture.layer_count, 3
+    assert len(losses) == layers * (1 + train) + chunks
+    assert losses == [step_of_another(other) for _ in losses]
+    assert isinstance(expected, TrainResult)
+    assert isinstance(result, TrainResult)
+    assert np.array_equal(result.logprobs[0], expected.logprobs[0])
+    if train:
+        assert np.array_equal(gradient(stepped, "long"), gradient(whole, "long"))
+
+
+def test_adapters_that_leave_the_device_in_the_middle_of_a_pass_are_not_missed(make_trainer: MakeTrainer) -> None:
+    """Others may need the room: its own adapter leaves, and its slot is another's."""
+    whole, stepped = with_adapters(make_trainer), with_adapters(make_trainer)
+    (result,) = whole.forward_backward([TrainItem("long", [LONG_SEQUENCE])])
+    assert isinstance(result, TrainResult)
+    slots: list[int | None] = []
+
+    def take_its_place() -> None:
+        for name in ("long", "short"):
+            stepped.pool._page_out(stepped.pool.get(name))
+        stepped.forward([TrainItem("short", SHORT)])
+        slots.append(stepped.pool.get("short").slot)
+
+    item = TrainItem("long", [LONG_SEQUENCE])
+    finished(stepped.in_steps([item], train=True, limit=lambda: None, give_way=take_its_place))
+    assert set(slots) == {0}, "where the other one was"
+    assert np.array_equal(gradient(stepped, "long"), gradient(whole, "long"))
+
+
+def test_a_sequence_that_needs_the_memory_of_two_is_not_interrupted(make_trainer: MakeTrainer) -> None:
+    trainer = with_adapters(make_trainer, 39, 39)
+
+    def never() -> None:
+        raise AssertionError("two batches of this size do not fit")
+
+    item = TrainItem("long", [LONG_SEQUENCE])
+    _, (result,) = finished(trainer.in_steps([item], train=True, limit=lambda: None, give_way=never))
+    assert isinstance(result, TrainResult)
 
 
 def test_without_a_limit_it_is_one_step_with_the_same_bits(make_trainer: MakeTrainer) -> None:

@@ -94,3 +94,36 @@ def test_errors_reach_whoever_asked() -> None:
         compute.close()
 
     asyncio.run(main())
+
+
+def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
+    done: list[str] = []
+
+    async def main() -> None:
+        compute = Compute()
+        waiting = threading.Event()
+
+        def long() -> float:
+            waiting.wait(10)
+            done.append("begin")
+            seconds = sum(compute.run_waiting(lane) for lane in Lane for _ in range(3))
+            assert compute.step_seconds < 10, "the piece still runs, and is known to"
+            done.append("end")
+            return seconds
+
+        first = asyncio.create_task(compute.run(long))
+        others = [
+            asyncio.create_task(compute.run(lambda: done.append("train"))),
+            asyncio.create_task(compute.run(lambda: 1 // 0)),
+            asyncio.create_task(compute.run(lambda: done.append("sample"), Lane.SAMPLING)),
+        ]
+        await asyncio.sleep(0)
+        waiting.set()
+        results = await asyncio.gather(first, *others, return_exceptions=True)
+        assert isinstance(results[2], ZeroDivisionError), "an error reaches whoever asked, not who gave way"
+        assert isinstance(results[0], float)
+        assert await compute.run(lambda: "still there") == "still there"
+        compute.close()
+
+    asyncio.run(main())
+    assert done == ["begin", "train", "sample", "end"]

@@ -215,6 +215,18 @@ def test_a_long_pass_goes_alone_in_steps_and_others_go_on_meanwhile() -> None:
     scheduler.finish(long.tickets[0], failed=False)
 
 
+def test_nobody_waits_for_a_larger_pass_in_the_same_batch() -> None:
+    """Up to twice what others ask for it is not run in steps, but alone it is, whoever comes first."""
+    for first, second in (("greedy", "honest"), ("honest", "greedy")):
+        scheduler = Scheduler(4096, contended_tokens=0)
+        for name in (first, second):
+            scheduler.add_adapter(name, name)
+            scheduler.submit(ticket(name, 0, tokens=200 if name == "greedy" else 128), 0.0)
+        batches = [scheduler.next_batch(), scheduler.next_batch()]
+        assert [adapters_in(batch) for batch in batches] == [[first], [second]]
+        assert not any(batch.long for batch in batches if batch is not None)
+
+
 def test_an_op_larger_than_a_batch_is_run_in_steps() -> None:
     """Somebody may come while it runs."""
     scheduler = Scheduler(4096, contended_tokens=0)

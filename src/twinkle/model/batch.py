@@ -20,7 +20,7 @@ from twinkle.model.csr import Csr
 from twinkle.model.custom_loss import CustomPart, Evaluation
 from twinkle.model.grouped import Groups
 from twinkle.model.head import HeadQuery, clip_lora
-from twinkle.model.layers import LayerBatch, bind_layers
+from twinkle.model.layers import GiveWay, LayerBatch, bind_layers
 from twinkle.model.objective import LossPart
 from twinkle.model.segments import BoundLora, Segment, SegmentLora
 from twinkle.model.transfer import HostCopy, to_device
@@ -95,8 +95,15 @@ class DeviceBatch:
 
 
 def build_batch(
-    parts: Sequence[Part], architecture: Architecture, device: torch.device, *, train: bool, recompute: bool
+    parts: Sequence[Part],
+    architecture: Architecture,
+    device: torch.device,
+    *,
+    train: bool,
+    recompute: bool,
+    give_way: GiveWay | None = None,
 ) -> DeviceBatch:
+    """``give_way``: while others compute, adapters of this batch may leave the device, so it has copies of them."""
     data = [datum for part in parts for datum in part.data]
     lengths = tuple(len(datum.tokens) for datum in data)
     rows_per_sequence = max(lengths) if architecture.padded else None
@@ -111,7 +118,7 @@ def build_batch(
         wearers = [part.adapter for part in members if part.adapter is not None]
         if not wearers:  # rows outside all segments are the base model's
             continue
-        adapters.append(_segment_lora(wearers, segment, train))
+        adapters.append(_segment_lora(wearers, segment, train, copy=give_way is not None))
         if adapters[-1].layout.has(architecture.head.name):
             head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
     tokens = [datum.tokens for datum in data]
@@ -121,7 +128,7 @@ def build_batch(
         to_device(ids, device),
         to_device(positions, device),
         None if mask is None else to_device(mask, device),
-        LayerBatch(packing, bind_layers(adapters, architecture), recompute),
+        LayerBatch(packing, bind_layers(adapters, architecture), recompute, give_way),
         None if real_rows is None else to_device(real_rows, device),
         sum(lengths),
         tuple(_blocks(parts, head_lora, _query(parts, device), device)),
@@ -210,11 +217,11 @@ def _query(parts: Sequence[Part], device: torch.device) -> HeadQuery:
     return HeadQuery(statistics, to_device(torch.from_numpy(sharpness.astype(np.float32))[:, None], device))
 
 
-def _segment_lora(adapters: Sequence[Adapter], segment: Segment, train: bool) -> SegmentLora:
+def _segment_lora(adapters: Sequence[Adapter], segment: Segment, train: bool, *, copy: bool) -> SegmentLora:
     stack = adapters[0].stack
     slots = [adapter.slot for adapter in adapters if adapter.slot is not None]
     assert len(slots) == len(adapters), "adapters of a batch must be resident"
-    weights_GP = stack.gather(slots)
+    weights_GP = stack.gather(slots, copy=copy)
     # Zeros, since all products add to it, and a layer that the model never runs has none.
     gradient_GP = torch.zeros(weights_GP.shape, device=weights_GP.device) if train else None
     return SegmentLora(segment, stack.layout, weights_GP, gradient_GP)

@@ -23,6 +23,7 @@ from twinkle.model.architecture import Architecture
 from twinkle.model.batch import Part
 from twinkle.model.custom_loss import Evaluation, token_values
 from twinkle.model.engine import Computed
+from twinkle.model.layers import GiveWay
 from twinkle.model.objective import evaluate
 from twinkle.model.packing import Budget, MicroBatch, SequenceRef, cut, halves, plan
 from twinkle.model.parallel import ALONE, Ranks
@@ -39,9 +40,11 @@ class Passes(Protocol):
     @property
     def architecture(self) -> Architecture: ...
 
-    def forward(self, parts: Sequence[Part]) -> Computed: ...
+    def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed: ...
 
-    def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed: ...
+    def forward_backward(
+        self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None
+    ) -> Computed: ...
 
     def finish(self) -> None:
         """There are no more micro-batches in this call."""
@@ -100,8 +103,19 @@ class _Told:
 class Call:
     """Runs requests on an engine; ``budget`` shrinks when the device turns out to hold less than measured."""
 
-    def __init__(self, engine: Passes, pool: AdapterPool, budget: Budget, *, train: bool, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        engine: Passes,
+        pool: AdapterPool,
+        budget: Budget,
+        *,
+        train: bool,
+        ranks: Ranks = ALONE,
+        give_way: GiveWay | None = None,
+    ) -> None:
+        """give_way: called in the middle of micro-batches that leave memory for others; these may compute in it."""
         self.budget = budget
+        self._give_way = give_way
         self._engine = engine
         self._pool = pool
         self._train = train
@@ -219,12 +233,27 @@ class Call:
         """None when the device ran out of memory; nothing has changed then."""
         self._pool.make_resident(self._adapters(batch.items))
         parts = [self._part(batch, index) for index in batch.items]
+        give_way, recompute = self._interruption(batch)
         try:
             if self._train:
-                return self._engine.forward_backward(parts, recompute=batch.recompute)
-            return self._engine.forward(parts)
+                return self._engine.forward_backward(parts, recompute=recompute, give_way=give_way)
+            return self._engine.forward(parts, give_way)
         except torch.OutOfMemoryError:
             return None
+
+    def _interruption(self, batch: MicroBatch) -> tuple[GiveWay | None, bool]:
+        """How others get a turn in the middle of a micro-batch, if so, and whether activations are recomputed.
+
+        What others compute needs memory, too. A batch that leaves too little is rather recomputed than not interrupted.
+        """
+        if self._give_way is None:
+            return None, batch.recompute
+        lean = dataclasses.replace(batch, recompute=True)
+        if not batch.recompute and self.budget.leaves_room(batch, train=self._train):
+            return self._give_way, False
+        if self.budget.leaves_room(lean, train=self._train):
+            return self._give_way, True
+        return None, batch.recompute
 
     def _part(self, batch: MicroBatch, index: int) -> Part:
         request = self._requests[index]
@@ -240,7 +269,7 @@ class Call:
         present = len(batch.by_item[index])
         if evaluation is None or evaluation.done or not self._train or present == len(item.data):
             return
-        first = Call(self._engine, self._pool, self.budget, train=False)
+        first = Call(self._engine, self._pool, self.budget, train=False, give_way=self._give_way)
         first._requests[0] = _Request(dataclasses.replace(item, objective=None), request.adapter, keeps_values=True)
         yield from first._compute_all(limit)
         self.budget = first.budget
@@ -253,7 +282,7 @@ class Call:
     def _smaller(self, batch: MicroBatch) -> list[MicroBatch]:
         """What to try instead of a batch that did not fit."""
         torch.cuda.empty_cache()
-        tokens = sum(sequence.length for sequence in batch.sequences)
+        tokens = batch.tokens
         if not batch.recompute:
             self.budget = dataclasses.replace(self.budget, tokens=min(self.budget.tokens, max(1, tokens // 2)))
         smaller = halves(batch)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from twinkle.model.architecture import Architecture
 from twinkle.model.batch import Block, DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
 from twinkle.model.head import ChunkedHead, Coefficients
-from twinkle.model.layers import LayerBatch, TenantLayer, install
+from twinkle.model.layers import GiveWay, LayerBatch, TenantLayer, install
 from twinkle.model.norms import fuse_norms
 from twinkle.model.objective import BatchObjective
 from twinkle.model.transfer import HostCopy
@@ -71,17 +71,19 @@ class Engine:
         """From now on a batch that compiled code does not fit runs eagerly instead of compiling."""
         self._stance = "eager_on_recompile"
 
-    def forward(self, parts: Sequence[Part]) -> Computed:
-        """Log-probabilities only."""
+    def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
+        """Log-probabilities only. ``give_way`` is called between layers: others may compute before it returns."""
         with torch.no_grad():
-            batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False)
+            batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
             hidden_TH = self._hidden(batch)
-            values = self._with_head(lambda head: [_logprobs(head, block, hidden_TH) for block in batch.blocks])
+            values = self._with_head(
+                lambda head: [_logprobs(head, block, hidden_TH, give_way) for block in batch.blocks]
+            )
         return Computed.of(batch, values, None)
 
-    def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
-        """Log-probabilities and gradients; no adapter is touched."""
-        batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute)
+    def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
+        """Log-probabilities and gradients; no adapter is touched. ``give_way``: as for :meth:`forward`."""
+        batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute, give_way=give_way)
         with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
             hidden_TH = self._hidden(batch)
             with torch.no_grad():
@@ -125,6 +127,7 @@ class Engine:
 
     def _walk(self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor) -> tuple[list[Tensor], Tensor]:
         """The values of each block, and dL/dhidden of all rows."""
+        give_way = batch.layer_batch.give_way
         objectives = [BatchObjective.of(block.parts, block.width) for block in batch.blocks]
         coefficients: list[Coefficients]
         if all(objective.pointwise for objective in objectives):
@@ -132,7 +135,7 @@ class Engine:
             coefficients = [objective.to(self.device).coefficients for objective in objectives]
         else:
             # A loss over whole sequences needs all of them first, and the head is walked a second time.
-            first = [_logprobs(head, block, hidden_TH).cpu() for block in batch.blocks]
+            first = [_logprobs(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
             for objective, values_nM in zip(objectives, first, strict=True):
                 objective.note(values_nM)
             coefficients = [
@@ -140,15 +143,17 @@ class Engine:
                 for objective, values_nM in zip(objectives, first, strict=True)
             ]
         walked = [
-            head.logprobs_and_gradient(hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query)
+            head.logprobs_and_gradient(
+                hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query, give_way
+            )
             for block, asked in zip(batch.blocks, coefficients, strict=True)
         ]
         gradients = [gradient_nH for _, gradient_nH in walked]
         return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
-def _logprobs(head: ChunkedHead, block: Block, hidden_TH: Tensor) -> Tensor:
-    return head.logprobs(hidden_TH[block.rows], block.targets_nK, block.lora, block.query)
+def _logprobs(head: ChunkedHead, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:
+    return head.logprobs(hidden_TH[block.rows], block.targets_nK, block.lora, block.query, give_way)
 
 
 def _known(coefficients_nM: Tensor) -> Coefficients:

@@ -67,10 +67,18 @@ class ChunkedHead:
         targets_TK: Tensor,
         lora: Sequence[BoundLora] = (),
         query: HeadQuery = NOTHING_MORE,
+        between: Callable[[], None] | None = None,
     ) -> Tensor:
-        """log p(target), and what else the query asks for, (T, M) fp32, without gradient."""
-        chunks = self._chunks(len(hidden_TH))
-        return torch.cat([self._chunk(hidden_TH, targets_TK, lora, query, rows).softmax.values_CM for rows in chunks])
+        """log p(target), and what else the query asks for, (T, M) fp32, without gradient.
+
+        between: called before each chunk.
+        """
+        values: list[Tensor] = []
+        for rows in self._chunks(len(hidden_TH)):
+            if between is not None:
+                between()
+            values.append(self._chunk(hidden_TH, targets_TK, lora, query, rows).softmax.values_CM)
+        return torch.cat(values)
 
     def logprobs_and_gradient(
         self,
@@ -79,12 +87,15 @@ class ChunkedHead:
         coefficients: Coefficients,
         lora: Sequence[BoundLora] = (),
         query: HeadQuery = NOTHING_MORE,
+        between: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The values of :meth:`logprobs` and dL/dhidden; the gradient of head LoRA is added to its rows."""
         count = targets_TK.shape[1] + (STATISTICS if query.statistics else 0)
         values_TM = torch.empty(len(targets_TK), count, dtype=torch.float32, device=hidden_TH.device)
         gradient_TH = torch.empty_like(hidden_TH)
         for rows in self._chunks(len(hidden_TH)):
+            if between is not None:
+                between()
             chunk = self._chunk(hidden_TH, targets_TK, lora, query, rows)
             values_TM[rows] = chunk.softmax.values_CM
             coefficients_CM = coefficients(rows.start, rows.stop, chunk.softmax.values_CM)

@@ -20,6 +20,8 @@ from twinkle.model.lora import LayerAdapters, LayerLora, LoraLinear
 from twinkle.model.lora_table import table_for
 from twinkle.model.segments import SegmentLora
 
+GiveWay = Callable[[], None]  # others may use the model before it returns, with batches of their own
+
 
 @dataclass(frozen=True)
 class LayerBatch:
@@ -28,6 +30,7 @@ class LayerBatch:
     packing: Packing | None  # None: the batch is padded and masked instead
     lora: tuple[LayerAdapters, ...]  # one entry a decoder layer; to be trained they must be LayerLora
     recompute: bool
+    give_way: GiveWay | None = None  # called before each layer, and on the way back after it
     cached: tuple[CachedAttention, ...] | None = None  # sampling: one entry a decoder layer, in place of packing
 
 
@@ -59,6 +62,8 @@ class TenantLayer(nn.Module):
             # The first layer with adapters. Their gradients are made on the way of this one, so it must be asked for.
             hidden_states = hidden_states.detach().requires_grad_()
         train = train and hidden_states.requires_grad
+        if batch.give_way is not None:
+            hidden_states = _giving_way(hidden_states, batch.give_way, train)
         run = self.compiled if train and self.compiled is not None else _run_eagerly
         if train and batch.recompute:
             return checkpoint(run, self.inner, self.linears, lora, hidden_states, args, kwargs, use_reentrant=False)
@@ -92,6 +97,25 @@ def _run_eagerly(inner: nn.Module, linears: Sequence[LoraLinear], *rest: Any) ->
     finally:
         for linear in linears:
             linear.lora = None
+
+
+def _giving_way(hidden_states: Tensor, give_way: GiveWay, train: bool) -> Tensor:
+    """The same; it has given way now, and does so once more when the backward pass is here."""
+    give_way()
+    given: Tensor = _GiveWay.apply(hidden_states, give_way) if train else hidden_states
+    return given
+
+
+class _GiveWay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, give_way: GiveWay) -> Tensor:
+        ctx.give_way = give_way
+        return hidden_states.view_as(hidden_states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.give_way()
+        return gradient, None
 
 
 def install(model: PreTrainedModel, architecture: Architecture) -> list[TenantLayer]:

@@ -15,6 +15,7 @@ from twinkle.loss import get_loss
 from twinkle.model.architecture import Architecture
 from twinkle.model.batch import Part
 from twinkle.model.engine import Computed, Engine
+from twinkle.model.layers import GiveWay
 from twinkle.model.parallel import Ranks
 from twinkle.model.validation import CheckedDatum, CheckedItem
 
@@ -32,12 +33,14 @@ class Lockstep:
     def architecture(self) -> Architecture:
         return self._engine.architecture
 
-    def forward(self, parts: Sequence[Part]) -> Computed:
+    def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
+        assert give_way is None, "ranks compute in step with each other"
         self._wait_for(_FORWARD)
         with _no_way_back():
             return self._engine.forward(parts)
 
-    def forward_backward(self, parts: Sequence[Part], *, recompute: bool) -> Computed:
+    def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
+        assert give_way is None, "as above"
         self._wait_for(_FORWARD_BACKWARD)
         with _no_way_back():
             return self._engine.forward_backward(parts, recompute=recompute)

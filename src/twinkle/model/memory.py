@@ -34,7 +34,11 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        return min(self.max_tokens, self.activations // self.bytes_per_token)
+        return min(self.max_tokens, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        return self.activations // self.bytes_per_token
 
     @property
     def tokens_recomputed(self) -> int:

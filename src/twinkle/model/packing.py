@@ -38,6 +38,10 @@ class MicroBatch:
         return {item: tuple(run) for item, run in groupby(self.sequences, key=lambda sequence: sequence.item)}
 
     @property
+    def tokens(self) -> int:
+        return sum(sequence.length for sequence in self.sequences)
+
+    @property
     def items(self) -> tuple[int, ...]:
         """The requests in this micro-batch, in row order."""
         return tuple(self.by_item)
@@ -48,11 +52,18 @@ class Budget:
     """Tokens a forward and backward pass may hold, with all activations kept and with them recomputed.
 
     ``cells``: targets of all those tokens, where there are several a token. Each takes some 40 bytes.
+    ``most_tokens``: as many as memory holds with all activations kept, if batches are smaller for other reasons.
     """
 
     tokens: int
     tokens_recomputed: int
     cells: int = 2**20
+    most_tokens: int = 0
+
+    def leaves_room(self, batch: MicroBatch, *, train: bool) -> bool:
+        """Whether half of the memory for activations is left beside this micro-batch."""
+        most = max(self.tokens, self.most_tokens) if train and not batch.recompute else self.tokens_recomputed
+        return 2 * batch.tokens <= most
 
     @property
     def longest(self) -> int:

@@ -144,10 +144,10 @@ class Stack:
     def row(self, slot: int) -> Tensor:
         return self._blocks[slot // SLOTS_PER_BLOCK][slot % SLOTS_PER_BLOCK]
 
-    def gather(self, slots: Sequence[int]) -> Tensor:
+    def gather(self, slots: Sequence[int], *, copy: bool = False) -> Tensor:
         """(G, P) rows of these slots: a view where they are one range of one block, else a copy."""
         first, count = slots[0], len(slots)
         one_range = list(slots) == list(range(first, first + count))
-        if one_range and first // SLOTS_PER_BLOCK == (first + count - 1) // SLOTS_PER_BLOCK:
+        if not copy and one_range and first // SLOTS_PER_BLOCK == (first + count - 1) // SLOTS_PER_BLOCK:
             return self._blocks[first // SLOTS_PER_BLOCK].narrow(0, first % SLOTS_PER_BLOCK, count)
         return torch.stack([self.row(slot) for slot in slots])

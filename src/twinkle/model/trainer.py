@@ -122,7 +122,7 @@ class Trainer:
             max_tokens=max_tokens_per_batch,
             device=self.device,
         )
-        self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed)
+        self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed, most_tokens=self.memory.most_tokens)
         self._has_budget = memory_budget_bytes is not None or self.device.type != "cpu"
         self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
 
@@ -235,15 +235,35 @@ class Trainer:
         return self._run(items, train=True)
 
     def in_steps(
-        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+        self,
+        items: Sequence[TrainItem],
+        *,
+        train: bool,
+        limit: Callable[[], int | None],
+        give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """As :meth:`forward` or :meth:`forward_backward`, a micro-batch at a time, each of at most ``limit()`` tokens.
 
         Between them other calls are welcome, but for those that concern the same adapters. Several ranks take one step.
+        On a CPU one long sequence takes seconds: ``give_way`` is called between its layers, and may make such calls.
         """
         if self._parallel.sharded or self._parallel.ranks.size > 1:
             return self._run(items, train=train)
-        call = Call(self._engine, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+
+        def let_others_compute() -> None:
+            assert give_way is not None
+            with torch.enable_grad():  # whatever holds for this call
+                give_way()
+
+        interrupted = give_way is not None and self._engine.device.type == "cpu"
+        call = Call(
+            self._engine,
+            self._pool,
+            self._budget,
+            train=train,
+            ranks=self._parallel.ranks,
+            give_way=let_others_compute if interrupted else None,
+        )
         results = yield from call.steps(items, limit)
         self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)  # others may have met it, too
         return results

@@ -57,9 +57,17 @@ class TrainingBackend(Protocol):
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
     def in_steps(
-        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+        self,
+        items: Sequence[TrainItem],
+        *,
+        train: bool,
+        limit: Callable[[], int | None],
+        give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """Compute one micro-batch a step, of at most ``limit()`` tokens if possible; others compute between steps."""
+        """Compute one micro-batch a step, of at most ``limit()`` tokens if possible; others compute between steps.
+
+        A backend that can be interrupted in the middle of a step calls ``give_way`` there, as often as it likes.
+        """
         ...
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...

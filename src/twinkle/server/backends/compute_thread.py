@@ -85,13 +85,28 @@ class Compute:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
+    @compute_thread
+    def run_waiting(self, lane: Lane) -> float:
+        """Run the next piece of work of a lane in the middle of the present one. Returns the seconds it took."""
+        if not self._lanes[lane]:
+            return 0.0
+        began, started = self._step_began, time.monotonic()
+        self._run_next(lane)
+        seconds = time.monotonic() - started
+        self._step_began = None if began is None else began + seconds
+        return seconds
+
     def close(self) -> None:
         self._executor.shutdown(wait=True)
 
     def _run_one(self) -> None:
         lane = self._next_lane if self._lanes[self._next_lane] else _other(self._next_lane)
+        if self._lanes[lane]:  # else it ran in the middle of another piece
+            self._next_lane = _other(lane)
+            self._run_next(lane)
+
+    def _run_next(self, lane: Lane) -> None:
         work, done = self._lanes[lane].popleft()
-        self._next_lane = _other(lane)
         if not done.set_running_or_notify_cancel():
             return
         self._step_began = time.monotonic()

@@ -15,7 +15,8 @@ Which passes come first:
   nothing ready starts again where the least served of its priority is: idle time earns nothing.
 - While others have work, or had lately, a tenant fills no batch to the brim, for all would wait until it is done: it
   gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more. A
-  single pass of more than twice that goes alone and is run in steps, between which others get their turns.
+  single pass of more than that goes alone; one of more than twice that is also run in steps, between which others get
+  their turns.
 - Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
   while a pass is ready: nobody keeps others waiting with steps alone.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
@@ -137,11 +138,9 @@ class _Portions:
         return limit is not None and cost > _LONG * max(limit, _SMALLEST_STEP)
 
     def has_room(self, tenant: _Tenant, cost: int) -> bool:
-        """Return whether a pass still fits. A tenant's first pass goes in any case, unless it is long."""
-        taken, limit = self._taken[tenant.tenant_id], self.limit(tenant)
-        if not taken:
-            return not self.is_long(tenant, cost)
-        return limit is None or taken + cost <= limit
+        """Return whether a pass may join a batch, beside what the tenant has in it already."""
+        limit = self.limit(tenant)
+        return limit is None or self._taken[tenant.tenant_id] + cost <= limit
 
     def take(self, tenant: _Tenant, cost: int) -> None:
         self._taken[tenant.tenant_id] += cost
@@ -349,6 +348,8 @@ class Scheduler:
         assert first is not None
         if portions.is_long(lead.tenant, first.cost) or first.cost > self._budget:
             return (self._start_pass(lead),), True
+        if not portions.has_room(lead.tenant, first.cost):
+            return (self._start_pass(lead),), False
         while queue and (not tickets or (self._merge and room > 0)):
             _, _, line = heapq.heappop(queue)
             adapter = line.popleft()

@@ -177,7 +177,12 @@ class MockTrainer:
         return self._run(items, train=True)
 
     def in_steps(
-        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+        self,
+        items: Sequence[TrainItem],
+        *,
+        train: bool,
+        limit: Callable[[], int | None],
+        give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Compute everything in one step."""
         yield from ()

@@ -143,7 +143,12 @@ class TrainerGroup:
         return self._passes("forward_backward", items)
 
     def in_steps(
-        self, items: Sequence[TrainItem], *, train: bool, limit: Callable[[], int | None]
+        self,
+        items: Sequence[TrainItem],
+        *,
+        train: bool,
+        limit: Callable[[], int | None],
+        give_way: Callable[[], None] | None = None,
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Run all in one step: the ranks stay together."""
         yield from ()

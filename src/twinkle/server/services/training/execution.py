@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
@@ -35,6 +36,21 @@ logger = logging.getLogger(__name__)
 _GRAD_NORM = "unclipped_grad_l2:mean"  # as a trainer calls it
 
 
+Steps = Generator[None, None, list[Outcome]]
+
+
+class Interruptions(Protocol):
+    """When others compute while a long pass runs."""
+
+    def step_tokens(self) -> int | None:
+        """Return the most tokens of the next step, after which others come; None: nobody else has work."""
+        ...
+
+    def give_way(self) -> None:
+        """Let others compute now, in the middle of a step."""
+        ...
+
+
 class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
@@ -49,17 +65,10 @@ class Execution:
     @compute_thread
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
-        return _to_the_end(self._in_steps(ops, None))
+        return _to_the_end(self.passes_in_steps(ops, None))
 
-    def passes_in_steps(
-        self, ops: Sequence[Op], limit: Callable[[], int | None]
-    ) -> Generator[None, None, list[Outcome]]:
+    def passes_in_steps(self, ops: Sequence[Op], interruptions: "Interruptions | None") -> "Steps":
         """The same a micro-batch at a time; see :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`."""
-        return self._in_steps(ops, limit)
-
-    def _in_steps(
-        self, ops: Sequence[Op], limit: Callable[[], int | None] | None
-    ) -> Generator[None, None, list[Outcome]]:
         outcomes: dict[int, Outcome] = {}
         for batch in _rounds(ops):
             prepared: dict[int, _Pass] = {}
@@ -70,7 +79,7 @@ class Execution:
                     outcomes[index] = failure_of(error, ops[index].request_id)
                 except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
                     outcomes[index] = unexpected(error, ops[index].request_id)
-            outcomes |= yield from self._computed(ops, prepared, limit)
+            outcomes |= yield from self._computed(ops, prepared, interruptions)
         return [outcomes[index] for index in range(len(ops))]
 
     def _prepared(self, op: Op) -> "_Pass":
@@ -110,16 +119,18 @@ class Execution:
                 raise AssertionError(f"{op.kind} is not a pass")
 
     def _computed(
-        self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]", limit: Callable[[], int | None] | None
+        self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]", interruptions: "Interruptions | None"
     ) -> Generator[None, None, dict[int, Outcome]]:
         if not prepared:
             return {}
         items, trains = [each.item for each in prepared.values()], ops[0].kind is OpKind.FORWARD_BACKWARD
         try:
-            if limit is None:
+            if interruptions is None:
                 results = self._trainer.forward_backward(items) if trains else self._trainer.forward(items)
             else:
-                results = yield from self._trainer.in_steps(items, train=trains, limit=limit)
+                results = yield from self._trainer.in_steps(
+                    items, train=trains, limit=interruptions.step_tokens, give_way=interruptions.give_way
+                )
         except Exception as error:  # noqa: BLE001 - as above: a bug fails its batch, not the server
             return {index: unexpected(error, ops[index].request_id) for index in prepared}
         return {
@@ -200,7 +211,7 @@ class _Pass:
     encode: Callable[[TrainResult], Outcome]
 
 
-def _to_the_end(steps: Generator[None, None, list[Outcome]]) -> list[Outcome]:
+def _to_the_end(steps: Steps) -> list[Outcome]:
     while True:
         try:
             next(steps)

@@ -22,6 +22,7 @@ from twinkle.server.services.running_ops import MOST_DEATHS, RunningOps
 from twinkle.server.services.service_loop import BackgroundTasks, ServiceLoop
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
 from twinkle.server.services.training.execution import Execution, unexpected
+from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshots import Snapshots
@@ -30,9 +31,6 @@ from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import Ending, NativePass, NativeVerb, Op, OpKind, Outcome
 
 logger = logging.getLogger(__name__)
-
-_TURNS = 2  # of the loop between two steps of a long batch: a pass, and the optimizer step that waits for it
-_MOST_LONG_BATCHES = 4  # at once: each holds what it has computed so far
 
 
 @dataclass
@@ -44,32 +42,6 @@ class Task:
     op: Op
     finished: bool = False
     in_background: bool = False  # it ends by itself, whatever becomes of its batch
-
-
-class LoopTurns:
-    """Turns of the service loop, for batches that run in steps beside it: between two steps the others come first."""
-
-    def __init__(self) -> None:
-        self._turns = 0
-        self._idle = True  # the loop has nothing to do, or does not run
-        self._changed = asyncio.Event()
-
-    def begin(self) -> None:
-        """Note that the loop looks for work."""
-        self._idle = False
-
-    def end(self, *, idle: bool) -> None:
-        """Note that a batch has ended, or (``idle``) that there is none."""
-        self._turns += not idle
-        self._idle = idle
-        self._changed.set()
-
-    async def others(self) -> None:
-        """Return when the loop has nothing to do, or had its turns. Not to be awaited by the loop itself."""
-        until = self._turns + _TURNS
-        while not self._idle and self._turns < until:
-            self._changed.clear()
-            await self._changed.wait()
 
 
 class OpRunner:
@@ -110,7 +82,7 @@ class OpRunner:
         self._running = running
         self._background = background
         self._turns = LoopTurns()
-        self._long_batches = 0  # that run now, between those of others
+        self._long_passes = LongPasses(compute, scheduler, execution, self._turns)
         self._stopping = False
         self._wake = asyncio.Event()
 
@@ -196,15 +168,14 @@ class OpRunner:
         Not while an op may have killed the last process: suspects run alone, and a batch would hold the loop up for
         the very turns that it waits for.
         """
-        return self._long_batches < _MOST_LONG_BATCHES and not self._running.has_suspects
+        return self._long_passes.may_begin and not self._running.has_suspects
 
     async def _run_long(self, batch: Batch) -> None:
         """A batch that takes long: the loop goes on with those of other tenants between its steps."""
-        self._long_batches += 1
         try:
-            await self._run_batch(batch, beside=True)
+            async with self._long_passes.beside():
+                await self._run_batch(batch, beside=True)
         finally:
-            self._long_batches -= 1
             self._wake.set()
 
     async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
@@ -269,30 +240,9 @@ class OpRunner:
         self._measurements.write_soon()
 
     async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> list[Outcome]:
-        """One micro-batch at a time, each about as long as what others ask for: they wait for one step at most."""
-        limit = self._scheduler.step_tokens(tenant_id)
-        steps = self._execution.passes_in_steps(ops, lambda: limit)
-        seconds = 0.0
-
-        def step() -> list[Outcome] | None:
-            """In the compute thread; None while there is more to do."""
-            nonlocal seconds
-            started = time.perf_counter()
-            try:
-                next(steps)
-                return None
-            except StopIteration as end:
-                ended: list[Outcome] = end.value
-                return ended
-            finally:
-                seconds += time.perf_counter() - started
-
         for op in ops:
             self._recorder.started(op)
-        while (outcomes := await self._compute.run(step)) is None:
-            if beside:
-                await self._turns.others()
-            limit = self._scheduler.step_tokens(tenant_id)
+        outcomes, seconds = await self._long_passes.run(ops, tenant_id, beside=beside)
         self.busy_seconds += seconds
         self._recorder.stepped(ops, self._model.trainer, seconds)
         return outcomes

@@ -1,0 +1,134 @@
+"""Passes that take long. They run in steps, and batches of other tenants get their turns between and within these.
+
+One long pass takes a step at a time. Before the step the loop of the service has its turns; where a step can be
+interrupted, others get as much time in the middle of it as it had itself.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+
+from twinkle.server.backends.compute_thread import Compute, Lane, compute_thread
+from twinkle.server.scheduling.scheduler import Scheduler
+from twinkle.server.services.training.execution import Execution, Steps
+from twinkle.server.types import Op, Outcome
+
+_TURNS = 2  # of the loop at a time: a pass, and the optimizer step that waits for it
+_MOST = 4  # at once: each holds what it has computed so far
+
+
+class LoopTurns:
+    """Turns of the service loop, for passes that run in steps beside it: between two steps the others come first."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._idle = True  # the loop has nothing to do, or does not run
+        self._changed = asyncio.Event()
+
+    def begin(self) -> None:
+        """Note that the loop looks for work."""
+        self._idle = False
+
+    def end(self, *, idle: bool) -> None:
+        """Note that a batch has ended, or (``idle``) that there is none."""
+        self._turns += not idle
+        self._idle = idle
+        self._changed.set()
+
+    async def others(self) -> None:
+        """Return when the loop has nothing to do, or had its turns. Not to be awaited by the loop itself."""
+        until = self._turns + _TURNS
+        while not self._idle and self._turns < until:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class LongPasses:
+    """Runs the long passes of one model service. Belongs to the event loop."""
+
+    def __init__(self, compute: Compute, scheduler: Scheduler, execution: Execution, turns: LoopTurns) -> None:
+        self._compute = compute
+        self._scheduler = scheduler
+        self._execution = execution
+        self._turns = turns
+        self._count = 0  # that run beside the loop
+        self._step = asyncio.Lock()  # whose turn it is to take a step
+
+    @property
+    def may_begin(self) -> bool:
+        """Return whether one more may run beside the loop."""
+        return self._count < _MOST
+
+    @asynccontextmanager
+    async def beside(self) -> AsyncIterator[None]:
+        """Count a batch of long passes that runs beside the loop."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+    async def run(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> tuple[list[Outcome], float]:
+        """Return the outcomes, and the seconds that the device was at it. ``beside``: the loop does not wait for it."""
+        run = _LongRun(self._compute, self._scheduler, tenant_id)
+        steps = self._execution.passes_in_steps(ops, run)
+        outcomes: list[Outcome] | None = None
+        while outcomes is None:
+            async with self._step if beside else nullcontext():
+                if beside:
+                    await self._turns.others()
+                run.note_limit()
+                outcomes = await self._compute.run(lambda: run.step(steps))
+        return outcomes, run.own_seconds
+
+
+class _LongRun:
+    """One long batch: how large its steps are, and how much time it and others had so far."""
+
+    def __init__(self, compute: Compute, scheduler: Scheduler, tenant_id: str) -> None:
+        self.own_seconds = 0.0
+        self._compute = compute
+        self._scheduler = scheduler
+        self._tenant_id = tenant_id
+        self._limit: int | None = None
+        self._resumed_at = 0.0
+        self._others_seconds = dict.fromkeys(Lane, 0.0)  # within its steps
+        self._others_turns = dict.fromkeys(Lane, 0)  # that they may still have before it goes on
+
+    def note_limit(self) -> None:
+        """On the event loop: see how much the next step may hold."""
+        self._limit = self._scheduler.step_tokens(self._tenant_id)
+
+    def step_tokens(self) -> int | None:
+        return self._limit
+
+    @compute_thread
+    def step(self, steps: Steps) -> list[Outcome] | None:
+        """Take one step; None while there is more to do."""
+        self._resumed_at = time.perf_counter()
+        try:
+            next(steps)
+            return None
+        except StopIteration as end:
+            outcomes: list[Outcome] = end.value
+            return outcomes
+        finally:
+            self._count_own_time()
+
+    @compute_thread
+    def give_way(self) -> None:
+        """Run what waits: training and sampling each have their turns whenever this pass has had as much time as they."""
+        self._count_own_time()
+        for lane in Lane:
+            if self._others_seconds[lane] <= self.own_seconds:
+                self._others_turns[lane] = _TURNS if lane is Lane.TRAINING else 1
+            if self._others_turns[lane] and (seconds := self._compute.run_waiting(lane)):
+                self._others_turns[lane] -= 1
+                self._others_seconds[lane] += seconds
+        self._resumed_at = time.perf_counter()
+
+    def _count_own_time(self) -> None:
+        now = time.perf_counter()
+        self.own_seconds += now - self._resumed_at
+        self._resumed_at = now

@@ -1,0 +1,162 @@
+"""A long pass lets the loop go first, for a pass and its optimizer step; within its steps others get as much time."""
+
+import asyncio
+from collections.abc import Generator, Sequence
+from typing import cast
+
+import pytest
+
+from twinkle.model.types import AdamParams
+from twinkle.server.backends.compute_thread import Compute, Lane
+from twinkle.server.scheduling.scheduler import Scheduler
+from twinkle.server.services.training import long_passes
+from twinkle.server.services.training.execution import Execution, Interruptions, Steps
+from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
+from twinkle.server.types import Op, OpKind, OptimStep, Outcome
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class FakeExecution:
+    """Passes of a few parts in one step; others get their chance before each. ``took`` is what happened."""
+
+    def __init__(self, clock: Clock, parts: int, seconds: float) -> None:
+        self.took: list[str] = []
+        self._clock, self._parts, self._seconds = clock, parts, seconds
+
+    def passes_in_steps(self, ops: Sequence[Op], interruptions: Interruptions | None) -> Steps:
+        assert interruptions is not None
+        for _ in range(self._parts):
+            interruptions.give_way()
+            self.took.append(ops[0].adapter_id)
+            self._clock.now += self._seconds
+        yield from cast("Generator[None, None, None]", ())
+        return [Outcome("application/json", b"done")]
+
+
+def op(name: str) -> Op:
+    return Op(name, 1, OpKind.FORWARD_BACKWARD, OptimStep(AdamParams(0.1)), b"")
+
+
+def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in both lanes all the time, and take three times as long as a part of the step.
+
+    At a time training has two turns, a pass and the optimizer step after it, and sampling one.
+    """
+    clock = Clock()
+    monkeypatch.setattr(long_passes, "time", clock)
+    execution = FakeExecution(clock, parts=8, seconds=1.0)
+
+    async def main() -> tuple[list[Outcome], float]:
+        compute, scheduler = Compute(), Scheduler(100)
+
+        def work(name: str) -> None:
+            execution.took.append(name)
+            clock.now += 3.0
+
+        monkeypatch.setattr(compute, "run_waiting", lambda lane: work(lane.name) or 3.0)
+        passes = LongPasses(compute, scheduler, cast("Execution", execution), LoopTurns())
+        try:
+            return await passes.run([op("long")], "tenant", beside=True)
+        finally:
+            compute.close()
+
+    outcomes, seconds = asyncio.run(main())
+    assert [outcome.body for outcome in outcomes] == [b"done"]
+    assert seconds == 8.0, "its own time, without that of others"
+    both, train, sample = ["TRAINING", "SAMPLING"], ["TRAINING"], ["SAMPLING"]
+    assert execution.took == [
+        *[*both, "long"],
+        *[*train, "long", "long"],
+        *[*sample, "long", "long", "long"],
+        *[*both, "long"],
+        *[*train, "long"],
+    ]
+
+
+def test_one_long_pass_takes_a_step_at_a_time() -> None:
+    """A batch of the loop waits for one of them, however many there are."""
+    running: list[str] = []
+    most = 0
+
+    class Watched:
+        def passes_in_steps(self, ops: Sequence[Op], interruptions: Interruptions | None) -> Steps:
+            for _ in range(3):
+                yield
+            return [Outcome("application/json", b"done")]
+
+    class Counting(Compute):
+        async def run(self, work, lane=Lane.TRAINING):  # type: ignore[no-untyped-def]
+            nonlocal most
+            running.append("step")
+            most = max(most, len(running))
+            await asyncio.sleep(0.01)
+            result = await super().run(work, lane)
+            running.pop()
+            return result
+
+    async def main() -> None:
+        compute = Counting()
+        passes = LongPasses(compute, Scheduler(100), cast("Execution", Watched()), LoopTurns())
+        await asyncio.gather(*(passes.run([op(name)], "tenant", beside=True) for name in ("a", "b", "c")))
+        compute.close()
+
+    asyncio.run(main())
+    assert most == 1
+
+
+def test_no_more_than_four_run_beside_the_loop() -> None:
+    async def main() -> None:
+        compute = Compute()
+        passes = LongPasses(compute, Scheduler(100), cast("Execution", None), LoopTurns())
+        for _ in range(4):
+            assert passes.may_begin
+            await passes.beside().__aenter__()
+        assert not passes.may_begin
+        compute.close()
+
+    asyncio.run(main())
+
+
+def test_an_idle_loop_is_not_waited_for() -> None:
+    async def main() -> None:
+        turns = LoopTurns()
+        await asyncio.wait_for(turns.others(), 5)
+        turns.begin()
+        turns.end(idle=True)
+        await asyncio.wait_for(turns.others(), 5)
+
+    asyncio.run(main())
+
+
+def test_two_turns_and_no_more() -> None:
+    async def main() -> None:
+        turns = LoopTurns()
+        turns.begin()
+        waiting = asyncio.create_task(turns.others())
+        for _ in range(2):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            turns.end(idle=False)
+            turns.begin()
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_runs_dry_ends_the_wait() -> None:
+    async def main() -> None:
+        turns = LoopTurns()
+        turns.begin()
+        waiting = asyncio.create_task(turns.others())
+        await asyncio.sleep(0)
+        turns.end(idle=True)
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(main())
