@@ -5,12 +5,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from twinkle.errors import QuotaError, TwinkleError, TwinkleServerError
 from twinkle.sampler.types import Progress, SampleRequest, SampleResult
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Futures
-from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT
 from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
@@ -53,11 +53,10 @@ class SampleJob:
     def tenant_id(self) -> str:
         return self.session.tenant_id
 
-    @property
-    def client(self) -> tuple[str, int, int] | None:
-        """Return (sampling session, client, sequence number); None for a request that has no number."""
-        parts = split_request_id(self.request_id)
-        return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
+    @cached_property
+    def numbered(self) -> RequestId | None:
+        """Return the request's id; None for a request that has no number in a sampling session."""
+        return RequestId.parse_or_none(self.request_id)
 
     @property
     def streamed(self) -> bool:
