@@ -15,8 +15,6 @@ from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
 from twinkle.server.state import Keys, Store
 
-__all__ = ["Identity", "KeyDescription", "SignedUrls", "read_token", "write_token"]
-
 _TOKEN_PURPOSE = "tokens of clients"
 
 

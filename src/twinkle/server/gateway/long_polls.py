@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from twinkle.errors import QuotaError
 from twinkle.server.tenancy.tenants import Tenants
 
-__all__ = ["LongPolls"]
-
 
 class LongPolls:
     """The waiting requests of one process, by tenant. Belongs to one event loop."""

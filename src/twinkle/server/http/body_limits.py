@@ -10,8 +10,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from twinkle.errors import QuotaError
 from twinkle.server.wire.errors import BodyTooLargeError
 
-__all__ = ["Upload", "UploadCounter", "read_body", "upload_of"]
-
 _KEY = "twinkle.upload"
 
 

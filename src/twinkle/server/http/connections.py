@@ -22,8 +22,6 @@ from uvicorn.server import ServerState
 
 from twinkle.server.types import Budget
 
-__all__ = ["BoundedProtocol", "ConnectionLimits", "Connections", "connections_within_open_files"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_BACKLOG = 4096

@@ -22,8 +22,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-__all__ = ["MOST_DEATHS", "RunningOps"]
-
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 2  # after so many an op is not run again

@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from twinkle.server.ids import RequestId
 from twinkle.server.telemetry.tracing import current_trace_id
 
-__all__ = ["JsonFormatter", "RequestContext", "configure_logging", "current_request", "enter_request"]
-
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -24,8 +24,6 @@ from twinkle.server.telemetry.metrics import Metrics
 from twinkle.server.telemetry.tracing import NO_TRACING, OpSpan, Tracing
 from twinkle.server.types import NativePass, Op, OpKind, Outcome, Refused, TrainPass
 
-__all__ = ["LogprobGap", "Outcomes", "SamplingRecorder", "TrainingRecorder", "gap_of"]
-
 
 @dataclass
 class _Live:

@@ -26,9 +26,6 @@ from twinkle.model.host_memory import HostMemory, host_memory_limit, read_host_m
 from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.types import Budget
 
-__all__ = ["HeldResult", "MemoryGuard", "ProcessMemory", "ResultMemory"]
-
-
 _RESULTS_KEY = "max_result_bytes"
 
 

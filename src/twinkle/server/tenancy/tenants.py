@@ -12,8 +12,6 @@ from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools
 from twinkle.server.usage import Usage
 
-__all__ = ["TenantLimits", "TenantTerms", "Tenants", "configured_tenants"]
-
 
 def _limit(key: str, default: int | None) -> Any:
     return field(default=default, metadata={"key": key})

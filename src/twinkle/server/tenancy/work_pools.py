@@ -19,9 +19,6 @@ from weakref import WeakValueDictionary
 
 from twinkle.errors import ShuttingDownError
 
-__all__ = ["FairPool", "TenantTurns", "WorkPools"]
-
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_row
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.verbs import NO_ADAPTER, parse, payload_of
 
-__all__ = ["BaseModelPasses"]
-
 _VERB = "forward_only"
 
 

@@ -16,9 +16,6 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
 from twinkle.server.wire.sampling import Encode
 
-__all__ = ["Event", "EventQueue", "SampleAdmission", "SampleEvent", "SampleJob", "TurnInput", "price_of"]
-
-
 logger = logging.getLogger(__name__)
 
 Event = Progress | SampleResult | TwinkleError

@@ -14,8 +14,6 @@ from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants
 from twinkle.server.types import Budget, Op, Price
 
-__all__ = ["Entry", "OpAdmission"]
-
 _COUNT_SECONDS = 0.25  # between two counts of all ops that wait
 
 

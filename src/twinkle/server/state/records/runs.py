@@ -17,8 +17,6 @@ from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.sessions import SESSION_ROWS
 from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 
-__all__ = ["RunState", "Runs", "Snapshots", "insert_run"]
-
 RunState = Literal["live", "failed", "parked"]
 
 _DELETE_CHECKPOINTS = (
