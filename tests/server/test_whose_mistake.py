@@ -40,7 +40,7 @@ class Ops:
         assert not self._execution.short_barriers([create])[0].failed
         self.done("set_optimizer", optimizer_cls="AdamW", lr=0.05)
 
-    def run(self, verb: str, **fields: Any) -> Outcome:
+    def run(self, verb: str, /, **fields: Any) -> Outcome:
         self._seq += 1
         op = verb_op("r", self._seq, verb, {"adapter_name": "a", **fields}, b"")
         run = self._execution.passes if op.kind.is_pass else self._execution.short_barriers
@@ -50,7 +50,7 @@ class Ops:
         outcome = self.run(verb, **fields)
         assert not outcome.failed, outcome.body
 
-    def failure(self, verb: str, **fields: Any) -> tuple[str, str]:
+    def failure(self, verb: str, /, **fields: Any) -> tuple[str, str]:
         """(whose mistake it is, what the client is told)."""
         outcome = self.run(verb, **fields)
         assert outcome.failed
@@ -100,6 +100,7 @@ def test_a_bug_of_ours_is_ours(
 
 def test_a_schedule_that_has_ended(ops: Ops, caplog: pytest.LogCaptureFixture) -> None:
     ops.done("set_lr_scheduler", scheduler_cls="OneCycleLR", max_lr=0.1, total_steps=1)
+    ops.done("lr_step")
     for verb in ("lr_step", "clip_grad_and_step"):
         category, message = ops.failure(verb)
         assert (category, "total steps" in message) == ("user", True)

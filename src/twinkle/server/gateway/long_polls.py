@@ -1,11 +1,10 @@
 """Requests that wait for results: each holds a connection and an open file, so a tenant has only so many."""
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from twinkle.errors import QuotaError
 from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import Tally
 
 
 class LongPolls:
@@ -13,18 +12,11 @@ class LongPolls:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._waiting: Counter[str] = Counter()
+        self._waiting = Tally()
 
-    @contextmanager
-    def waiting(self, tenant_id: str) -> Iterator[None]:
+    def waiting(self, tenant_id: str) -> AbstractContextManager[None]:
         """Count a request while it waits; QuotaError if its tenant has as many as it may."""
         limit = self._tenants.limits(tenant_id).long_polls
         if self._waiting[tenant_id] >= limit:
             raise QuotaError("requests that wait for results", limit, limit, "max_long_polls_per_tenant")
-        self._waiting[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._waiting[tenant_id] -= 1
-            if not self._waiting[tenant_id]:
-                del self._waiting[tenant_id]
+        return self._waiting.counting(tenant_id)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
+from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
 from twinkle.server.wire.sampling import Encode
 
 logger = logging.getLogger(__name__)
@@ -125,9 +124,9 @@ class SampleAdmission:
         self._tenants = tenants
         self._futures = futures
         self._engine_samples = engine_samples
-        self._under_way: Counter[str] = Counter()  # requests that are not done
-        self._in_engine: Counter[str] = Counter()  # samples that the engine was given
-        self._coming: Counter[str] = Counter()  # bytes of their results, at most
+        self._under_way = Tally()  # requests that are not done
+        self._in_engine = Tally()  # samples that the engine was given
+        self._coming = Tally()  # bytes of their results, at most
 
     def check(self, tenant_id: str) -> None:
         """Raise QuotaError if no sample of this tenant would be taken now, however small."""
@@ -135,12 +134,7 @@ class SampleAdmission:
         under_way = self._under_way[tenant_id]
         if under_way >= limits.waiting_samples:
             raise QuotaError("waiting samples", under_way, limits.waiting_samples, "max_waiting_samples_per_tenant")
-        self._futures.memory.check(tenant_id)
-        unfetched = self._futures.unfetched_bytes(tenant_id)
-        if unfetched >= limits.unfetched_bytes:
-            raise QuotaError(
-                "bytes of results not fetched", unfetched, limits.unfetched_bytes, "max_unfetched_result_bytes"
-            )
+        self._futures.check_unfetched(tenant_id, limits.unfetched_bytes)
         self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:
@@ -155,9 +149,6 @@ class SampleAdmission:
 
     def leave(self, job: SampleJob) -> None:
         self._under_way[job.tenant_id] -= 1
-        for counts in (self._under_way, self._in_engine, self._coming):
-            if not counts[job.tenant_id]:
-                del counts[job.tenant_id]
 
     def give_back(self, job: SampleJob, used: int) -> None:
         """Refund all that was charged but what the job used."""

@@ -8,7 +8,6 @@ of clients that vanished are cancelled and end in the same way.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -44,7 +43,7 @@ from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import Outcome, SamplingSessionRecord
+from twinkle.server.types import Outcome, SamplingSessionRecord, Tally
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class SamplerService:
         self._context = context
         self._jobs: dict[str, SampleJob] = {}  # all that are not done
         self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
-        self._asking: Counter[str] = Counter()  # long polls that wait now, by sampling session
+        self._asking = Tally()  # long polls that wait now, by sampling session
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
         self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # those that the engine was not given yet
         self._cancelled: list[str] = []
@@ -201,14 +200,11 @@ class SamplerService:
     @contextmanager
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:
         """Enter this while a client of the sampling session waits for a sample: its samples are wanted."""
-        self._asking[sampling_session_id] += 1
-        try:
-            yield
-        finally:
-            self._asked[sampling_session_id] = time.monotonic()
-            self._asking[sampling_session_id] -= 1
-            if not self._asking[sampling_session_id]:
-                del self._asking[sampling_session_id]
+        with self._asking.counting(sampling_session_id):
+            try:
+                yield
+            finally:
+                self._asked[sampling_session_id] = time.monotonic()
 
     def unasked_sessions(self, seconds: float) -> set[str]:
         """Return the sessions with samples under way for which no poll came in so many seconds."""
