@@ -21,10 +21,7 @@ class CheckpointActions:
         self._threads = threads
 
     async def delete(self, path: CheckpointPath, tenant_id: str) -> None:
-        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        if record is None or record.tenant_id != tenant_id:
-            raise NotFoundError("checkpoint", str(path))
-        await self._delete(record, "checkpoint_delete")
+        await self._delete(await self._own(path, tenant_id, even_expired=True), "checkpoint_delete")
 
     async def delete_expired(self, now: float) -> None:
         for record in await self._store.checkpoints.expired(now):
@@ -53,7 +50,8 @@ class CheckpointActions:
         if not await self._store.checkpoints.set_public(path.run_id, path.kind, path.name, public):
             raise NotFoundError("checkpoint", str(path))
 
-    async def _own(self, path: CheckpointPath, tenant_id: str) -> None:
+    async def _own(self, path: CheckpointPath, tenant_id: str, *, even_expired: bool = False) -> CheckpointRecord:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        if record is None or record.tenant_id != tenant_id or expired(record):
+        if record is None or record.tenant_id != tenant_id or (expired(record) and not even_expired):
             raise NotFoundError("checkpoint", str(path))
+        return record

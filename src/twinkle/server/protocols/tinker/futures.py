@@ -30,7 +30,7 @@ _SMALL_RESULT = 2**15  # bytes of JSON that are written in a millisecond or so, 
 @routes.post("/retrieve_future", by_request_id, json_body(RetrieveFutureRequest), ends_with_client=True, soon=True)
 async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
     gateway, tenant_id, wanted = call.gateway, call.tenant_id, call.body
-    with gateway.polls.waiting(tenant_id):
+    with gateway.tenants.polling(tenant_id):
         request = RequestId.parse(wanted.request_id)
         fetched = await _fetched(gateway, request, tenant_id)
     if fetched is None:
@@ -70,7 +70,7 @@ async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
     session = await gateway.sampling_session(target.sampling_session_id, call.tenant_id)
     longest = gateway.config.clients.long_poll_seconds
     timeout = longest if wanted.timeout is None else min(wanted.timeout, longest)
-    with gateway.polls.waiting(call.tenant_id):
+    with gateway.tenants.polling(call.tenant_id):
         done = await gateway.completions(
             session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
         )

@@ -50,7 +50,7 @@ from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.verbs.base_model import BaseModelPasses
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
-from twinkle.server.wire.sequence_conflict import SequenceConflictError
+from twinkle.server.wire.errors import SequenceConflictError
 
 logger = logging.getLogger(__name__)
 
