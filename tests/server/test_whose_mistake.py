@@ -2,11 +2,13 @@
 
 import json
 import logging
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
+from twinkle.model.library_objective import LibraryObjective
 from twinkle.model.lora_requests import LoraRequests
 from twinkle.model.lora_verbs import LoraVerbs
 from twinkle.model.optimizer_group import OptimizerGroup
@@ -15,7 +17,7 @@ from twinkle.server.backends.mock import mock_model
 from twinkle.server.services.training.execution import Execution
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.telemetry.recording import TrainingRecorder
-from twinkle.server.types import CreateNative, Op, OpKind, Outcome
+from twinkle.server.types import CreateNative, NativePass, NativeVerb, Op, OpKind, Outcome
 from twinkle.server.verbs.codec import verb_op
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
@@ -142,3 +144,14 @@ def test_what_a_tenant_chose_cannot_be_made(ops: Ops, verb: str, fields: dict[st
         assert ops.failure(verb, **fields)[0] == "user"
     else:  # a scheduler reads some of its options only when it moves on
         assert ops.failure("lr_step")[0] == "user"
+
+
+def test_a_loss_goes_to_other_processes_as_it_is() -> None:
+    """Where several processes share a batch, they send back the objective, which has counted the tokens."""
+    model = mock_model()
+    native = NativeHost(model, Templates(model)).adapters
+    native.add("r", CONFIG)
+    native.run("r", NativeVerb("set_loss", {"loss_cls": "GRPOLoss"}))
+    prepared = native.prepare("r", NativePass("forward_backward", ROWS, {}, {"advantages": [1.0]}))
+    objective = pickle.loads(pickle.dumps(prepared.item.objective))
+    assert isinstance(objective, LibraryObjective)
