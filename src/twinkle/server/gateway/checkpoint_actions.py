@@ -6,6 +6,7 @@ from functools import partial
 from twinkle.errors import NotFoundError
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import expired
+from twinkle.server.services.checkpoints.save_and_load import delete_checkpoint
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.work_pools import FairPool
@@ -28,11 +29,7 @@ class CheckpointActions:
             await self._delete(record, "checkpoint_expire")
 
     async def _delete(self, record: CheckpointRecord, event: str) -> None:
-        """Files that samplers are pinned to stay until the sessions of all of them have ended."""
-        await self._store.checkpoints.begin_delete(record, event)
-        if not await self._store.sampling_sessions.refer_to(record.directory):
-            await self._threads.in_thread(record.tenant_id, partial(self._files.remove, record.directory))
-        await self._store.checkpoints.finish_delete(record)
+        await delete_checkpoint(self._store, self._files, self._threads, record, event)
         run = await self._store.runs.get(record.run_id)
         if run is not None and run.state != "live":  # nobody saves to it any more
             await self._threads.in_thread(record.tenant_id, partial(self._files.remove_empty, record.directory))

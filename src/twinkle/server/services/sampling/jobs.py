@@ -10,7 +10,7 @@ from twinkle.errors import QuotaError, TwinkleError, TwinkleServerError
 from twinkle.sampler.types import Progress, SampleRequest, SampleResult
 from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Futures
-from twinkle.server.services.training.execution import failure_of, unexpected
+from twinkle.server.services.training.execution import failure_of
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
 from twinkle.server.wire.sampling import Encode
@@ -66,10 +66,10 @@ class SampleJob:
 
     def failed(self, error: Exception) -> TwinkleError | Outcome:
         """Return the error as the client gets it. An error of the server is logged."""
-        if isinstance(error, TwinkleError):
-            return error if self.streamed else failure_of(error, self.request_id)
         if not self.streamed:
-            return unexpected(error, self.request_id)
+            return failure_of(error, self.request_id)
+        if isinstance(error, TwinkleError):
+            return error
         logger.error("request %s failed", self.request_id, exc_info=error, extra={"request_id": self.request_id})
         return TwinkleServerError(f"internal error; the server's log has the details under request {self.request_id}")
 
