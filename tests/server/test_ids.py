@@ -1,9 +1,10 @@
-"""Request ids: what they name, and what is none."""
+"""Small nouns that all rooms share: request ids, and counts by name."""
 
 import pytest
 
 from twinkle.errors import NotFoundError
 from twinkle.server.ids import SEQ_IDS_PER_CLIENT, RequestId, custom_loss_id
+from twinkle.server.types import Tally
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,14 @@ def test_requests_without_a_place_have_numbers_beyond_all_others() -> None:
     assert all(each.is_refusal and not each.is_unload for each in refusals)
     assert len({unload, *refusals}) == 3
     assert not RequestId("s:train:0", 10**17).is_unload
+
+
+def test_a_tally_keeps_no_name_without_a_count() -> None:
+    tally = Tally()
+    with tally.counting("a"), tally.counting("b", 3):
+        tally["a"] += 2
+        assert (tally["a"], tally["b"], tally["c"], tally.total()) == (3, 3, 0, 6)
+    assert dict(tally) == {"a": 2}
+    tally["a"] -= 2
+    tally["d"] += 0
+    assert not tally
