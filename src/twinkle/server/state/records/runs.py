@@ -74,9 +74,6 @@ class Runs(Area):
     async def get(self, run_id: str) -> RunRecord | None:
         return await self._first(_RUN, _GET, id=run_id)
 
-    async def by_number(self, session_id: str, number: int) -> RunRecord | None:
-        return await self._first(_RUN, _BY_NUMBER, session_id=session_id, number=number)
-
     async def of_session(self, session_id: str) -> tuple[RunRecord, ...]:
         """Return the runs of a session, by number."""
         return await self._all(_RUN, _LIST_OF_SESSION, session_id=session_id)
