@@ -99,7 +99,7 @@ def test_tokens_that_are_not_ours(keyed_server: Server, keys: Keys) -> None:
         f"{header}.{payload}",
         "eyJ",
         "eyJ..",
-        write_token(claims_of(token), b"another secret"),
+        write_token(claims_of(token), b"another secret".ljust(32)),
     ):
         assert "token" in refused(keyed_server, wrong), wrong
 
@@ -223,3 +223,35 @@ def test_signed_text() -> None:
     assert read_token(token[:-5], secret) is None
     for text in ("", ".", "..", "a.b.c", "é.é.é", token + ".x", token.replace(".", "")):
         assert read_token(text, secret) is None
+
+
+def test_tokens_of_earlier_versions_are_read_and_new_ones_look_the_same() -> None:
+    """Until PyJWT came in, tokens were written by hand: this one was."""
+    claims = {"iss": "twinkle", "sub": "tenant-1", "key_id": None, "iat": 1700000000, "exp": 4102444800.0}
+    written = ".".join(
+        (
+            "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9",
+            "eyJpc3MiOiJ0d2lua2xlIiwic3ViIjoidGVuYW50LTEiLCJrZXlfaWQiOm51bGwsImlhdCI6MTcwMDAwMDAwMCwiZX"
+            "hwIjo0MTAyNDQ0ODAwLjB9",
+            "ZAkAkzjO-od2NU-xOT_-JbIDgCI6jKPL6fCKN26Lbvw",
+        )
+    )
+    assert read_token(written, b"s" * 32) == claims
+    assert write_token(claims, b"s" * 32) == written
+
+
+def test_odd_headers_are_none_of_ours() -> None:
+    secret = b"s" * 32
+    _, payload, signature = write_token({"a": 1}, secret).split(".")
+    for header in (
+        {"alg": ["HS256"]},
+        {"alg": "HS256", "kid": 1},
+        {"alg": "HS512"},
+        {"alg": "HS256", "crit": ["x"]},
+        [],
+    ):
+        text = base64.urlsafe_b64encode(json.dumps(header).encode()).rstrip(b"=").decode()
+        assert read_token(f"{text}.{payload}.{signature}", secret) is None
+    deep = base64.urlsafe_b64encode(b"[" * 30_000).rstrip(b"=").decode()
+    assert read_token(f"{deep}.{payload}.{signature}", secret) is None
+    assert read_token(f"\ud800.{payload}.{signature}", secret) is None

@@ -2,8 +2,9 @@
 
 import asyncio
 
+from twinkle.server.ids import SEQ_IDS_PER_CLIENT
 from twinkle.server.scheduling.fair_queue import FairQueue
-from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
+from twinkle.server.services.sampling.completions import Completions
 from twinkle.server.tenancy.rate_limit import RecentRate
 
 SESSION = "s:sample:0"

@@ -34,7 +34,7 @@ def test_versions_end_with_their_session(tmp_path: Path) -> None:
         session = await gateway.create_session(SessionRecord("s-1", TENANT, time.time(), time.time()), None)
         run_id, request_id = await gateway.create_model(TENANT, session.session_id, 0, "mock", LoraSpec(8), {}, b"{}")
         assert run_id == ids.run_id("s-1", 0)
-        await entry.training.wait(request_id, run_id, 0, 10)
+        await entry.training.wait(ids.RequestId.parse(request_id), run_id, 10)
         live = await entry.training.adapters.live_version(run_id)
         assert live is not None
         assert model.sampler.version_ids() == [live.version_id]

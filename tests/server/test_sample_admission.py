@@ -6,6 +6,7 @@ import pytest
 from test_sampler_service import ScriptedSampler, generated, request, running, session, turns
 
 from twinkle.errors import QuotaError, RateLimitError
+from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.futures import PROMISE_BYTES
 from twinkle.server.services.sampling.sampler_service import SamplerService
@@ -96,7 +97,7 @@ def test_who_fetches_nothing_gets_nothing_more_computed() -> None:
         with pytest.raises(QuotaError, match="bytes of results not fetched"):
             service.sample(session(), request(150))
         for request_id in first:
-            assert await service.wait(request_id, 5) is not None
+            assert await service.wait(RequestId.parse(request_id), 5) is not None
             with service.delivering(request_id) as delivery:
                 delivery.complete = True
         await turns(service, 10)
@@ -114,7 +115,7 @@ def test_tokens_are_held_back_until_it_is_known_how_many_were_used() -> None:
             service.sample(session(), request(20))
         sampler.finish.add("s:sample:0:0")
         await turns(service)
-        await service.wait("s:sample:0:0", 5)
+        await service.wait(RequestId("s:sample:0", 0), 5)
         assert taken(service, 10, first=30) == 1  # of 43 only five were used: 52 are left
         service.cancel("s:sample:0:1")  # the engine had it: what it has done nobody knows
         assert taken(service, 10, first=50) == 0

@@ -22,6 +22,7 @@ from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockSampler, MockTrainer
+from twinkle.server.ids import RequestId
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
@@ -245,7 +246,7 @@ def test_a_number_belongs_to_one_request() -> None:
             service.sample(session(), request(5), digest=b"two")
         sampler.finish.add("s:sample:0:5")
         await turns(service)
-        assert await service.wait("s:sample:0:5", 5) is not None
+        assert await service.wait(RequestId("s:sample:0", 5), 5) is not None
         with pytest.raises(InvalidInputError, match="seq_id: got 5"):
             service.sample(session(), request(5), digest=b"two")
         assert sampler.submitted == ["s:sample:0:5"]
@@ -267,15 +268,15 @@ def test_cancelling() -> None:
         await turns(service)
         assert sampler.cancelled == ["s:sample:0:1"]  # the engine never saw number 2
         for number in (1, 2):
-            outcome = await service.wait(f"s:sample:0:{number}", 5)
+            outcome = await service.wait(RequestId("s:sample:0", number), 5)
             assert json.loads(outcome.body) == {"error": "cancelled by its client", "category": "user"}
         with pytest.raises(GoneError):
-            await service.wait("s:sample:0:7", 5)
+            await service.wait(RequestId("s:sample:0", 7), 5)
         sampler.finish.add("s:sample:0:0")
         await turns(service)
-        done = await service.wait("s:sample:0:0", 5)
+        done = await service.wait(RequestId("s:sample:0", 0), 5)
         service.cancel("s:sample:0:0")
-        assert await service.wait("s:sample:0:0", 5) == done
+        assert await service.wait(RequestId("s:sample:0", 0), 5) == done
         assert not done.failed
 
     running(sampler, check, engine_samples=2)
@@ -295,7 +296,8 @@ def test_samples_that_nobody_asks_for_are_cancelled() -> None:
         await turns(service)
         later(service, 59)
         assert not service.unasked_sessions(60)
-        await service.wait("s:sample:0:1", 0.01)  # a question for one is a sign of life for all of the client's
+        # A question for one is a sign of life for all of the client's.
+        await service.wait(RequestId("s:sample:0", 1), 0.01)
         later(service, 59)
         assert not service.unasked_sessions(60)
         later(service, 2)
@@ -307,13 +309,13 @@ def test_samples_that_nobody_asks_for_are_cancelled() -> None:
         assert not streamed.done(), "it ends with its connection"
         streamed.cancel()
         with pytest.raises(GoneError, match="send it again"):
-            await service.wait("s:sample:0:1", 5)
+            await service.wait(RequestId("s:sample:0", 1), 5)
         told = await service.completions.after("s:sample:0", 0, 0, 5, 0.0)
         assert [(each.request_id, each.size) for each in told] == [(f"s:sample:0:{n}", None) for n in range(3)]
         service.sample(session(), request(9))  # and there is room again
         sampler.finish.add("s:sample:0:9")
         await turns(service)
-        assert not (await service.wait("s:sample:0:9", 5)).failed
+        assert not (await service.wait(RequestId("s:sample:0", 9), 5)).failed
 
     running(sampler, check, engine_samples=2)
 
@@ -329,11 +331,11 @@ def test_acknowledged_results_are_freed() -> None:
         service.acknowledge("s:sample:0", ["s:sample:0:0", "s:sample:0:2", "s:sample:0:9", "nonsense"])
         service.acknowledge("s:sample:1", ["s:sample:0:1"])  # not of that session
         with pytest.raises(GoneError):
-            await service.wait("s:sample:0:0", 5)
-        assert await service.wait("s:sample:0:1", 5) is not None
+            await service.wait(RequestId("s:sample:0", 0), 5)
+        assert await service.wait(RequestId("s:sample:0", 1), 5) is not None
         with service.delivering("s:sample:0:1") as delivery:
             delivery.complete = True
-        assert await service.wait("s:sample:0:2", 0) is None  # it is not done: nothing to free
+        assert await service.wait(RequestId("s:sample:0", 2), 0) is None  # it is not done: nothing to free
         assert service._futures.unfetched_bytes("t") == 0
 
     running(sampler, check)
@@ -363,13 +365,13 @@ def test_a_bug_in_the_engine_fails_what_runs_and_nothing_else() -> None:
         await turns(service)
         sampler.error = ArithmeticError("bug")
         await turns(service)
-        outcome = await service.wait("s:sample:0:0", 5)
+        outcome = await service.wait(RequestId("s:sample:0", 0), 5)
         assert json.loads(outcome.body)["category"] == "server"
         assert "bug" not in outcome.body.decode()
         sampler.finish.add("s:sample:0:1")
         service.sample(session(), request(1))
         await turns(service)
-        assert not (await service.wait("s:sample:0:1", 5)).failed
+        assert not (await service.wait(RequestId("s:sample:0", 1), 5)).failed
 
     running(sampler, check)
 
@@ -399,7 +401,7 @@ def test_an_engine_that_fails_in_any_way_does_not_end_the_loop() -> None:
         async def works(number: int) -> None:
             sampler.finish.add(f"s:sample:0:{number}")
             service.sample(session(), request(number))
-            assert not (await service.wait(f"s:sample:0:{number}", 5)).failed
+            assert not (await service.wait(RequestId("s:sample:0", number), 5)).failed
 
         service.sample(session(), request(0))
         await turns(service)
@@ -408,7 +410,7 @@ def test_an_engine_that_fails_in_any_way_does_not_end_the_loop() -> None:
         service.sample(session(), request(2))
         await turns(service)
         sampler.broken = True
-        assert json.loads((await service.wait("s:sample:0:2", 5)).body)["category"] == "server"
+        assert json.loads((await service.wait(RequestId("s:sample:0", 2), 5)).body)["category"] == "server"
         sampler.broken = False
         await works(3)
         sampler.requests["ghost"] = request("ghost")  # nobody's, and it makes every turn fail
@@ -455,7 +457,7 @@ def test_the_lowest_number_that_a_client_may_wait_for() -> None:
         assert service.lowest_number("s:sample:1", 9) == 9
         sampler.finish.add("s:sample:0:3")
         await turns(service)
-        assert await service.wait("s:sample:0:4", 0) is None
+        assert await service.wait(RequestId("s:sample:0", 4), 0) is None
         assert service.lowest_number("s:sample:0", 9) == 3
         (told,) = await service.completions.after("s:sample:0", 0, 0, 5, 0.0)
         await service.completions.after("s:sample:0", 0, told.place, 0, 0.0)
@@ -494,7 +496,7 @@ def test_versions_are_pinned_while_in_use_and_come_back_from_disk(tmp_path: Path
         service.sample(session(version="a", directory="a"), request(3, "a"))
         await turns(service)
         assert sampler.loaded == ["a", "b", "c", "a"]
-        assert not (await service.wait("s:sample:0:3", 5)).failed
+        assert not (await service.wait(RequestId("s:sample:0", 3), 5)).failed
 
     running(sampler, check, tmp_path, max_versions=2)
 
@@ -516,7 +518,7 @@ def test_weights_that_are_gone(tmp_path: Path) -> None:
     async def check(service: SamplerService) -> None:
         service.sample(session(version="v", directory="v"), request(0, "v"))
         await turns(service)
-        outcome = json.loads((await service.wait("s:sample:0:0", 5)).body)
+        outcome = json.loads((await service.wait(RequestId("s:sample:0", 0), 5)).body)
         assert outcome["category"] == "user"
         assert "gone" in outcome["error"]
         assert str(tmp_path) not in outcome["error"]

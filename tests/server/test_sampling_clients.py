@@ -8,7 +8,8 @@ import pytest
 from running import MODEL, Server, Tenant, sample_body
 
 from twinkle.server.gateway.sampling_clients import SamplingClients
-from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
+from twinkle.server.ids import SEQ_IDS_PER_CLIENT
+from twinkle.server.services.sampling.completions import Completions
 
 SESSION = "s:sample:0"
 

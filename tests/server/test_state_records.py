@@ -41,7 +41,7 @@ def test_every_record_comes_back_as_it_was_also_after_reopening(tmp_path):
     async def check(store: Store):
         assert await store.sessions.get("s1") == full_session
         assert await store.runs.get("s1:train:1") == full_run
-        assert await store.runs.by_number("s1", 2) == all_linear
+        assert all_linear in await store.runs.of_session("s1")
         assert await store.checkpoints.get("s1:train:1", "weights", "final") == full_checkpoint
         assert await store.sampling_sessions.get("s1:sample:1") == full_sampling
         assert await store.snapshots.get("s1:train:1") == snapshot
@@ -54,7 +54,7 @@ def test_what_does_not_exist_is_none(tmp_path):
     async def check(store: Store):
         assert await store.sessions.get("no") is None
         assert await store.runs.get("no") is None
-        assert await store.runs.by_number("no", 1) is None
+        assert not await store.runs.of_session("no")
         assert await store.checkpoints.get("no", "weights", "no") is None
         assert not await store.checkpoints.set_expiry("no", "weights", "no", 1.0)
         assert not await store.checkpoints.set_public("no", "weights", "no", True)

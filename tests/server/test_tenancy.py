@@ -21,8 +21,8 @@ from twinkle.server import protocols
 from twinkle.server.app import make_app
 from twinkle.server.cli import command_line as cli
 from twinkle.server.config import default_config
-from twinkle.server.gateway.unloading import UNLOAD_NUMBER
 from twinkle.server.http.requests import PREFIX
+from twinkle.server.ids import UNLOAD_NUMBER
 from twinkle.server.wire import tinker_pb2 as pb
 
 # The dashboard's files and the list of routes, which are the same for everyone.

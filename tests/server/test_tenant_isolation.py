@@ -116,7 +116,7 @@ async def quiet(counted: Counted, run_id: str) -> list[int]:
         for op in reversed(step(run_id, seq)):  # the step is there when its gradient is
             await counted.service.submit(op)
         last = f"{run_id}:{seq + 1}"
-        outcome = await counted.service.wait(last, run_id, seq + 1, 60)
+        outcome = await counted.service.wait(ids.RequestId.parse(last), run_id, 60)
         assert outcome is not None
         assert not outcome.failed
         waited.append(counted.ended[last] - counted.placed[f"{run_id}:{seq}"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from native_caller import Caller
 from running import Server, Tenant, datum
 
-from twinkle.server.gateway.unloading import UNLOAD_NUMBER
+from twinkle.server.ids import UNLOAD_NUMBER
 
 
 def unload(tenant: Tenant, model: str) -> str:

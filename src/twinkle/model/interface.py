@@ -145,7 +145,8 @@ class TwinkleModel(ABC):
         group = self._group(adapter_name)
         group.set_accumulation(gradient_accumulation_steps)
         if group.at_boundary and group.lr_scheduler is not None:
-            group.lr_scheduler.step()
+            with group.guard("lr_step"):
+                group.lr_scheduler.step()
 
     @promised
     def clip_grad_and_step(
@@ -238,8 +239,9 @@ class TwinkleModel(ABC):
         status.clear()
         result: dict[str, Any] = {}
         for metric in status.metrics:
-            result |= metric.calculate()
-            metric.reset()  # also one that reports as it grows: here it would grow for ever
+            with group.guard(type(metric).__name__):
+                result |= metric.calculate()
+                metric.reset()  # also one that reports as it grows: here it would grow for ever
         return result
 
     @at_once
@@ -341,7 +343,9 @@ class TwinkleModel(ABC):
         features = encode(as_feature_list(inputs), lambda: self._template(group))
         if group.processor is None:
             group.processor = build_processor("InputProcessor", {})
-        return split_batch(group.processor(features))
+        with group.guard(type(group.processor).__name__):
+            batch = group.processor(features)
+        return split_batch(batch)
 
     def _keep_loss(self, status: TrainStatus, graph: Tensor | float, value: float, tokens: float) -> None:
         """A loss that is not finite on one rank is kept on none."""

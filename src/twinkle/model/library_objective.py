@@ -4,6 +4,7 @@ Shapes: B sequences, L tokens of the longest.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from twinkle.errors import UnsupportedError
 from twinkle.loss import CrossEntropyLoss, Loss
 from twinkle.model.components import loss_value
+from twinkle.model.optimizer_group import Guard
 from twinkle.model.sequences import SequenceBatch
 from twinkle.model.types import FloatArray, ObjectiveValue, TokenValues
 
@@ -38,10 +40,11 @@ def cross_entropy_weights(loss: Loss, batch: SequenceBatch) -> list[FloatArray] 
 class LibraryObjective:
     """Called by the Trainer between forward and backward; keeps what the loss said."""
 
-    def __init__(self, loss: Loss, batch: SequenceBatch, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, loss: Loss, batch: SequenceBatch, kwargs: Mapping[str, Any], guard: Guard = nullcontext) -> None:
         self._loss = loss
         self._batch = batch
         self._kwargs = kwargs
+        self._guard = guard
         self.num_tokens = 0.0
 
     def __call__(self, values: Sequence[TokenValues]) -> ObjectiveValue:
@@ -49,10 +52,11 @@ class LibraryObjective:
         with torch.enable_grad():
             outputs = outputs_of(batch, values, entropy=entropy)
             leaves = [outputs[name].requires_grad_() for name in (("logps", "entropies") if entropy else ("logps",))]
-            loss, self.num_tokens = loss_value(self._loss, batch.loss_inputs, outputs, self._kwargs)
             grads: Sequence[Tensor | None] = [None] * len(leaves)
-            if loss.requires_grad:
-                grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            with self._guard("the loss failed"):
+                loss, self.num_tokens = loss_value(self._loss, batch.loss_inputs, outputs, self._kwargs)
+                if loss.requires_grad:
+                    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         slopes = [batch.unpadded(torch.zeros_like(leaves[0]) if grad is None else grad) for grad in grads]
         return ObjectiveValue(float(loss.detach()), slopes[0], slopes[1] if entropy else ())
 

@@ -47,8 +47,9 @@ class LoraRequests:
         self, group: OptimizerGroup, batch: SequenceBatch, temperature: float, kwargs: Mapping[str, Any]
     ) -> TrainRequest:
         loss = group.loss_instance
-        weights = cross_entropy_weights(loss, batch)
-        objective = LibraryObjective(loss, batch, kwargs)
+        with group.guard("the loss failed"):
+            weights = cross_entropy_weights(loss, batch)
+        objective = LibraryObjective(loss, batch, kwargs, group.guard)
         item = TrainItem(
             group.adapter_name,
             self._data(batch, weights),

@@ -8,6 +8,7 @@ them together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from twinkle.model.library_objective import refuse_unless_logps
 from twinkle.model.lora_optimizer import adam_params, build_lora_optimizer
 from twinkle.model.lora_requests import LoraRequests
 from twinkle.model.lora_state import LoraState, StateTrainer
-from twinkle.model.optimizer_group import OptimizerGroup, check_accumulation, check_clipping
+from twinkle.model.optimizer_group import Guard, OptimizerGroup, check_accumulation, check_clipping
 from twinkle.model.parallel import ALONE, Ranks, first_does
 from twinkle.model.parameter_groups import apply_optim_params
 from twinkle.model.remote_verbs import at_once
@@ -77,11 +78,13 @@ class LoraVerbs(TwinkleModel):
         process_state: bool,
         device_mesh: DeviceMesh | None = None,
         ranks: Ranks = ALONE,
+        guard: Guard = nullcontext,
     ) -> None:
         """process_state: checkpoints hold tokenizer and random states. Not where tenants share this process."""
         super().__init__(model_id, tokenizer_id, device_mesh, ranks)
         self._lora_trainer = trainer
         self._requests = LoraRequests(max_length)
+        self._guard = guard
         tokenizer = tokenizer_id if process_state else None
         self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
 
@@ -224,7 +227,7 @@ class LoraVerbs(TwinkleModel):
         arguments = self._loss_arguments(group, kwargs)
         value = tokens = 0.0
         if not batch.empty:
-            with torch.no_grad():
+            with torch.no_grad(), group.guard("the loss failed"):
                 loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
             value = float(loss)
         self._keep_loss(status, value, value, tokens)
@@ -389,7 +392,7 @@ class LoraVerbs(TwinkleModel):
     def _new_group(
         self, adapter_name: str, config: Mapping[str, object], gradient_accumulation_steps: int
     ) -> OptimizerGroup:
-        group = OptimizerGroup(adapter_name, config, gradient_accumulation_steps)
+        group = OptimizerGroup(adapter_name, config, gradient_accumulation_steps, guard=self._guard)
         # Accuracy is not among the defaults: it needs the likeliest token of every row, and with it CUDA's slower head.
         for status in (group.train_status, group.eval_status):
             status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in (LossMetric, TrainMetric)]

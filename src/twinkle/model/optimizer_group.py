@@ -1,7 +1,8 @@
 """What a model keeps of one adapter, or of all its parameters: loss, optimizer, metrics, and where training is."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,10 @@ from twinkle.loss import CrossEntropyLoss, Loss
 from twinkle.metric import LossMetric, Metric, TrainMetric
 from twinkle.model.parallel import Ranks
 from twinkle.model.sequences import SequenceBatch
+
+# Entered, with the name of a component, while a loss, metric, schedule or processor that a user chose is at work. A
+# server tells by it whose mistake an error is: what a tenant chose may fail in any way, and our own code may not.
+Guard = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass
@@ -81,6 +86,7 @@ class OptimizerGroup:
     last_grad_norm: float = 0.0
     chosen: set[str] = field(default_factory=set)  # what was set by a verb, rather than by default
     last_lr: tuple[float, ...] = ()  # of the last update
+    guard: Guard = nullcontext
 
     def __post_init__(self) -> None:
         self.set_accumulation(self.gradient_accumulation_steps)
@@ -167,13 +173,14 @@ def accumulate_metrics(group: OptimizerGroup, status: TrainStatus) -> None:
     if sequences.empty:  # of a step that others took: these two also tell of steps
         metrics, outputs = [each for each in metrics if isinstance(each, LossMetric | TrainMetric)], {}
     for metric in metrics:
-        metric.accumulate(
-            inputs,
-            outputs,
-            lr=list(group.last_lr) or group.lr,
-            step=max(group.cur_step - 1, 0),
-            gradient_accumulation_steps=group.gradient_accumulation_steps,
-            grad_norm=group.last_grad_norm,
-            loss_reduction=status.reduction,
-            **forward_kwargs,
-        )
+        with group.guard(type(metric).__name__):
+            metric.accumulate(
+                inputs,
+                outputs,
+                lr=list(group.last_lr) or group.lr,
+                step=max(group.cur_step - 1, 0),
+                gradient_accumulation_steps=group.gradient_accumulation_steps,
+                grad_norm=group.last_grad_norm,
+                loss_reduction=status.reduction,
+                **forward_kwargs,
+            )

@@ -22,8 +22,6 @@ from twinkle.server.protocols.operator import accounts, pages, system
 from twinkle.server.protocols.tinker import checkpoints, futures, runs, sampling, sessions, training
 from twinkle.server.telemetry.http import ObservedRequests
 
-__all__ = ["ROUTES", "make_app"]
-
 # One flat list, the busiest areas first: routes are tried in order.
 ROUTES = RouteTable(
     (

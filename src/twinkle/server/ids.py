@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import get_args
 
-from twinkle.errors import InvalidInputError
+from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server.types import CheckpointKind
 
 _SCHEMES = ("tinker://", "twinkle://")
@@ -22,6 +22,11 @@ _NATIVE_RUN = re.compile(rf"{_NATIVE_SESSION}-{ADAPTER_NAME.pattern}")
 _RUN = re.compile(rf"[A-Za-z0-9_-]{{1,64}}:train:[0-9]{{1,19}}|{_NATIVE_RUN.pattern}")
 _OF_NATIVE_SESSION = re.compile(rf"{_NATIVE_SESSION}:.*")
 _LIKE_TINKERS = re.compile(r"[^:]*-(train|sample)-[0-9]+")
+# A client of a sampling session has so many sequence numbers: the original one the first, each copy the next ones.
+SEQ_IDS_PER_CLIENT = 10**9
+# Requests of a run that have no place in its sequence have numbers beyond any: one to unload it, then all refusals.
+UNLOAD_NUMBER = 10**18 - 1
+_REFUSED_FROM = 10**18
 
 
 def new_session_id() -> str:
@@ -62,17 +67,65 @@ def custom_loss_id(session_id: str, number: int) -> str:
     return f"{session_id}:loss:{number}"
 
 
-def is_custom_loss(owner: str) -> bool:
-    """``owner``: of a request id."""
-    return owner.endswith(":loss")
+@dataclass(frozen=True)
+class RequestId:
+    """``<owner>:<number>``: the name of an op, a sample or a custom loss, which its client polls.
 
+    Text that comes from a client is parsed once, where it arrives. It is text again on the wire, in the database, and
+    as the key of a future.
+    """
 
-def split_request_id(request_id: str) -> tuple[str, int] | None:
-    """(owner, sequence number), or None for what cannot be one of ours."""
-    owner, _, seq = request_id.rpartition(":")
-    if not owner or not seq.isascii() or not seq.isdigit() or len(seq) > 19 or int(seq) >= 2**63:
-        return None
-    return owner, int(seq)
+    owner: str  # a run, a sampling session, or a session with ``:loss`` behind it
+    number: int
+
+    @classmethod
+    def parse_or_none(cls, text: str) -> "RequestId | None":
+        """Return None for what cannot be one of ours."""
+        owner, _, number = text.rpartition(":")
+        if not owner or not number.isascii() or not number.isdigit() or len(number) > 19 or int(number) >= 2**63:
+            return None
+        return cls(owner, int(number))
+
+    @classmethod
+    def parse(cls, text: str) -> "RequestId":
+        """Raise NotFoundError for what cannot be one of ours: a client learns no more about ids than that."""
+        parsed = cls.parse_or_none(text)
+        if parsed is None:
+            raise NotFoundError("request", text)
+        return parsed
+
+    @classmethod
+    def for_unload(cls, run_id: str) -> "RequestId":
+        return cls(run_id, UNLOAD_NUMBER)
+
+    @classmethod
+    def for_refusal(cls, run_id: str, count: int) -> "RequestId":
+        """Return the id of a request that was refused before it had a place; ``count`` of them came before."""
+        return cls(run_id, _REFUSED_FROM + count)
+
+    @property
+    def is_sample(self) -> bool:
+        return ":sample:" in self.owner
+
+    @property
+    def is_custom_loss(self) -> bool:
+        return self.owner.endswith(":loss")
+
+    @property
+    def is_unload(self) -> bool:
+        return self.number == UNLOAD_NUMBER
+
+    @property
+    def is_refusal(self) -> bool:
+        return self.number >= _REFUSED_FROM
+
+    @property
+    def client(self) -> tuple[str, int]:
+        """Return the sampling session and which of its clients made the request."""
+        return self.owner, self.number // SEQ_IDS_PER_CLIENT
+
+    def __str__(self) -> str:
+        return f"{self.owner}:{self.number}"
 
 
 def directory_name(identifier: str) -> str:

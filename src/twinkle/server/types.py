@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -22,6 +24,25 @@ TARGETS_A_TOKEN = 128  # further targets of a token: gathering, its gradient and
 NUMBERS_A_TOKEN = 2**15  # numbers that a custom loss computes, each as dear as a sum
 JSON_NUMBER_BYTES = 24
 OBJECT_BYTES = 1024  # of an op or a datum beside its arrays
+
+
+class Tally(Counter[str]):
+    """Counts by name, of tenants for instance. A name whose count is 0 is not kept: tenants come and go for ever."""
+
+    def __setitem__(self, name: str, count: int) -> None:
+        if count:
+            super().__setitem__(name, count)
+        else:
+            del self[name]
+
+    @contextmanager
+    def counting(self, name: str, count: int = 1) -> Iterator[None]:
+        """Add ``count`` as long as this is entered."""
+        self[name] += count
+        try:
+            yield
+        finally:
+            self[name] -= count
 
 
 class OpKind(StrEnum):

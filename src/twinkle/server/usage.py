@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 
-__all__ = ["FORGOTTEN", "Usage", "UsageCounts", "utc_day"]
-
 FORGOTTEN = ""  # no tenant's id: all of whom nothing was heard for long, together
 _REMEMBERED = 10_000  # tenants: where any key is one, there is no end of them
 

@@ -13,9 +13,6 @@ from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.template.labels import IGNORE, shift_labels, unshift_labels
 from twinkle.template.messages import conversation, plain_text, refuse_media
 
-__all__ = ["check_characters", "max_characters", "text_groups"]
-
-
 # A chat template says nothing about what it reads; one that knows tools names them.
 _READS_TOOLS = re.compile(r"\btools\b")
 

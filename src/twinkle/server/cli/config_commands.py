@@ -13,8 +13,6 @@ from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_co
 from twinkle.server.config.messages import without_passwords
 from twinkle.server.state import Store
 
-__all__ = ["add_parsers", "config_of", "config_options", "open_store", "requested_config", "server_options"]
-
 _BAD_CONFIGURATION = 2
 
 

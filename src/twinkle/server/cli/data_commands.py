@@ -20,8 +20,6 @@ from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
 
-__all__ = ["add_parsers"]
-
 _SQLITE = "sqlite:///"
 _DAMAGED = 1  # exit code
 _CLEARED = "sessions, live adapters, futures and unnamed sampler versions; keys, checkpoints, usage and audit log stay"

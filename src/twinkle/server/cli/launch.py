@@ -21,8 +21,6 @@ from twinkle.requirements import exists
 if TYPE_CHECKING:
     from twinkle.server.config import ServerConfig
 
-__all__ = ["ServerLauncher", "fetch_status", "launch_server", "run_server", "start_in_background"]
-
 _START_SECONDS = 600.0
 _NOTHING = (
     "nothing to serve: the configuration has no applications; --model ID serves a model with its other settings, and "

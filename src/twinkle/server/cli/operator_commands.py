@@ -18,8 +18,6 @@ from twinkle.errors import NotFoundError, TwinkleServerError
 from twinkle.server.cli.config_commands import open_store, server_options
 from twinkle.server.state import EVICT, OperatorRequest, Store
 
-__all__ = ["add_parsers"]
-
 _POLL_SECONDS = 0.2
 _COLUMNS = {
     "day": "day",

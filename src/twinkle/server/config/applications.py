@@ -15,23 +15,6 @@ from twinkle.server.config.messages import ChosenBy, Rule, Section
 from twinkle.server.config.placement import DeploymentOptions, DeviceGroup, DeviceMesh, RayActorOptions
 from twinkle.server.config.sections import Directory
 
-__all__ = [
-    "GATEWAY_PREFIX",
-    "PROCESSOR_PREFIX",
-    "ApplicationSpec",
-    "ModelArgs",
-    "ProcessorArgs",
-    "SamplerArgs",
-    "ServedModelConfig",
-    "ServerArgs",
-    "has_own_process",
-    "is_path",
-    "known_name",
-    "public_tokenizer_id",
-    "resources_of",
-    "served_models",
-]
-
 GATEWAY_PREFIX = "/api/v1"
 PROCESSOR_PREFIX = f"{GATEWAY_PREFIX}/processor"
 _SCHEME = re.compile(r"[a-z]+://")

@@ -23,25 +23,6 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from twinkle.errors import ConfigProblem
 
-__all__ = [
-    "ChosenBy",
-    "Location",
-    "Rule",
-    "Section",
-    "allowed_by",
-    "allowed_values",
-    "explanation",
-    "inner_type",
-    "is_section",
-    "path_of",
-    "plain_type",
-    "problem",
-    "problems_of",
-    "refusal",
-    "unknown_key",
-    "without_passwords",
-]
-
 Location = Sequence[str | int]
 
 _LONGEST_VALUE = 120  # characters of a value that an error shows

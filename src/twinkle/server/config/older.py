@@ -15,8 +15,6 @@ from twinkle.errors import ConfigProblem
 from twinkle.server.config.applications import GATEWAY_PREFIX
 from twinkle.server.config.messages import path_of, problem, unknown_key
 
-__all__ = ["Conversion", "convert", "older_keys"]
-
 
 @dataclass
 class Conversion:

@@ -11,8 +11,6 @@ from pydantic import Field, model_validator
 
 from twinkle.server.config.messages import Rule, Section, refusal
 
-__all__ = ["AutoscalingConfig", "DeploymentOptions", "DeviceGroup", "DeviceMesh", "RayActorOptions", "RuntimeEnv"]
-
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 _SIZES = ("world_size", "dp_size", "fsdp_size", "tp_size", "pp_size", "cp_size")
 _OTHER_SIZES = ("ulysses_size", "ep_size", "etp_size", "ep_fsdp_size", "vpp_size")

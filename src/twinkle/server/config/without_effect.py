@@ -10,8 +10,6 @@ from twinkle.server.config.sources import notes_on_application
 if TYPE_CHECKING:
     from twinkle.server.config.server_config import ServerConfig
 
-__all__ = ["without_effect"]
-
 _FOR_RAY = "has no effect on the embedded runtime; it is for the Ray runtime"
 _RAY_CHOOSES = "has no effect on the Ray runtime, where Ray gives each process its GPU"
 # Keys of ProcessorArgs that are for the Ray runtime.

@@ -6,6 +6,7 @@ from functools import partial
 from twinkle.errors import NotFoundError
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import expired
+from twinkle.server.services.checkpoints.save_and_load import delete_checkpoint
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.work_pools import FairPool
@@ -21,21 +22,14 @@ class CheckpointActions:
         self._threads = threads
 
     async def delete(self, path: CheckpointPath, tenant_id: str) -> None:
-        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        if record is None or record.tenant_id != tenant_id:
-            raise NotFoundError("checkpoint", str(path))
-        await self._delete(record, "checkpoint_delete")
+        await self._delete(await self._own(path, tenant_id, even_expired=True), "checkpoint_delete")
 
     async def delete_expired(self, now: float) -> None:
         for record in await self._store.checkpoints.expired(now):
             await self._delete(record, "checkpoint_expire")
 
     async def _delete(self, record: CheckpointRecord, event: str) -> None:
-        """Files that samplers are pinned to stay until the sessions of all of them have ended."""
-        await self._store.checkpoints.begin_delete(record, event)
-        if not await self._store.sampling_sessions.refer_to(record.directory):
-            await self._threads.in_thread(record.tenant_id, partial(self._files.remove, record.directory))
-        await self._store.checkpoints.finish_delete(record)
+        await delete_checkpoint(self._store, self._files, self._threads, record, event)
         run = await self._store.runs.get(record.run_id)
         if run is not None and run.state != "live":  # nobody saves to it any more
             await self._threads.in_thread(record.tenant_id, partial(self._files.remove_empty, record.directory))
@@ -53,7 +47,8 @@ class CheckpointActions:
         if not await self._store.checkpoints.set_public(path.run_id, path.kind, path.name, public):
             raise NotFoundError("checkpoint", str(path))
 
-    async def _own(self, path: CheckpointPath, tenant_id: str) -> None:
+    async def _own(self, path: CheckpointPath, tenant_id: str, *, even_expired: bool = False) -> CheckpointRecord:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        if record is None or record.tenant_id != tenant_id or expired(record):
+        if record is None or record.tenant_id != tenant_id or (expired(record) and not even_expired):
             raise NotFoundError("checkpoint", str(path))
+        return record

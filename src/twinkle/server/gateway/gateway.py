@@ -30,7 +30,6 @@ from twinkle.server.gateway.checkpoint_actions import CheckpointActions
 from twinkle.server.gateway.fleet import Fleet, LocalFleet, ModelReport
 from twinkle.server.gateway.hub_uploads import Uploads
 from twinkle.server.gateway.identity import Identity, SignedUrls
-from twinkle.server.gateway.long_polls import LongPolls
 from twinkle.server.gateway.running_time import RunningTime
 from twinkle.server.gateway.sampling_clients import SamplingClients
 from twinkle.server.gateway.silent_sessions import SilentSessions
@@ -108,7 +107,6 @@ class Gateway:
         self.books = Bookkeeping(store, self.tenants)
         self.reading = self.tenants.pools.reading  # large bodies, in threads
         self.copying = TenantTurns(at_once=1)  # checkpoints
-        self.polls = LongPolls(self.tenants)
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads(self.tenants.pools.hub)
@@ -463,9 +461,6 @@ class Gateway:
         key = session.sampling_session_id, client
         with sampling.being_asked(session.sampling_session_id):
             return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
-
-    async def join_sampling_session(self, session: SamplingSessionRecord) -> int:
-        return await self.store.sampling_sessions.join(session.sampling_session_id)
 
     # --- housekeeping -------------------------------------------------------------------------------------------------
 

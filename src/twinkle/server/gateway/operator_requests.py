@@ -7,8 +7,6 @@ from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError, Unkn
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.state import EVICT, OperatorRequest
 
-__all__ = ["answer_operators"]
-
 logger = logging.getLogger(__name__)
 
 _FORGOTTEN_SECONDS = 86_400.0

@@ -29,9 +29,6 @@ from twinkle.server.telemetry.tenant_series import TenantSeries
 from twinkle.server.telemetry.tracing import NO_TRACING
 from twinkle.server.usage import Usage
 
-__all__ = ["Telemetry", "read_process", "read_state"]
-
-
 if TYPE_CHECKING:
     from twinkle.server.telemetry.otlp import Export
 

@@ -9,8 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-__all__ = ["RunningTime"]
-
 _TICK_SECONDS = 5.0
 
 

@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completion, Completions
+from twinkle.server.ids import SEQ_IDS_PER_CLIENT, RequestId
+from twinkle.server.services.sampling.completions import Completion, Completions
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.state import SamplingSessions
 
@@ -29,7 +30,7 @@ class SamplingClients:
 
     async def use(self, sampling: SamplerService, sampling_session_id: str, seq_id: int) -> None:
         """Returns once the number is on record as one that may be in use."""
-        client = sampling_session_id, seq_id // SEQ_IDS_PER_CLIENT
+        client = RequestId(sampling_session_id, seq_id).client
         if seq_id in self._covered.get(client, ()):
             return
         async with self._writing.setdefault(client, asyncio.Lock()):

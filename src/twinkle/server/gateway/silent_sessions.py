@@ -20,8 +20,6 @@ from twinkle.server.types import RunRecord, SessionRecord
 if TYPE_CHECKING:
     from twinkle.server.gateway.gateway import Gateway
 
-__all__ = ["SilentSessions"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

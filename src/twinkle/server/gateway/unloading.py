@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from twinkle.errors import InvalidInputError, NotFoundError
 from twinkle.server import ids
+from twinkle.server.ids import RequestId
 from twinkle.server.services.training.execution import unexpected
 from twinkle.server.types import Outcome, RunRecord
 from twinkle.server.wire import responses
@@ -16,8 +17,6 @@ from twinkle.server.wire import responses
 if TYPE_CHECKING:
     from twinkle.server.gateway.gateway import Gateway
 
-# The request has no place in its model's sequence: its number is beyond any, and there is one a model.
-UNLOAD_NUMBER = 10**18 - 1
 UNLOADING = "it is being unloaded, as its client asked"  # the note of a live run
 
 
@@ -37,7 +36,7 @@ class Unloading:
         if self._is_live(run):
             await self._gateway.store.runs.note_live(run.run_id, UNLOADING)
             self.begin(run)
-        return f"{run.run_id}:{UNLOAD_NUMBER}"
+        return str(RequestId.for_unload(run.run_id))
 
     def begin(self, run: RunRecord) -> None:
         """Once; whoever asks again waits for the same end."""
@@ -54,7 +53,7 @@ class Unloading:
 
     async def outcome(self, run: RunRecord, timeout: float) -> Outcome | None:
         """None while it has not left and been kept; NotFoundError if nobody asked it to."""
-        request_id = f"{run.run_id}:{UNLOAD_NUMBER}"
+        request_id = str(RequestId.for_unload(run.run_id))
         if run.run_id not in self._tasks and self._is_live(run):
             record = await self._gateway.store.runs.get(run.run_id)
             if record is None or record.note != UNLOADING:

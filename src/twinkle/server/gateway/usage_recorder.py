@@ -7,9 +7,6 @@ from twinkle.server.state import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.usage import utc_day
 
-__all__ = ["Bookkeeping"]
-
-
 _STORAGE_SECONDS = 300.0
 
 

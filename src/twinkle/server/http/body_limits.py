@@ -1,6 +1,5 @@
 """Request bodies on their way in: how much of a tenant's there is at one time, from its first byte to the answer."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,9 +8,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twinkle.errors import QuotaError
+from twinkle.server.types import Tally
 from twinkle.server.wire.errors import BodyTooLargeError
-
-__all__ = ["Upload", "UploadCounter", "read_body", "upload_of"]
 
 _KEY = "twinkle.upload"
 
@@ -20,7 +18,7 @@ _KEY = "twinkle.upload"
 class Upload:
     """The body of one request. Until its tenant is known it counts for the tenant without a name."""
 
-    sizes: Counter[str]  # of all uploads, by tenant
+    sizes: Tally  # of all uploads, by tenant
     tenant_id: str = ""
     size: int = 0
 
@@ -39,8 +37,6 @@ class Upload:
 
     def end(self) -> None:
         self.sizes[self.tenant_id] -= self.size
-        if not self.sizes[self.tenant_id]:
-            del self.sizes[self.tenant_id]
 
 
 class UploadCounter:
@@ -48,7 +44,7 @@ class UploadCounter:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._sizes: Counter[str] = Counter()
+        self._sizes = Tally()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

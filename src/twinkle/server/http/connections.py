@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import resource
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from twinkle.server.types import Budget
-
-__all__ = ["BoundedProtocol", "ConnectionLimits", "Connections", "connections_within_open_files"]
+from twinkle.server.types import Budget, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Connections:
         self.limits = limits
         self.refused = refused
         self._open: set[BoundedProtocol] = set()
-        self._by_address: Counter[str] = Counter()
+        self._by_address = Tally()
         # Connections without a request, and since when: the one that has waited longest comes first.
         self._waiting: OrderedDict[BoundedProtocol, float] = OrderedDict()
 
@@ -103,8 +101,6 @@ class Connections:
             self._open.discard(connection)
             self._waiting.pop(connection, None)
             self._by_address[address] -= 1
-            if not self._by_address[address]:
-                del self._by_address[address]
 
     def busy(self, connection: "BoundedProtocol") -> None:
         """Note that a request has come whole enough to be worked on."""

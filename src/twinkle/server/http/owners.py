@@ -140,10 +140,10 @@ def by_run_in_path(envelope: Envelope) -> Address | None:
 def by_request_id(envelope: Envelope) -> Address | None:
     """The run or sampling session whose future is asked about."""
     request_id = envelope.fields.get("request_id")
-    parts = ids.split_request_id(request_id) if isinstance(request_id, str) else None
-    if parts is None:
+    request = ids.RequestId.parse_or_none(request_id) if isinstance(request_id, str) else None
+    if request is None:
         return None
-    return OfSampler(parts[0]) if ":sample:" in parts[0] else OfRun(parts[0])
+    return OfSampler(request.owner) if request.is_sample else OfRun(request.owner)
 
 
 def by_sampling_session(envelope: Envelope) -> Address | None:

@@ -33,8 +33,7 @@ from twinkle.server.http.body_limits import read_body, upload_of
 from twinkle.server.state import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
 from twinkle.server.telemetry.logs import current_request, note_refusing_limit
-from twinkle.server.wire.errors import BodyTooLargeError
-from twinkle.server.wire.sequence_conflict import SequenceConflictError
+from twinkle.server.wire.errors import BodyTooLargeError, SequenceConflictError
 
 logger = logging.getLogger(__name__)
 

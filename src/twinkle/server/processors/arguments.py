@@ -17,8 +17,6 @@ from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.server.processors.live import LiveObjects
 from twinkle.server.processors.sources import Sources, decoded_meta
 
-__all__ = ["DROPPED", "Context", "Reader", "Readers", "read_arguments"]
-
 _PROCESSOR = "pid:"
 _LARGEST = 2**53
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.A)  # it becomes part of a path in the hub's cache

@@ -11,8 +11,6 @@ from twinkle.server.processors import arguments as a
 from twinkle.server.processors import operations as do
 from twinkle.server.processors.arguments import Readers
 
-__all__ = ["CATALOG", "ClassEntry", "Function", "entry", "function"]
-
 PREPROCESSORS = {
     "AlpacaProcessor": "twinkle.preprocessor",
     "CLEVRProcessor": "twinkle.preprocessor",

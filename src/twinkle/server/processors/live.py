@@ -8,8 +8,6 @@ from typing import Any
 
 from twinkle.errors import GoneError, InvalidInputError, NotFoundError, UserError
 
-__all__ = ["BatchRoom", "Batches", "Live", "LiveObjects", "NoRoomError", "Pass", "UnknownProcessorError"]
-
 _KEPT = 16
 
 

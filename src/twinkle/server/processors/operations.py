@@ -17,8 +17,6 @@ from twinkle.server.processors.messages import to_json
 if TYPE_CHECKING:
     from twinkle.template import Template
 
-__all__ = ["JsonText", "Make", "Run"]
-
 Make = Callable[[type, dict[str, Any], Context], Any]
 Run = Callable[[Live, dict[str, Any], Context], object]
 

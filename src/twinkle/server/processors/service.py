@@ -30,8 +30,6 @@ from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import Budget
 from twinkle.server.verbs.features import FIELDS, numbers
 
-__all__ = ["ProcessorLimits", "ProcessorService", "Processors", "configured_processors"]
-
 _LONGEST_KEY = 256
 _MOST_WAITING = 64  # requests of one session
 _SHUTDOWN = "the server is shutting down"

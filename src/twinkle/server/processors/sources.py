@@ -21,8 +21,6 @@ from twinkle.server.state.files.export import allowed_path
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["Sources", "decoded_meta"]
-
 _REPOSITORY = re.compile(r"((?P<hub>hf|ms)://)?(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)", re.A)
 _MODEL = re.compile(_REPOSITORY.pattern + r"(@[A-Za-z0-9][\w./-]*)?|random://[\w?=.-]+", re.A)
 _SCHEME = re.compile(r"[a-z]+://")

@@ -28,8 +28,6 @@ from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.sources import Sources
 from twinkle.server.verbs.features import FIELDS, UNSUPPORTED
 
-__all__ = ["Workbench"]
-
 logger = logging.getLogger(__name__)
 
 _OUR_PATHS = re.compile(r"(?<![\w./:-])(/[\w.@+~-]+){2,}/?")

@@ -16,8 +16,6 @@ from twinkle.environment import variables_with_own_caches
 from twinkle.errors import NotFoundError
 from twinkle.server.processors.messages import Frame, FrameTooLargeError, Settings, pack, receive_frame
 
-__all__ = ["WorkerEndedError", "WorkerProcess"]
-
 _READ_AHEAD = 2**20
 _AROUND_AN_ANSWER = 2**16  # bytes of JSON around a result, and of messages
 _DISK_CHECK_SECONDS = 2.0

@@ -6,8 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-__all__ = ["INTERVAL_SECONDS", "ProcessTasks", "run_maintenance"]
-
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 15.0

@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 
 from twinkle.server.scheduling.shares import Priority, ShareOf, Shares, equal_shares
 
-__all__ = ["MAX_SKIPS", "FairQueue"]
-
 MAX_SKIPS = 8
 
 T = TypeVar("T")

@@ -38,8 +38,6 @@ from twinkle.server.scheduling.sequence import Accepted, OpSequence, Passed, Pos
 from twinkle.server.scheduling.shares import Priority, ShareOf, Shares, equal_shares
 from twinkle.server.types import OpKind
 
-__all__ = ["Batch", "BatchKind", "Scheduler", "SchedulerNumbers"]
-
 
 class BatchKind(StrEnum):
     FORWARD = "forward"

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["Priority", "ShareOf", "Shares", "TenantShare", "equal_shares"]
-
 _ABSENT = 1024  # tenants that left and are remembered
 
 

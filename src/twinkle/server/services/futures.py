@@ -7,14 +7,15 @@ read back when somebody asks, and samples, which are nowhere else, are forgotten
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from twinkle.errors import QuotaError
 from twinkle.server.backends.compute_thread import event_loop
 from twinkle.server.tenancy.memory import HeldResult, ResultMemory
-from twinkle.server.types import Outcome
+from twinkle.server.types import Outcome, Tally
 
 PROMISE_BYTES = 1024  # what a promise takes beside its outcome, in round figures: a million empty ones are not nothing
 
@@ -84,7 +85,7 @@ class Futures:
     # Of all that have an outcome, the oldest first: sweeping looks at no others.
     _unfetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _fetched: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    _unfetched_bytes: Counter[str] = field(default_factory=Counter)  # by tenant
+    _unfetched_bytes: Tally = field(default_factory=Tally)  # by tenant
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
@@ -107,9 +108,16 @@ class Futures:
         """How much is kept for a tenant, in memory or on disk, that it has not fetched yet."""
         return self._unfetched_bytes[tenant_id]
 
+    def check_unfetched(self, tenant_id: str, limit: int) -> None:
+        """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
+        self.memory.check(tenant_id)
+        unfetched = self._unfetched_bytes[tenant_id]
+        if unfetched >= limit:
+            raise QuotaError("bytes of results not fetched", unfetched, limit, "max_unfetched_result_bytes")
+
     @property
     def all_unfetched_bytes(self) -> int:
-        return sum(self._unfetched_bytes.values())
+        return self._unfetched_bytes.total()
 
     @event_loop
     def settle(self, request_id: str, outcome: Outcome, now: float) -> None:
@@ -198,11 +206,10 @@ class Futures:
         return delivered
 
     def sweep(self, now: float) -> None:
-        """Forget what has been kept long enough, and tenants of whom nothing is."""
+        """Forget what has been kept long enough."""
         for order in (self._unfetched, self._fetched):
             while order and self._is_old(self._promises[next(iter(order))], now):
                 self.forget(next(iter(order)))
-        self._unfetched_bytes = +self._unfetched_bytes
 
     def _note_delivery(self, request_id: str, promise: _Promise, now: float) -> None:
         if promise.delivered_at is not None:

@@ -19,10 +19,8 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-
-__all__ = ["MOST_DEATHS", "RunningOps"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +82,7 @@ class RunningOps:
 
         ``decoding``: they are prepared only, and remain suspects.
         """
-        if self._deaths:
-            async with self._turn:
-                number = self._begin(tuple(request_ids))
-                try:
-                    yield
-                finally:
-                    self._end(number, decoding)
-        else:
+        async with self._turn if self._deaths else nullcontext():
             number = self._begin(tuple(request_ids))
             try:
                 yield

@@ -9,8 +9,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 
-__all__ = ["BackgroundTasks", "ServiceLoop"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -33,8 +33,6 @@ from twinkle.server.state.integrity.examination import check_before_opening
 from twinkle.server.state.records.ops import BODIES_NEEDED, OUTCOMES_NEEDED
 from twinkle.server.state.records.sampling import ACTIVE_DIRECTORIES
 
-__all__ = ["BackupSummary", "back_up", "check_backup", "restore"]
-
 _MANIFEST = "backup.json"
 _FORMAT = 2  # 1 had no checksums
 _DATABASE = "state.db"

@@ -39,8 +39,6 @@ from twinkle.server.state.records.sampling import SamplingSessions
 from twinkle.server.state.records.sessions import CustomLosses, Sessions
 from twinkle.server.state.records.usage import UsageRecords
 
-__all__ = ["Store"]
-
 # How long a process of a server waits for another one, which may be bringing the tables forward.
 _MEMBER_SECONDS = 60.0
 _PAUSE = 0.1

@@ -15,8 +15,6 @@ from twinkle.server.telemetry.logs import RequestContext, enter_request
 from twinkle.server.telemetry.metrics import Metrics
 from twinkle.server.telemetry.tracing import NO_TRACING, Tracing
 
-__all__ = ["REQUEST_ID_HEADER", "ObservedRequests"]
-
 logger = logging.getLogger("twinkle.server.access")
 
 REQUEST_ID_HEADER = "X-Request-Id"

@@ -7,9 +7,6 @@ they are declared, kinds and outcomes from short lists. Tenants appear only wher
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["INSTRUMENTS", "Instrument", "table"]
-
-
 # Durations of requests: from what a submit takes to the longest long poll.
 _REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Durations of work on the device, and of waiting for it.

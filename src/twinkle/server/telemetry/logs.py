@@ -12,10 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import RequestId
 from twinkle.server.telemetry.tracing import current_trace_id
-
-__all__ = ["JsonFormatter", "RequestContext", "configure_logging", "current_request", "enter_request"]
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -93,9 +91,9 @@ def _ids(record: logging.LogRecord) -> dict[str, str | None]:
         request_id = request_id or context.request_id
     if request_id is not None:
         ids["request_id"] = request_id
-        owner = split_request_id(request_id)
-        if owner is not None:
-            ids["sampling_session_id" if ":sample:" in owner[0] else "run_id"] = owner[0]
+        request = RequestId.parse_or_none(request_id)
+        if request is not None:
+            ids["sampling_session_id" if request.is_sample else "run_id"] = request.owner
     return ids
 
 

@@ -15,8 +15,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from twinkle.server.telemetry.instruments import INSTRUMENTS, Instrument
 
-__all__ = ["Metrics", "Reading", "of_all_replicas", "render"]
-
 
 @dataclass(frozen=True)
 class Reading:

@@ -44,8 +44,6 @@ from twinkle.server.telemetry.instruments import INSTRUMENTS
 from twinkle.server.telemetry.metrics import Metrics, Reading
 from twinkle.server.telemetry.tracing import Tracing
 
-__all__ = ["Export"]
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS = 5.0  # of one attempt, its repetitions included

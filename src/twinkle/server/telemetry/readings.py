@@ -10,8 +10,6 @@ from twinkle.model.types import TrainerNumbers
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Reading
 
-__all__ = ["SamplingReadings", "TrainingReadings", "machine_readings"]
-
 
 @dataclass(frozen=True)
 class TrainingReadings:

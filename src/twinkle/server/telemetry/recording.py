@@ -16,15 +16,13 @@ from twinkle.model.csr import dense
 from twinkle.model.types import Datum, FloatArray, TrainerNumbers, TrainItem, TrainResult
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import TrainingBackend
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.scheduler import BatchKind
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Metrics
 from twinkle.server.telemetry.tracing import NO_TRACING, OpSpan, Tracing
 from twinkle.server.types import NativePass, Op, OpKind, Outcome, Refused, TrainPass
-
-__all__ = ["LogprobGap", "Outcomes", "SamplingRecorder", "TrainingRecorder", "gap_of"]
 
 
 @dataclass
@@ -205,14 +203,14 @@ class SamplingRecorder:
 
     def accepted(self, request: SampleRequest) -> None:
         note_request_id(request.request_id)
-        owner = split_request_id(request.request_id)
+        name = RequestId.parse_or_none(request.request_id)
         attributes: dict[str, str | int] = {
             "twinkle.model": self._model,
             "twinkle.prompt_tokens": len(request.prompt),
             "twinkle.num_samples": request.num_samples,
         }
-        if owner is not None:
-            attributes["twinkle.sampling_session_id"] = owner[0]
+        if name is not None:
+            attributes["twinkle.sampling_session_id"] = name.owner
         span = self._tracing.op("sample", request.request_id, attributes)
         self._live[request.request_id] = _Live(span)
 

@@ -14,8 +14,6 @@ from twinkle.server.telemetry.instruments import Instrument
 from twinkle.server.telemetry.metrics import Reading
 from twinkle.server.usage import FORGOTTEN, UsageCounts
 
-__all__ = ["OTHER", "TenantSeries"]
-
 OTHER = "other"
 
 

@@ -18,8 +18,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, NoOpTracer, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-__all__ = ["NO_TRACING", "OpSpan", "Tracing", "current_trace_id"]
-
 Attributes = Mapping[str, str | int | Sequence[str]]
 
 _REMEMBERED = 8192  # ops

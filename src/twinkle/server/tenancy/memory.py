@@ -15,19 +15,16 @@ import ctypes
 import gc
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 
 from twinkle.errors import OverloadedError, QuotaError
 from twinkle.model.host_memory import HostMemory, host_memory_limit, read_host_memory
 from twinkle.server.config.sections import LimitsConfig
-from twinkle.server.types import Budget
-
-__all__ = ["HeldResult", "MemoryGuard", "ProcessMemory", "ResultMemory"]
-
+from twinkle.server.types import Budget, Tally
 
 _RESULTS_KEY = "max_result_bytes"
 
@@ -71,8 +68,8 @@ class ResultMemory:
 
     def __init__(self, limit: int = 2**62) -> None:
         self.limit = limit
-        self._bytes: Counter[str] = Counter()  # by tenant
-        self._sending: Counter[str] = Counter()  # of these, in answers that are being written
+        self._bytes = Tally()  # by tenant
+        self._sending = Tally()  # of these, in answers that are being written
         self._shares: dict[str, _Share] = {}
 
     @property
@@ -101,8 +98,6 @@ class ResultMemory:
             share.remove(result)
             if not share.bytes:
                 del self._shares[result.tenant_id]
-        if not self._bytes[result.tenant_id]:
-            del self._bytes[result.tenant_id]
 
     def begin_sending(self, result: HeldResult) -> None:
         if not result.sending:
@@ -112,7 +107,7 @@ class ResultMemory:
     def end_sending(self, result: HeldResult) -> None:
         result.sending -= 1
         if not result.sending:
-            self._count_sent(result.tenant_id, result.size)
+            self._sending[result.tenant_id] -= result.size
         self.shrink_to(self.limit)
 
     def check(self, tenant_id: str) -> None:
@@ -123,8 +118,7 @@ class ResultMemory:
         if self.used >= self.limit and sum(map(self._must_stay, list(self._bytes))) >= self.limit:
             raise OverloadedError("bytes of results", self.used, self.limit, _RESULTS_KEY)
 
-    @contextmanager
-    def reading(self, tenant_id: str, size: int) -> Iterator[None]:
+    def reading(self, tenant_id: str, size: int) -> AbstractContextManager[None]:
         """Count ``size`` bytes that come back from disk to be sent; OverloadedError while too many are being sent.
 
         A tenant has half of the memory at most. It is told 503, not 429, which SDKs take for the end of a future.
@@ -132,11 +126,7 @@ class ResultMemory:
         for sending, limit in ((self._sending[tenant_id], self.limit // 2), (self._sending.total(), self.limit)):
             if sending and sending + size > limit:
                 raise OverloadedError("bytes of results being sent", sending, limit, _RESULTS_KEY, retry_after=1)
-        self._sending[tenant_id] += size
-        try:
-            yield
-        finally:
-            self._count_sent(tenant_id, size)
+        return self._sending.counting(tenant_id, size)
 
     def shrink_to(self, limit: int) -> int:
         """Let results go until ``limit`` bytes are left, or nothing may leave any more; return the bytes that left."""
@@ -156,11 +146,6 @@ class ResultMemory:
             candidates[tenant_id] -= result.size
             used -= result.size
         return before - used
-
-    def _count_sent(self, tenant_id: str, size: int) -> None:
-        self._sending[tenant_id] -= size
-        if not self._sending[tenant_id]:
-            del self._sending[tenant_id]
 
     def _must_stay(self, tenant_id: str) -> int:
         share = self._shares.get(tenant_id)

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 from twinkle.errors import RateLimitError
 
-__all__ = ["TokenRate"]
-
-
 _MINUTE = 60.0
 
 

@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from twinkle.errors import QuotaError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.sections import LimitsConfig, SpecialLimits, TenantConfig
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools
+from twinkle.server.types import Tally
 from twinkle.server.usage import Usage
-
-__all__ = ["TenantLimits", "TenantTerms", "Tenants", "configured_tenants"]
 
 
 def _limit(key: str, default: int | None) -> Any:
@@ -67,6 +68,7 @@ class Tenants:
         self.pools = WorkPools()  # the threads that all services of this process share
         self.training_rate = TokenRate("training tokens per minute", "max_training_tokens_per_minute", clock)
         self.sampling_rate = TokenRate("sampling tokens per minute", "max_sampling_tokens_per_minute", clock)
+        self._polls = Tally()
         self._default = default or TenantTerms()
         self._special = dict(special or {})
         self._by_key_name: dict[str, TenantTerms] = {}
@@ -79,6 +81,16 @@ class Tenants:
 
     def share(self, tenant_id: str) -> TenantShare:
         return self.terms(tenant_id).share
+
+    def polling(self, tenant_id: str) -> AbstractContextManager[None]:
+        """Enter this while a request waits for a result; QuotaError if its tenant has as many as it may.
+
+        Each holds a connection and an open file.
+        """
+        limit = self.limits(tenant_id).long_polls
+        if self._polls[tenant_id] >= limit:
+            raise QuotaError("requests that wait for results", limit, limit, "max_long_polls_per_tenant")
+        return self._polls.counting(tenant_id)
 
     @property
     def needs_key_names(self) -> bool:

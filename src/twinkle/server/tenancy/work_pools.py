@@ -10,7 +10,7 @@ come back from disk, start and end.
 import asyncio
 import contextlib
 import contextvars
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,9 +18,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from twinkle.errors import ShuttingDownError
-
-__all__ = ["FairPool", "TenantTurns", "WorkPools"]
-
+from twinkle.server.types import Tally
 
 T = TypeVar("T")
 
@@ -37,7 +35,7 @@ class FairPool:
         self._threads = threads
         self._at_once = at_once
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=kind)
-        self._running: Counter[str] = Counter()  # threads by tenant
+        self._running = Tally()  # threads by tenant
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant comes first
         self._closed = False
 
@@ -90,8 +88,6 @@ class FairPool:
 
     def _leave(self, tenant_id: str) -> None:
         self._running[tenant_id] -= 1
-        if not self._running[tenant_id]:
-            del self._running[tenant_id]
         while (chosen := next(filter(self._has_room, self._waiting), None)) is not None:
             waiters = self._waiting[chosen]
             waiter = waiters.popleft()

@@ -1,8 +1,7 @@
 """The verbs of the library on the adapters of a served model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from twinkle.model.lora_verbs import LoraVerbs, PreparedPass
 from twinkle.model.optimizer_group import OptimizerGroup
 from twinkle.model.sequences import encode
 from twinkle.model.training_state import is_due
-from twinkle.model.types import Objective, ObjectiveValue, TokenValues
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.backends.text_codec import CodecTemplate, max_characters, text_groups
@@ -25,8 +23,6 @@ from twinkle.server.verbs.features import FIELDS
 from twinkle.server.verbs.templates import TemplateChoice, Templates
 from twinkle.server.verbs.verbs import NO_ADAPTER, SET_UP
 
-# What Python and torch raise about arguments that a tenant chose.
-_MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 _MOST_METRICS = 32  # of one side of an adapter; all see every pass
 _STATE_DICT_NUMBERS = 2**20
 
@@ -40,7 +36,12 @@ class NativeAdapters:
 
     def __init__(self, model: ServedModel, templates: Templates) -> None:
         self._library = LoraVerbs(
-            model.trainer, model.name, model.tokenizer_dir, model.max_context_length, process_state=False
+            model.trainer,
+            model.name,
+            model.tokenizer_dir,
+            model.max_context_length,
+            process_state=False,
+            guard=chosen_by_tenant,
         )
         self._set_up: dict[str, SetUp] = {}
         self._templates = templates
@@ -100,7 +101,7 @@ class NativeAdapters:
 
     @compute_thread
     def prepare(self, run_id: str, asked: NativePass) -> PreparedPass:
-        """Return a pass, ready to be computed. A loss that a tenant chose may fail in any way: it fails alone."""
+        """Return a pass, ready to be computed."""
         self.group(run_id)
         return self._prepared(run_id, asked)
 
@@ -122,14 +123,10 @@ class NativeAdapters:
             "backward": library.prepare_backward,
         }
         inputs = {} if asked.verb == "backward" else {"inputs": asked.rows}
-        taken = {*asked.options, "training"} & asked.loss_arguments.keys()
+        taken = {*asked.options, "self", "training"} & asked.loss_arguments.keys()
         if taken:
             raise InvalidInputError("arguments", min(taken), "keywords of the verb, of the loss and of the metrics")
-        with _mistakes_of_tenants(asked.verb):
-            prepared = verbs[asked.verb](adapter_name=run_id, **inputs, **asked.options, **asked.loss_arguments)
-        if prepared.item.objective is None:
-            return prepared
-        return replace(prepared, item=replace(prepared.item, objective=_guarded(prepared.item.objective)))
+        return verbs[asked.verb](adapter_name=run_id, **inputs, **asked.options, **asked.loss_arguments)
 
     @compute_thread
     def pass_result(self, run_id: str, outputs: Mapping[str, Any]) -> dict[str, object]:
@@ -159,6 +156,8 @@ class NativeAdapters:
             return None
         if verb == "add_metric":
             self._check_room_for_metric(run_id)
+        if "self" in arguments:
+            raise InvalidInputError("arguments", "self", "keywords of the verb, of the loss and of the metrics")
         self.group(run_id)
         library = self._library
         methods: dict[str, Callable[..., Any]] = {
@@ -177,7 +176,7 @@ class NativeAdapters:
             "get_train_configs": library.get_train_configs,
             "get_state_dict": library.get_state_dict,
         }
-        with _mistakes_of_tenants(verb):
+        with chosen_by_tenant(verb) if verb in SET_UP else nullcontext():  # those construct what a tenant chose
             return methods[verb](adapter_name=run_id, **arguments)
 
     def _check_room_for_metric(self, run_id: str) -> None:
@@ -219,7 +218,7 @@ class NativeAdapters:
         encoded: list[Mapping[str, object]] = []
         tokens = 0
         for group in text_groups(rows, self._max_characters):
-            with _mistakes_of_tenants("inputs"):
+            with chosen_by_tenant("inputs"):
                 features = encode(group, lambda: template)
             encoded += [{name: np.asarray(row[name]) for name in FIELDS if name in row} for row in features]
             tokens += sum(len(row["input_ids"]) for row in features)
@@ -229,26 +228,18 @@ class NativeAdapters:
 
 
 @contextmanager
-def _mistakes_of_tenants(verb: str) -> Iterator[None]:
-    """What Python says about wrong arguments becomes an error that names the verb."""
+def chosen_by_tenant(what: str) -> Iterator[None]:
+    """Make any error in here the tenant's mistake: a loss, metric, schedule, processor or template of its choice runs.
+
+    It may fail in any way, by its options or by what it reads. An error anywhere else is ours: it is logged, and
+    answered as a failure of the server.
+    """
     try:
         yield
     except TwinkleError:
         raise
-    except _MISTAKES as error:
-        raise UserError(f"{verb}: {type(error).__name__}: {str(error)[:500]}") from error
-
-
-def _guarded(objective: Objective) -> Objective:
-    def guarded(values: Sequence[TokenValues]) -> ObjectiveValue:
-        try:
-            return objective(values)
-        except TwinkleError:
-            raise
-        except Exception as error:
-            raise UserError(f"the loss failed: {type(error).__name__}: {str(error)[:500]}") from error
-
-    return guarded
+    except Exception as error:
+        raise UserError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
 
 
 def _numbers(tensors: Mapping[str, Any]) -> dict[str, object]:

@@ -4,9 +4,8 @@ Such a pass has no place in any sequence and is in no journal: who did not hear 
 Otherwise it is like an op: within the tenant's limits, on the compute thread, counted as use.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +16,11 @@ from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
-from twinkle.server.types import NativePass, Outcome
+from twinkle.server.types import NativePass, Outcome, Tally
 from twinkle.server.verbs.codec import succeeded
 from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.verbs import NO_ADAPTER, parse, payload_of
-
-__all__ = ["BaseModelPasses"]
 
 _VERB = "forward_only"
 
@@ -37,7 +34,7 @@ class BaseModelPasses:
         self._compute = compute
         self._tenants = tenants
         self._turns = TenantTurns(at_once=1)
-        self._waiting: Counter[str] = Counter()  # passes by tenant, with those that run
+        self._waiting = Tally()  # passes by tenant, with those that run
 
     async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
         """``fields`` of the request. What is wrong with them raises."""
@@ -53,18 +50,11 @@ class BaseModelPasses:
         self._tenants.usage.add(tenant_id, trained_tokens=asked.tokens, requests=1)
         return outcome
 
-    @contextmanager
-    def _waits(self, tenant_id: str) -> Iterator[None]:
+    def _waits(self, tenant_id: str) -> AbstractContextManager[None]:
         most, waiting = self._tenants.limits(tenant_id).queued_ops, self._waiting[tenant_id]
         if waiting >= most:
             raise QuotaError("queued passes of the base model", waiting, most, "max_queued_ops_per_tenant")
-        self._waiting[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._waiting[tenant_id] -= 1
-            if not self._waiting[tenant_id]:
-                del self._waiting[tenant_id]
+        return self._waiting.counting(tenant_id)
 
     async def _rows(self, tenant_id: str, inputs: object, max_tokens: int) -> tuple[Row, ...]:
         """Conversations go through the model's plain template: the chosen ones are those of adapters."""

@@ -27,8 +27,6 @@ from twinkle.loss.graph.nodes import (
 )
 from twinkle.server.wire.fields import Id, Number, Request, check, parse, short
 
-__all__ = ["MAX_BODY_BYTES", "CreateCustomLossRequest", "Place", "decode_custom_loss", "decode_graph"]
-
 MAX_BODY_BYTES = 262_144
 MAX_INPUTS = 16
 MAX_NODES = 512

@@ -29,3 +29,10 @@ class JsonTooLargeError(BodyTooLargeError):
             "ask for protobuf (Accept: application/x-protobuf)",
         )
         self.limit = limit
+
+
+class SequenceConflictError(UserError):
+    """A number of a native adapter came back with another request; the first one stands."""
+
+    def __init__(self, run_id: str, seq: int) -> None:
+        super().__init__(f"seq_id {seq} of {run_id} was used before with another request; each request needs its own")

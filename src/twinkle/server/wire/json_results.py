@@ -16,8 +16,6 @@ from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.peeking import message_fields, varints
 
-__all__ = ["estimated_json_bytes", "json_pieces"]
-
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 _FLOAT, _INT, _OFFSET = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<i8")
 _NUMBERS = 4096  # of one piece: some 3 ms of work

@@ -1,30 +1,44 @@
-"""Fields of a protobuf message, without decoding or copying the rest of it."""
+"""Fields of a protobuf message, found without decoding or copying the rest of it."""
 
 from collections.abc import Iterator
+
+from twinkle.server.wire.errors import MalformedRequestError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
+def scan(body: bytes | memoryview, position: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (number, wire type, start, end) of the fields of the message between ``position`` and ``stop``, in order.
+
+    Groups, which proto3 does not have, are refused, as is all else that is not protobuf: MalformedRequestError.
+    """
+    while position < stop:
+        tag, position = _varint(body, position, stop)
+        wire_type = tag & 7
+        if wire_type == _BYTES:
+            size, position = _varint(body, position, stop)
+            end = position + size
+        elif wire_type == _VARINT:
+            _, end = _varint(body, position, stop)
+        elif wire_type in (_FIXED64, _FIXED32):
+            end = position + (8 if wire_type == _FIXED64 else 4)
+        else:
+            raise MalformedRequestError(f"body: byte {position} is not protobuf (wire type {wire_type})")
+        if end > stop:
+            raise MalformedRequestError(f"body: a field of {end - position} bytes at byte {position} ends too early")
+        yield tag >> 3, wire_type, position, end
+        position = end
+
+
 def text_field(body: bytes, number: int) -> str | None:
-    """The last text field of this number at the top of a message; None if there is none or the message is damaged."""
-    found, place = None, 0
+    """Return the last text field of this number at the top of a message; None if there is none or it is damaged."""
+    found = None
     try:
-        while place < len(body):
-            tag, place = _varint(body, place)
-            kind = tag & 7
-            if kind == _VARINT:
-                _, place = _varint(body, place)
-            elif kind == _BYTES:
-                length, place = _varint(body, place)
-                if tag >> 3 == number:
-                    found = body[place : place + length]
-                place += length
-            elif kind in (_FIXED64, _FIXED32):
-                place += 8 if kind == _FIXED64 else 4
-            else:
-                return None
-        return None if found is None or place > len(body) else found.decode()
-    except (IndexError, UnicodeDecodeError):
+        for field, wire_type, start, end in scan(body, 0, len(body)):
+            if field == number and wire_type == _BYTES:
+                found = body[start:end]
+        return None if found is None else found.decode()
+    except (MalformedRequestError, UnicodeDecodeError):
         return None
 
 
@@ -33,38 +47,30 @@ def message_fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
     A value is an integer, or a view of the bytes of anything that is not written as one.
     """
-    place = 0
-    while place < len(body):
-        tag, place = _varint(body, place)
-        kind = tag & 7
-        if kind == _VARINT:
-            value, place = _varint(body, place)
-            yield tag >> 3, value
-            continue
-        if kind == _BYTES:
-            length, place = _varint(body, place)
-        else:
-            length = 8 if kind == _FIXED64 else 4
-        yield tag >> 3, body[place : place + length]
-        place += length
+    for number, wire_type, start, end in scan(body, 0, len(body)):
+        yield number, _varint(body, start, end)[0] if wire_type == _VARINT else body[start:end]
 
 
 def varints(body: memoryview) -> list[int]:
     """Return the integers of a packed field."""
     values, place = [], 0
     while place < len(body):
-        value, place = _varint(body, place)
+        value, place = _varint(body, place, len(body))
         values.append(value)
     return values
 
 
-def _varint(body: bytes | memoryview, place: int) -> tuple[int, int]:
-    """(value, place behind it). Ten bytes are the longest there are."""
+def _varint(body: bytes | memoryview, position: int, stop: int) -> tuple[int, int]:
+    """Return (value, place behind it). Ten bytes are the longest there are."""
+    if position < stop and body[position] < 0x80:  # most of them
+        return body[position], position + 1
     value = 0
     for shift in range(0, 70, 7):
-        byte = body[place]
-        place += 1
+        if position >= stop:
+            break
+        byte = body[position]
+        position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
-    raise IndexError
+            return value, position
+    raise MalformedRequestError(f"body: no protobuf number at byte {position}")

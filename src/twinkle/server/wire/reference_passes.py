@@ -15,8 +15,6 @@ from twinkle.model.csr import dense
 from twinkle.model.types import Datum, FloatArray, Preference
 from twinkle.server.types import TrainPass
 
-__all__ = ["REF_LOGPS", "named_pass"]
-
 REF_LOGPS = "ref_logps"
 _DISABLE_LORA = "disable_lora"
 _BETA, _SFT_WEIGHT = "dpo_beta", "dpo_sft_weight"

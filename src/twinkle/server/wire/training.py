@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
@@ -18,6 +18,7 @@ from twinkle.model.types import Datum, FloatArray, IntArray, TrainResult
 from twinkle.server.types import CustomLossUse, Encoding, Op, OpKind, Outcome, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
+from twinkle.server.wire.peeking import scan
 from twinkle.server.wire.reference_passes import REF_LOGPS, named_pass
 from twinkle.server.wire.tensors import decode_tensor, read_array
 
@@ -236,47 +237,12 @@ def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float]:
 def _check_parts(body: bytes, limit: int) -> None:
     """Refuse a body of absurdly many small messages: an empty one takes two bytes here and some sixty in the parser."""
     parts = 0
-    for number, start, stop in _fields(body, 0, len(body)):
+    for number, _, start, stop in scan(body, 0, len(body)):
         parts += 1
         if number == _DATA_FIELD:
-            parts += sum(1 for _ in islice(_fields(body, start, stop), limit))
+            parts += sum(1 for _ in islice(scan(body, start, stop), limit))
         if parts > limit:
             raise MalformedRequestError(f"body: more than {limit} datums, chunks, tensors and spans")
-
-
-def _fields(body: bytes, position: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Number, start and end of the fields of one message. Groups, which proto3 does not have, are refused."""
-    while position < stop:
-        tag, position = _varint(body, position, stop)
-        wire_type = tag & 7
-        if wire_type == 2:
-            size, position = _varint(body, position, stop)
-            end = position + size
-        elif wire_type == 0:
-            _, end = _varint(body, position, stop)
-        elif wire_type in (1, 5):
-            end = position + (8 if wire_type == 1 else 4)
-        else:
-            raise MalformedRequestError(f"body: byte {position} is not protobuf (wire type {wire_type})")
-        if end > stop:
-            raise MalformedRequestError(f"body: a field of {end - position} bytes at byte {position} ends too early")
-        yield tag >> 3, position, end
-        position = end
-
-
-def _varint(body: bytes, position: int, stop: int) -> tuple[int, int]:
-    if position < stop and body[position] < 0x80:  # most of them
-        return body[position], position + 1
-    value = 0
-    for shift in range(0, 70, 7):
-        if position >= stop:
-            break
-        byte = body[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise MalformedRequestError(f"body: no protobuf number at byte {position}")
 
 
 def _unpack_zstd(body: bytes, limit: int) -> bytes:

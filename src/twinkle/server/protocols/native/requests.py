@@ -25,6 +25,7 @@ from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.owners import SESSION_HEADER
 from twinkle.server.http.requests import SMALL_BODY
 from twinkle.server.http.routes import Call
+from twinkle.server.ids import RequestId
 from twinkle.server.state.files.export import allowed_path
 from twinkle.server.types import Op, Outcome, RunRecord
 from twinkle.server.verbs.codec import create_op, lora_config, refused_op, verb_op
@@ -100,7 +101,7 @@ async def add_adapter(
     request_id = await gateway.create_run(
         run, create_op(run, config, options.gradient_accumulation_steps, options.seed)
     )
-    return run_id, await _outcome(gateway, run, request_id)
+    return run_id, await _outcome(gateway, run, RequestId.parse(request_id))
 
 
 async def run_verb(
@@ -116,12 +117,12 @@ async def run_verb(
     training = gateway.serving(run.model_name).training
     number = _number(fields)
     if number is not None and await training.was_accepted(run.run_id, number, sent):
-        request_id = f"{run.run_id}:{number}"
+        request = RequestId(run.run_id, number)
     else:
         training.check_room(run.run_id)
-        request_id = await _submit(gateway, run, number, verb, fields, sent)
-    outcome = await _outcome(gateway, run, request_id)
-    return _place(request_id) if number is None else number, outcome
+        request = RequestId.parse(await _submit(gateway, run, number, verb, fields, sent))
+    outcome = await _outcome(gateway, run, request)
+    return request.number if number is None else number, outcome
 
 
 async def _submit(
@@ -243,22 +244,16 @@ async def _chosen_template(
     return {"adapter_name": fields["adapter_name"], **choice.model_dump()}
 
 
-async def _outcome(gateway: Gateway, run: RunRecord, request_id: str) -> Outcome:
+async def _outcome(gateway: Gateway, run: RunRecord, request: RequestId) -> Outcome:
     """Wait for an outcome however long it takes, unless the server ends."""
     training = gateway.serving(run.model_name).training
     while not gateway.stopping:
-        outcome = await training.wait(request_id, run, _place(request_id), _WAIT_SECONDS)
+        outcome = await training.wait(request, run, _WAIT_SECONDS)
         if outcome is not None:
-            with training.delivering(request_id) as delivery:
+            with training.delivering(str(request)) as delivery:
                 delivery.complete = True  # whoever misses the answer sends the request again, under its number
             return outcome
     raise ShuttingDownError
-
-
-def _place(request_id: str) -> int:
-    parts = ids.split_request_id(request_id)
-    assert parts is not None, request_id
-    return parts[1]
 
 
 def read_fields(body: bytes) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from functools import partial
 
 from fastapi import Request, Response
 
-from twinkle.errors import InvalidInputError, NotFoundError
-from twinkle.server import ids
+from twinkle.errors import InvalidInputError
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.gateway.unloading import UNLOAD_NUMBER
 from twinkle.server.http.owners import by_request_id, by_sampling_session
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
 from twinkle.server.http.routes import Call, Routes, json_body
 from twinkle.server.http.streams import Delivering, SentResult, StreamedResult, undelivered
+from twinkle.server.ids import RequestId
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import responses
@@ -31,8 +30,9 @@ _SMALL_RESULT = 2**15  # bytes of JSON that are written in a millisecond or so, 
 @routes.post("/retrieve_future", by_request_id, json_body(RetrieveFutureRequest), ends_with_client=True, soon=True)
 async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
     gateway, tenant_id, wanted = call.gateway, call.tenant_id, call.body
-    with gateway.polls.waiting(tenant_id):
-        fetched = await _fetched(gateway, wanted.request_id, tenant_id)
+    with gateway.tenants.polling(tenant_id):
+        request = RequestId.parse(wanted.request_id)
+        fetched = await _fetched(gateway, request, tenant_id)
     if fetched is None:
         return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
     outcome = fetched.outcome
@@ -45,7 +45,7 @@ async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
     limit = gateway.config.limits.max_json_result_bytes
     if size > limit:
         raise JsonTooLargeError(size, limit)
-    pieces = json_pieces(outcome, sample=":sample:" in wanted.request_id)
+    pieces = json_pieces(outcome, sample=request.is_sample)
     if size < _SMALL_RESULT:
         return SentResult(b"".join(pieces), Encoding.JSON.value, fetched.delivering)
     return StreamedResult(_written(gateway, tenant_id, pieces), Encoding.JSON.value, fetched.delivering)
@@ -70,7 +70,7 @@ async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
     session = await gateway.sampling_session(target.sampling_session_id, call.tenant_id)
     longest = gateway.config.clients.long_poll_seconds
     timeout = longest if wanted.timeout is None else min(wanted.timeout, longest)
-    with gateway.polls.waiting(call.tenant_id):
+    with gateway.tenants.polling(call.tenant_id):
         done = await gateway.completions(
             session, target.cloned_sampler_id, wanted.prev_cursor, wanted.retrieved_request_ids, timeout
         )
@@ -82,13 +82,11 @@ async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
 async def cancel_future(call: Call[CancelFutureRequest]) -> Response:
     """Cancel a sample that nobody waits for any more. One that is done or forgotten is no mistake."""
     gateway, tenant_id, request_id = call.gateway, call.tenant_id, call.body.request_id
-    parts = ids.split_request_id(request_id)
-    if parts is None:
-        raise NotFoundError("request", request_id)
-    if ":sample:" not in parts[0]:
-        await gateway.run(parts[0], tenant_id)
+    request = RequestId.parse(request_id)
+    if not request.is_sample:
+        await gateway.run(request.owner, tenant_id)
         raise InvalidInputError("request_id", request_id, "a sample's: work on a model cannot be taken back")
-    session = await gateway.sampling_session(parts[0], tenant_id)
+    session = await gateway.sampling_session(request.owner, tenant_id)
     gateway.sampler_of(session).cancel(request_id)
     return json_response({})
 
@@ -113,27 +111,24 @@ class _Fetched:
     delivering: Delivering
 
 
-async def _fetched(gateway: Gateway, request_id: str, tenant_id: str) -> _Fetched | None:
+async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> _Fetched | None:
     """Return the outcome, None while there is none. Unknown ids and other tenants' ids answer alike."""
-    parts = ids.split_request_id(request_id)
-    if parts is None:
-        raise NotFoundError("request", request_id)
-    owner, seq = parts
+    request_id = str(request)
     seconds = gateway.config.clients.long_poll_seconds
     delivering = undelivered()  # what has no bytes to speak of
-    if ":sample:" in owner:
-        session = await gateway.sampling_session(owner, tenant_id)
+    if request.is_sample:
+        session = await gateway.sampling_session(request.owner, tenant_id)
         sampler = gateway.sampler_of(session)
-        outcome = await sampler.wait(request_id, seconds)
+        outcome = await sampler.wait(request, seconds)
         delivering = sampler.delivering(request_id)
-    elif ids.is_custom_loss(owner):
+    elif request.is_custom_loss:
         outcome = await gateway.custom_losses.outcome(request_id, tenant_id)
     else:
-        run = await gateway.run(owner, tenant_id)
-        if seq == UNLOAD_NUMBER:
+        run = await gateway.run(request.owner, tenant_id)
+        if request.is_unload:
             outcome = await gateway.unloading.outcome(run, seconds)
         else:
             training = gateway.serving(run.model_name).training
-            outcome = await training.wait(request_id, run, seq, seconds)
+            outcome = await training.wait(request, run, seconds)
             delivering = training.delivering(request_id)
     return None if outcome is None else _Fetched(outcome, delivering)

@@ -60,7 +60,7 @@ async def create_sampling_session(call: Call[CreateSamplingSessionRequest]) -> R
 @routes.post("/join_sampling_session", anybody, json_body(JoinSamplingSessionRequest))
 async def join_sampling_session(call: Call[JoinSamplingSessionRequest]) -> Response:
     session = await call.gateway.sampling_session(call.body.sampling_session_id, call.tenant_id)
-    number = await call.gateway.join_sampling_session(session)
+    number = await call.gateway.store.sampling_sessions.join(session.sampling_session_id)
     return json_response({"client_counter": number, "type": "join_sampling_session"})
 
 

@@ -167,7 +167,7 @@ async def _timeline(store: Store, session: SessionRecord) -> dict[str, object]:
 
 def _trace_event(place: int, run: RunRecord, times: OpTimes) -> dict[str, object]:
     """Return one op from its acceptance to its end: complete ("X"), or begun ("B") as long as it has not ended."""
-    about = {"request_id": f"{run.run_id}:{times.seq}", "seq_id": times.seq, "failed": times.failed}
+    about = {"request_id": str(ids.RequestId(run.run_id, times.seq)), "seq_id": times.seq, "failed": times.failed}
     event: dict[str, object] = {
         "name": times.kind.value,
         "cat": "op",

@@ -74,9 +74,6 @@ def wanted_replicas(application: ApplicationSpec) -> int:
     return said or in_args
 
 
-__all__ = ["on_own_gpu"]
-
-
 def on_own_gpu(served: ServedModelConfig) -> ServedModelConfig:
     """Return the model on device ``cuda``: Ray shows a process its own GPU alone, as number 0."""
     device = served.model.compute_device

@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 
@@ -26,6 +25,7 @@ from twinkle.server.runtime.ray.directory import Directory, destination_of
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
+from twinkle.server.types import Tally
 from twinkle.server.wire.errors import BodyTooLargeError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Router:
         self._replicas = replicas
         self._max_body_bytes = max_body_bytes
         self._own = own
-        self._uploading: Counter[str] = Counter()  # bytes of long bodies that are not answered yet, by tenant
+        self._uploading = Tally()  # bytes of long bodies that are not answered yet, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -65,8 +65,6 @@ def take_down(config: ServerConfig) -> bool:
         return True
 
 
-__all__ = ["OPEN_CLUSTER", "prepare_access"]
-
 # Ray's switch for clusters of this machine only. It is meant for macOS and Windows, where that is the default, and is
 # read on Linux, too. An address does not do it: ray.init(_node_ip_address="127.0.0.1") takes the network's instead.
 _ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

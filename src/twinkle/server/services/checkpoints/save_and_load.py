@@ -16,7 +16,6 @@ from twinkle.errors import (
     CheckpointError,
     InvalidInputError,
     StorageQuotaError,
-    TwinkleError,
     UnsupportedError,
 )
 from twinkle.server.backends.backend import ServedModel
@@ -24,13 +23,13 @@ from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.export import prepare_export
-from twinkle.server.services.training.execution import failure_of, unexpected
+from twinkle.server.services.training.execution import failure_of
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.state.files.data_dir import DataDir, copy_whole, make_parents, seal_written, size_of
 from twinkle.server.state.files.export import allowed_path
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.tenancy.work_pools import TenantTurns
+from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
 from twinkle.server.types import (
     CheckpointRecord,
     CreateFromCheckpoint,
@@ -105,18 +104,10 @@ class Checkpoints:
                     return Outcome.failure(message, "user")
                 case _:
                     raise AssertionError(f"{op.kind} has nothing to do with files")
-        except OSError as error:
-            if error.errno in _NO_SPACE:
-                error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
-            return (
-                failure_of(error, op.request_id)
-                if isinstance(error, TwinkleError)
-                else unexpected(error, op.request_id)
-            )
-        except TwinkleError as error:
-            return failure_of(error, op.request_id)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge
-            return unexpected(error, op.request_id)
+            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+                error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
+            return failure_of(error, op.request_id)
 
     async def park(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
         """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
@@ -361,10 +352,7 @@ class Checkpoints:
         of_run = await self._store.checkpoints.of_run(run.run_id)
         kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
         for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
-            await self._store.checkpoints.begin_delete(old, "checkpoint_replace")
-            if not await self._store.sampling_sessions.refer_to(old.directory):
-                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, old.directory))
-            await self._store.checkpoints.finish_delete(old)
+            await delete_checkpoint(self._store, self._files, self._threads, old, "checkpoint_replace")
 
     async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
@@ -388,6 +376,19 @@ class Checkpoints:
 
         progress = await self._compute.run(resume)
         return answered(progress if load.verb == "resume_from_checkpoint" else None)
+
+
+async def delete_checkpoint(
+    store: Store, files: DataDir, threads: FairPool, record: CheckpointRecord, event: str
+) -> None:
+    """Delete a checkpoint. Files that samplers are pinned to stay until the sessions of all of them have ended.
+
+    ``event``: what the audit log calls it.
+    """
+    await store.checkpoints.begin_delete(record, event)
+    if not await store.sampling_sessions.refer_to(record.directory):
+        await threads.in_thread(record.tenant_id, partial(files.remove, record.directory))
+    await store.checkpoints.finish_delete(record)
 
 
 def _write_files(write: Callable[[Path], None], directory: Path) -> None:

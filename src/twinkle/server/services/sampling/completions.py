@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Waiters
 
-SEQ_IDS_PER_CLIENT = 10**9
 _MOST_AT_ONCE = 512  # a millisecond or two to write down
 
 
@@ -24,6 +23,7 @@ class Completion:
 
     place: int
     request_id: str
+    number: int  # the request's
     size: int | None
     at: float
 
@@ -47,11 +47,10 @@ class Completions:
         self.polls = 0  # that wait now
 
     def add(self, request_id: str, size: int | None, now: float) -> None:
-        parts = split_request_id(request_id)
-        assert parts is not None, "we made the id"
-        stream = self._stream(parts[0], parts[1] // SEQ_IDS_PER_CLIENT, now)
+        request = RequestId.parse(request_id)
+        stream = self._stream(*request.client, now)
         stream.passing = False
-        stream.entries.append(Completion(next(self._places), request_id, size, now))
+        stream.entries.append(Completion(next(self._places), request_id, request.number, size, now))
         stream.waiters.wake()
 
     def has_stream(self, sampling_session_id: str, client: int) -> bool:
@@ -85,8 +84,7 @@ class Completions:
     def numbers(self, sampling_session_id: str, client: int) -> Sequence[int]:
         """Return the sequence numbers of samples of which it is not certain that the client knows."""
         stream = self._streams.get((sampling_session_id, client))
-        entries = () if stream is None else stream.entries
-        return [int(entry.request_id.rpartition(":")[2]) for entry in entries]
+        return [] if stream is None else [entry.number for entry in stream.entries]
 
     def close(self) -> None:
         """Answer all polls, now and from now on."""

@@ -2,22 +2,18 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from twinkle.errors import QuotaError, TwinkleError, TwinkleServerError
 from twinkle.sampler.types import Progress, SampleRequest, SampleResult
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Futures
-from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT
-from twinkle.server.services.training.execution import failure_of, unexpected
+from twinkle.server.services.training.execution import failure_of
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord
+from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
 from twinkle.server.wire.sampling import Encode
-
-__all__ = ["Event", "EventQueue", "SampleAdmission", "SampleEvent", "SampleJob", "TurnInput", "price_of"]
-
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +49,10 @@ class SampleJob:
     def tenant_id(self) -> str:
         return self.session.tenant_id
 
-    @property
-    def client(self) -> tuple[str, int, int] | None:
-        """Return (sampling session, client, sequence number); None for a request that has no number."""
-        parts = split_request_id(self.request_id)
-        return None if parts is None else (parts[0], parts[1] // SEQ_IDS_PER_CLIENT, parts[1])
+    @cached_property
+    def numbered(self) -> RequestId | None:
+        """Return the request's id; None for a request that has no number in a sampling session."""
+        return RequestId.parse_or_none(self.request_id)
 
     @property
     def streamed(self) -> bool:
@@ -71,10 +66,10 @@ class SampleJob:
 
     def failed(self, error: Exception) -> TwinkleError | Outcome:
         """Return the error as the client gets it. An error of the server is logged."""
-        if isinstance(error, TwinkleError):
-            return error if self.streamed else failure_of(error, self.request_id)
         if not self.streamed:
-            return unexpected(error, self.request_id)
+            return failure_of(error, self.request_id)
+        if isinstance(error, TwinkleError):
+            return error
         logger.error("request %s failed", self.request_id, exc_info=error, extra={"request_id": self.request_id})
         return TwinkleServerError(f"internal error; the server's log has the details under request {self.request_id}")
 
@@ -129,9 +124,9 @@ class SampleAdmission:
         self._tenants = tenants
         self._futures = futures
         self._engine_samples = engine_samples
-        self._under_way: Counter[str] = Counter()  # requests that are not done
-        self._in_engine: Counter[str] = Counter()  # samples that the engine was given
-        self._coming: Counter[str] = Counter()  # bytes of their results, at most
+        self._under_way = Tally()  # requests that are not done
+        self._in_engine = Tally()  # samples that the engine was given
+        self._coming = Tally()  # bytes of their results, at most
 
     def check(self, tenant_id: str) -> None:
         """Raise QuotaError if no sample of this tenant would be taken now, however small."""
@@ -139,12 +134,7 @@ class SampleAdmission:
         under_way = self._under_way[tenant_id]
         if under_way >= limits.waiting_samples:
             raise QuotaError("waiting samples", under_way, limits.waiting_samples, "max_waiting_samples_per_tenant")
-        self._futures.memory.check(tenant_id)
-        unfetched = self._futures.unfetched_bytes(tenant_id)
-        if unfetched >= limits.unfetched_bytes:
-            raise QuotaError(
-                "bytes of results not fetched", unfetched, limits.unfetched_bytes, "max_unfetched_result_bytes"
-            )
+        self._futures.check_unfetched(tenant_id, limits.unfetched_bytes)
         self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:
@@ -159,9 +149,6 @@ class SampleAdmission:
 
     def leave(self, job: SampleJob) -> None:
         self._under_way[job.tenant_id] -= 1
-        for counts in (self._under_way, self._in_engine, self._coming):
-            if not counts[job.tenant_id]:
-                del counts[job.tenant_id]
 
     def give_back(self, job: SampleJob, used: int) -> None:
         """Refund all that was charged but what the job used."""

@@ -8,7 +8,6 @@ of clients that vanished are cancelled and end in the same way.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -23,10 +22,10 @@ from twinkle.errors import (
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
 from twinkle.sampler.validation import MAX_CELLS
 from twinkle.server.backends.compute_thread import Compute, Lane
-from twinkle.server.ids import split_request_id
+from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.services.futures import Delivery, Futures
-from twinkle.server.services.sampling.completions import SEQ_IDS_PER_CLIENT, Completions
+from twinkle.server.services.sampling.completions import Completions
 from twinkle.server.services.sampling.jobs import (
     EventQueue,
     SampleAdmission,
@@ -44,7 +43,7 @@ from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import Outcome, SamplingSessionRecord
+from twinkle.server.types import Outcome, SamplingSessionRecord, Tally
 from twinkle.server.wire.sampling import Encode, encode_sample_result
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class SamplerService:
         self._context = context
         self._jobs: dict[str, SampleJob] = {}  # all that are not done
         self._asked: dict[str, float] = {}  # when each sampling session was last asked about: monotonic seconds
-        self._asking: Counter[str] = Counter()  # long polls that wait now, by sampling session
+        self._asking = Tally()  # long polls that wait now, by sampling session
         self._numbers: dict[tuple[str, int], set[int]] = {}  # their sequence numbers, by sampling session and client
         self._queue: FairQueue[SampleJob] = FairQueue(tenants.share)  # those that the engine was not given yet
         self._cancelled: list[str] = []
@@ -137,8 +136,8 @@ class SamplerService:
             self._asked[session.sampling_session_id] = time.monotonic()
             self._futures.promise(request.request_id, session.tenant_id, digest)
         elif known != digest:
-            number = request.request_id.rpartition(":")[2]
-            raise InvalidInputError("seq_id", int(number), "a number that no other request of this sampler has used")
+            number = RequestId.parse(request.request_id).number
+            raise InvalidInputError("seq_id", number, "a number that no other request of this sampler has used")
 
     async def generate(
         self, session: SamplingSessionRecord, requests: Sequence[SampleRequest]
@@ -173,14 +172,15 @@ class SamplerService:
             results = {place: event async for place, event in events if isinstance(event, SampleResult)}
         return [results[place] for place in range(len(requests))]
 
-    async def wait(self, request_id: str, timeout: float) -> Outcome | None:
+    async def wait(self, request: RequestId, timeout: float) -> Outcome | None:
+        request_id = str(request)
         note_request_id(request_id)
         if request_id not in self._futures:
             raise GoneError(
                 f"sample {request_id} was lost in a restart, was cancelled because nobody asked for it, or is too old: "
                 "send it again"
             )
-        with self.being_asked(request_id.rpartition(":")[0]):
+        with self.being_asked(request.owner):
             return await self._futures.wait(request_id, timeout)
 
     @contextmanager
@@ -200,14 +200,11 @@ class SamplerService:
     @contextmanager
     def being_asked(self, sampling_session_id: str) -> Iterator[None]:
         """Enter this while a client of the sampling session waits for a sample: its samples are wanted."""
-        self._asking[sampling_session_id] += 1
-        try:
-            yield
-        finally:
-            self._asked[sampling_session_id] = time.monotonic()
-            self._asking[sampling_session_id] -= 1
-            if not self._asking[sampling_session_id]:
-                del self._asking[sampling_session_id]
+        with self._asking.counting(sampling_session_id):
+            try:
+                yield
+            finally:
+                self._asked[sampling_session_id] = time.monotonic()
 
     def unasked_sessions(self, seconds: float) -> set[str]:
         """Return the sessions with samples under way for which no poll came in so many seconds."""
@@ -243,8 +240,8 @@ class SamplerService:
     def acknowledge(self, sampling_session_id: str, request_ids: Sequence[str]) -> None:
         """Note that the client has these results."""
         for request_id in request_ids:
-            parts = split_request_id(request_id)
-            if parts is not None and parts[0] == sampling_session_id:
+            request = RequestId.parse_or_none(request_id)
+            if request is not None and request.owner == sampling_session_id:
                 self._futures.acknowledge(request_id)
         self._wake.set()  # their tenant may have room for results again
 
@@ -253,7 +250,7 @@ class SamplerService:
         assert self.completions is not None, "only a client with a stream can be told"
         now = time.time()
         for number in numbers:
-            request_id = f"{sampling_session_id}:{number}"
+            request_id = str(RequestId(sampling_session_id, number))
             if request_id not in self._futures:
                 self.completions.add(request_id, None, now)
 
@@ -262,7 +259,7 @@ class SamplerService:
 
         A sample that is done counts until the client was told: the next server could not tell it.
         """
-        client = sampling_session_id, seq_id // SEQ_IDS_PER_CLIENT
+        client = RequestId(sampling_session_id, seq_id).client
         untold = () if self.completions is None else self.completions.numbers(*client)
         return min([seq_id, *self._numbers.get(client, ()), *untold])
 
@@ -326,8 +323,8 @@ class SamplerService:
         self._guard.check(min(_result_bytes(request), _MOST_RESULT_BYTES))
         job = self.admission.enter(SampleJob(request, session, into, price_of(request, self._context)))
         self._jobs[job.request_id] = job
-        if job.client is not None:
-            self._numbers.setdefault(job.client[:2], set()).add(job.client[2])
+        if job.numbered is not None:
+            self._numbers.setdefault(job.numbered.client, set()).add(job.numbered.number)
         self._recorder.accepted(job.request)
         self._queue.push(job.tenant_id, job.request_id, job, job.cost)
         self._wake.set()
@@ -349,11 +346,11 @@ class SamplerService:
     def _leave(self, job: SampleJob) -> None:
         del self._jobs[job.request_id]
         self.admission.leave(job)
-        if job.client is not None:
-            numbers = self._numbers[job.client[:2]]
-            numbers.remove(job.client[2])
+        if job.numbered is not None:
+            numbers = self._numbers[job.numbered.client]
+            numbers.remove(job.numbered.number)
             if not numbers:
-                del self._numbers[job.client[:2]]
+                del self._numbers[job.numbered.client]
 
     def _settle(self, request_id: str, outcome: Outcome) -> None:
         now = time.time()

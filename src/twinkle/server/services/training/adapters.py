@@ -38,17 +38,6 @@ from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 from twinkle.server.verbs.host import NativeHost
 
-__all__ = [
-    "AdapterMemory",
-    "AdapterStatus",
-    "LiveAdapter",
-    "LiveAdapters",
-    "LiveVersion",
-    "Place",
-    "QueueStatus",
-    "Residency",
-]
-
 logger = logging.getLogger(__name__)
 
 # Versions of earlier weights may still be wanted by requests that have not reached the sampler yet.

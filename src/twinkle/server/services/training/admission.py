@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import PROMISE_BYTES, Futures
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants
-from twinkle.server.types import Budget, Op, Price
-
-__all__ = ["Entry", "OpAdmission"]
+from twinkle.server.types import Budget, Op, Price, Tally
 
 _COUNT_SECONDS = 0.25  # between two counts of all ops that wait
 
@@ -42,9 +39,9 @@ class OpAdmission:
         self._scheduler = scheduler
         self._futures = futures
         self._adapters = adapters
-        self._entering: Counter[str] = Counter()  # ops that are being written down, by tenant
-        self._entering_bytes: Counter[str] = Counter()
-        self._entering_results: Counter[str] = Counter()
+        self._entering = Tally()  # ops that are being written down, by tenant
+        self._entering_bytes = Tally()
+        self._entering_results = Tally()
         self._most_bytes = most_bytes
         self._counted_bytes = 0  # of all ops when they were last counted, and of those that came since
         self._counted_at = -math.inf
@@ -60,11 +57,7 @@ class OpAdmission:
 
     def check_results(self, tenant_id: str) -> None:
         """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
-        self._futures.memory.check(tenant_id)
-        limit = self._tenants.limits(tenant_id).unfetched_bytes
-        unfetched = self._futures.unfetched_bytes(tenant_id)
-        if unfetched >= limit:
-            raise QuotaError("bytes of results not fetched", unfetched, limit, "max_unfetched_result_bytes")
+        self._futures.check_unfetched(tenant_id, self._tenants.limits(tenant_id).unfetched_bytes)
 
     @contextmanager
     def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
@@ -86,8 +79,6 @@ class OpAdmission:
             self._entering[tenant_id] -= 1
             self._entering_bytes[tenant_id] -= price.held_bytes
             self._entering_results[tenant_id] -= price.result_bytes
-            if not self._entering[tenant_id]:
-                del self._entering[tenant_id], self._entering_bytes[tenant_id], self._entering_results[tenant_id]
             if not entry.taken:
                 self._tenants.training_rate.give_back(tenant_id, _charged(price), limits.training_tokens_per_minute)
 

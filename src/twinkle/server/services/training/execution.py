@@ -75,10 +75,8 @@ class Execution:
             for index in batch:
                 try:
                     prepared[index] = self._prepared(ops[index])
-                except TwinkleError as error:
-                    outcomes[index] = failure_of(error, ops[index].request_id)
                 except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
-                    outcomes[index] = unexpected(error, ops[index].request_id)
+                    outcomes[index] = failure_of(error, ops[index].request_id)
             outcomes |= yield from self._computed(ops, prepared, interruptions)
         return [outcomes[index] for index in range(len(ops))]
 
@@ -145,10 +143,8 @@ class Execution:
             if isinstance(op.payload, TrainPass) and not op.payload.base_model:
                 self._recorder.passed(prepared.item, result)
             return prepared.encode(result)
-        except TwinkleError as error:
-            return failure_of(error, op.request_id)
         except Exception as error:  # noqa: BLE001 - as above: a result that cannot be sent fails its own request alone
-            return unexpected(error, op.request_id)
+            return failure_of(error, op.request_id)
 
     @compute_thread
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
@@ -166,10 +162,8 @@ class Execution:
     def _guarded(self, op: Op) -> Outcome:
         try:
             return self._barrier(op)
-        except TwinkleError as error:
-            return failure_of(error, op.request_id)
         except Exception as error:  # noqa: BLE001 - as above
-            return unexpected(error, op.request_id)
+            return failure_of(error, op.request_id)
 
     def _barrier(self, op: Op) -> Outcome:
         match op.payload:
@@ -251,8 +245,10 @@ def _rounds(ops: Sequence[Op]) -> list[list[int]]:
     return rounds
 
 
-def failure_of(error: TwinkleError, request_id: str) -> Outcome:
+def failure_of(error: Exception, request_id: str) -> Outcome:
     """A tenant's mistake says what to fix; what is ours is logged and says whom to ask."""
+    if not isinstance(error, TwinkleError):
+        return unexpected(error, request_id)
     if isinstance(error, UserError):
         return Outcome.failure(str(error), "user")
     logger.error("request %s failed: %s", request_id, error, extra={"request_id": request_id})

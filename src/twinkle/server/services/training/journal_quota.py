@@ -12,8 +12,6 @@ from twinkle.server.state import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget
 
-__all__ = ["JournalQuota"]
-
 _MORE = 1.25  # of the limit, for an op that others of its adapter wait for
 
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from twinkle.errors import NotFoundError
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
-from twinkle.server.ids import is_native_run, split_request_id
+from twinkle.server.ids import RequestId, is_native_run
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.futures import Delivery, Futures
@@ -50,12 +50,10 @@ from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
 from twinkle.server.verbs.base_model import BaseModelPasses
 from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
-from twinkle.server.wire.sequence_conflict import SequenceConflictError
+from twinkle.server.wire.errors import SequenceConflictError
 
 logger = logging.getLogger(__name__)
 
-# Ids of futures that never had a place in a sequence: the number is far beyond any sequence.
-_REFUSED_FROM = 10**18
 # Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
 _FURTHEST_AHEAD = 10_000
 _CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
@@ -151,7 +149,7 @@ class ModelService:
         settlement.on_settled = self._feed.ended
         self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self.adapters, memory.queued_bytes)
         self.base_model = BaseModelPasses(model, self._native, compute, self._tenants)
-        self._refused_ids = itertools.count(_REFUSED_FROM)
+        self._refusals = itertools.count()
         self._rate = RecentRate(time.time())
         self._feeding: asyncio.Task[None] | None = None
 
@@ -326,14 +324,15 @@ class ModelService:
             return False
         return await self._store.ops.get(op.adapter_id, op.seq) is None
 
-    async def wait(self, request_id: str, run: RunRecord, seq: int, timeout: float) -> Outcome | None:
+    async def wait(self, request: RequestId, run: RunRecord, timeout: float) -> Outcome | None:
         """The outcome, or None while there is none; NotFoundError when nobody knows the id (any more).
 
         It counts as fetched once :meth:`delivering` has ended well.
         """
+        request_id = str(request)
         note_request_id(request_id)
         if request_id not in self._futures:
-            outcome = await self._on_record(request_id, run.run_id, seq)
+            outcome = await self._on_record(request)
             if outcome is None:
                 damage = await self._store.damage.of_run(run.run_id)
                 if damage is None:
@@ -348,17 +347,15 @@ class ModelService:
         return self._futures.delivering(request_id, time.time())
 
     async def _read_back(self, request_id: str) -> Outcome | None:
-        parts = split_request_id(request_id)
-        assert parts is not None, "we made the id"
-        return await self._on_record(request_id, *parts)
+        return await self._on_record(RequestId.parse(request_id))
 
-    async def _on_record(self, request_id: str, run_id: str, seq: int) -> Outcome | None:
+    async def _on_record(self, request: RequestId) -> Outcome | None:
         """Return the outcome that the journal has, None if it has none; a damaged one is a failure that says so."""
         try:
-            return await self._store.ops.outcome(run_id, seq)
+            return await self._store.ops.outcome(request.owner, request.number)
         except JournalError as error:
-            logger.error("damaged: the result of request %s: %s", request_id, error)
-            message = f"request {request_id}: its result was damaged on the server's disk; send the request again"
+            logger.error("damaged: the result of request %s: %s", request, error)
+            message = f"request {request}: its result was damaged on the server's disk; send the request again"
             return Outcome.failure(message, "server")
 
     async def finish_accepted(self, run_id: str) -> None:
@@ -395,8 +392,8 @@ class ModelService:
         """Forget outcomes that were kept long enough; returns (run id, number) of what was fetched since last time."""
         self._futures.sweep(now)
         self._rate.note(self._trained_tokens(), now)
-        parts = (split_request_id(request_id) for request_id in self._futures.take_delivered())
-        return [part for part in parts if part is not None and part[1] < _REFUSED_FROM]
+        delivered = map(RequestId.parse, self._futures.take_delivered())
+        return [(request.owner, request.number) for request in delivered if not request.is_refusal]
 
     def release_waiters(self) -> None:
         self._futures.close()
@@ -404,7 +401,7 @@ class ModelService:
     def refuse(self, run: RunRecord, message: str) -> str:
         """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
         self._admission.check_results(run.tenant_id)
-        request_id = f"{run.run_id}:{next(self._refused_ids)}"
+        request_id = str(RequestId.for_refusal(run.run_id, next(self._refusals)))
         self._futures.promise(request_id, run.tenant_id)
         self._futures.settle(request_id, Outcome.failure(message, "user"), time.time())
         return request_id

@@ -37,8 +37,6 @@ from twinkle.server.wire.requests import (
 from twinkle.server.wire.training import decode_forward_backward
 from twinkle.server.wire.training_json import decode_json_pass, is_json
 
-__all__ = ["Plan", "Replay", "decode", "plan_replay"]
-
 _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     request.kind: request
     for request in (

@@ -17,8 +17,6 @@ from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.state import Damage, DatabaseUnavailableError, Store
 from twinkle.server.types import Budget, Ending, Op, Outcome
 
-__all__ = ["ReplayFeed"]
-
 logger = logging.getLogger(__name__)
 
 _AHEAD = 16  # decoded ops of one adapter: the chunks of a call run in one batch

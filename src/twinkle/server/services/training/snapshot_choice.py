@@ -10,8 +10,6 @@ from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.types import RunRecord, SnapshotRecord
 
-__all__ = ["usable_snapshot"]
-
 logger = logging.getLogger(__name__)
 
 

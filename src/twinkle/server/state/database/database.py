@@ -44,8 +44,6 @@ from twinkle.server.state.errors import (
 )
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, with_checksums, without_checksum
 
-__all__ = ["Cursor", "Database", "Page", "Row"]
-
 T = TypeVar("T")
 Row = dict[str, Any]
 Statement = Select[Any] | UpdateBase

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, PoolProxiedConnection
 
-__all__ = ["Driver", "Part"]
-
 
 class Part(Enum):
     """What a process is to the state that it opens."""

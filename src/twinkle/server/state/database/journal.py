@@ -27,8 +27,6 @@ from twinkle.server.state.errors import JournalError, StorageFullError, StoreClo
 from twinkle.server.state.files.guards import DISK_FULL
 from twinkle.server.types import BlobRef
 
-__all__ = ["SEGMENT_BYTES", "Journal", "JournalWriters"]
-
 SEGMENT_BYTES = 64 * 1024 * 1024
 
 _MAGIC = b"TWJ1"

@@ -13,8 +13,6 @@ from sqlalchemy import Select, Table, insert
 from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.types import BlobRef
 
-__all__ = ["RecordMapper"]
-
 R = TypeVar("R")
 _Conversion = Callable[[Any], Any]
 

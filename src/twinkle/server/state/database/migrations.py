@@ -30,8 +30,6 @@ from twinkle.server.state.database.tables import METADATA, SCHEMA_VERSION
 from twinkle.server.state.errors import SchemaVersionError
 from twinkle.server.state.integrity.row_checksums import fill_checksums
 
-__all__ = ["MIGRATIONS", "Migration", "migrate", "needs_migration"]
-
 Migration = Callable[[Connection], None]
 
 

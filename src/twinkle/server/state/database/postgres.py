@@ -48,8 +48,6 @@ from twinkle.server.state.errors import (
 )
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, checked_columns, expected_checksum, with_checksums
 
-__all__ = ["PostgresDriver"]
-
 _logger = logging.getLogger(__name__)
 
 _SERVER_LOCK = int.from_bytes(b"twinkle\0")

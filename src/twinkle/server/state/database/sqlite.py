@@ -15,8 +15,6 @@ from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.integrity.row_checksums import SQL_FUNCTION, checksum_function
 from twinkle.server.state.integrity.sqlite_check import set_schema_sum
 
-__all__ = ["SqliteDriver", "as_sql", "default_url"]
-
 # The default BEGIN takes the write lock at the first write, and fails there when another process wrote in between.
 _BEGIN_WRITE = "BEGIN IMMEDIATE"
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from twinkle.errors import CheckpointError
 
-__all__ = ["CHECKSUMS", "check_files", "damaged_files", "read_checksums", "sums_of", "write_checksums"]
-
 CHECKSUMS = "checksums.json"
 _PIECE = 2**20
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from twinkle.server.state.errors import DataDirInUseError
 
-__all__ = ["DISK_FULL", "RESERVE_BYTES", "DirectoryLock", "give_up_reserve", "is_disk_full", "keep_reserve"]
-
 _PAUSE = 0.05  # seconds between two tries
 
 

@@ -24,8 +24,6 @@ from twinkle.server.state.integrity.row_repair import put_right
 from twinkle.server.state.integrity.sqlite_check import check_structure, connect, is_whole
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
 
-__all__ = ["DatabaseCopies", "check_before_opening", "examine", "is_in_use"]
-
 _ABOUT_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_BUSY")
 _COPY_SECONDS = 600.0  # how old the copy of a database that changes may become
 # Any of these says that a server has worked here.

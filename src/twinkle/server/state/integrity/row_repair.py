@@ -27,8 +27,6 @@ from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
 from twinkle.server.state.integrity.sqlite_check import Contents, connect, read_table, row_tables
 from twinkle.server.types import CheckpointKind, CheckpointRecord, SessionRecord
 
-__all__ = ["put_right"]
-
 Row = dict[str, Any]
 
 _logger = logging.getLogger(__name__)

@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["WalDamage", "check_wal", "set_aside"]
-
 _WAL_HEADER = 32
 _FRAME_HEADER = 24
 _INDEX_HEADER = struct.Struct("=IIIBBHII8s8sII")  # struct WalIndexHdr of SQLite, twice at the beginning of the file

@@ -11,8 +11,6 @@ from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Database, Page, Row
 from twinkle.server.state.database.mapper import RecordMapper
 
-__all__ = ["Area", "in_read", "in_write"]
-
 A = TypeVar("A", bound="Area")
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,8 +17,6 @@ from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import AUDIT
 from twinkle.server.state.records.area import Area
 
-__all__ = ["Audit", "AuditEntry", "add_entry"]
-
 _MOST_ENTRIES = 100_000  # of one tenant; the oldest go first
 
 _OF_TENANT = AUDIT.c.tenant_id == bindparam("tenant")

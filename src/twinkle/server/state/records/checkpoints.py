@@ -14,8 +14,6 @@ from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import CheckpointKind, CheckpointRecord
 
-__all__ = ["Checkpoints"]
-
 _CHECKPOINT = RecordMapper(CheckpointRecord, CHECKPOINTS)
 
 _NAMED = (

@@ -15,8 +15,6 @@ from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import LEASES, OPERATOR_REQUESTS
 from twinkle.server.state.records.area import Area, in_write
 
-__all__ = ["EVICT", "Claim", "Leases", "OperatorRequest", "OperatorRequests"]
-
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 _OF_NAME = LEASES.c.name == bindparam("lease")

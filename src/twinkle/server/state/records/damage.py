@@ -10,8 +10,6 @@ from twinkle.server.state.database.tables import DAMAGE
 from twinkle.server.state.errors import Damage, DamagedRecordError, lost_run
 from twinkle.server.state.records.area import Area, in_write
 
-__all__ = ["DamageRecords", "raise_if_damaged"]
-
 _OF_SUBJECT = DAMAGE.c.subject == bindparam("about")
 _DELETE = delete(DAMAGE).where(_OF_SUBJECT)
 _GET = select(DAMAGE).where(_OF_SUBJECT)

@@ -19,8 +19,6 @@ from twinkle.server.state.database.tables import API_KEYS
 from twinkle.server.state.records.area import Area
 from twinkle.server.state.records.audit import add_entry
 
-__all__ = ["KEY_PREFIX", "KeyRecord", "Keys"]
-
 KEY_PREFIX = "tml-"
 
 _CACHE_SECONDS = 10.0  # how long a key that another process revoked may still work

@@ -17,8 +17,6 @@ from twinkle.server.state.records.area import Area, in_read, in_write
 from twinkle.server.state.records.runs import insert_run
 from twinkle.server.types import Op, OpKind, OpRecord, Outcome, RunRecord
 
-__all__ = ["BODIES_NEEDED", "OPS_WITH_BODIES", "OUTCOMES_NEEDED", "Accepted", "AcceptedRun", "OpTimes", "Ops", "Pruned"]
-
 _PRUNE_BATCH = 1000  # rows deleted in one transaction
 
 _OP = RecordMapper(OpRecord, OPS)

@@ -40,8 +40,6 @@ from twinkle.server.state.database.tables import (
 )
 from twinkle.server.state.records.area import Area, in_write
 
-__all__ = ["Retention"]
-
 _AT_ONCE = 100  # rows deleted in one transaction: accepting requests goes on in between
 _YOUNG_SECONDS = 3600.0  # a copy of weights has a session that ended from the beginning, and its checkpoint comes last
 

@@ -18,8 +18,6 @@ from twinkle.server.state.database.tables import RUN_METRIC_NAMES, RUN_METRICS, 
 from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.types import MeasuredStep, MetricPoint
 
-__all__ = ["MAX_NAMES", "MAX_POINTS", "MAX_POINTS_OF_TENANT", "RunMetrics"]
-
 MAX_POINTS = 4096  # of one run
 MAX_POINTS_OF_TENANT = 200_000  # more than as many live runs as a tenant may have by default keep
 MAX_NAMES = 64  # that a client may give to values of one run

@@ -17,8 +17,6 @@ from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.state.records.sessions import SESSION_ROWS
 from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 
-__all__ = ["RunState", "Runs", "Snapshots", "insert_run"]
-
 RunState = Literal["live", "failed", "parked"]
 
 _DELETE_CHECKPOINTS = (
@@ -75,9 +73,6 @@ class Runs(Area):
 
     async def get(self, run_id: str) -> RunRecord | None:
         return await self._first(_RUN, _GET, id=run_id)
-
-    async def by_number(self, session_id: str, number: int) -> RunRecord | None:
-        return await self._first(_RUN, _BY_NUMBER, session_id=session_id, number=number)
 
     async def of_session(self, session_id: str) -> tuple[RunRecord, ...]:
         """Return the runs of a session, by number."""

@@ -11,8 +11,6 @@ from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
-__all__ = ["ACTIVE_DIRECTORIES", "SAMPLING_SESSION_ROWS", "SamplingSessions"]
-
 SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
 _END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
 

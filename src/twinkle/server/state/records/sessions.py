@@ -15,8 +15,6 @@ from twinkle.server.state.records.audit import add_entry
 from twinkle.server.state.records.damage import raise_if_damaged
 from twinkle.server.types import CustomLossRecord, FinishReason, SessionRecord
 
-__all__ = ["SESSION_ROWS", "CustomLosses", "Sessions"]
-
 SESSION_ROWS = "max_session_rows_per_tenant"
 _DELETE_CHECKPOINTS = (
     "sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"

@@ -11,8 +11,6 @@ from twinkle.server.state.database.tables import CHECKPOINTS, RUNS, SAMPLING_SES
 from twinkle.server.state.records.area import Area
 from twinkle.server.usage import UsageCounts
 
-__all__ = ["DailyUsage", "ProjectStorage", "UsageRecords", "check_storage"]
-
 _COUNTERS = tuple(field.name for field in fields(UsageCounts))
 _AT = (USAGE.c.tenant_id == bindparam("tenant")) & (USAGE.c.day == bindparam("on_day"))
 
