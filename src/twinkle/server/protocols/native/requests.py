@@ -147,7 +147,9 @@ async def _resolved(gateway: Gateway, run: RunRecord, verb: str, fields: Mapping
         inputs = await _inputs(gateway, run.tenant_id, run.session_id, fields["inputs"])
         most, rows = gateway.config.limits.max_tokens_per_request, as_rows(inputs)
         if not are_encoded(rows):
-            rows = await services.training.encode(run.run_id, rows, most)
+            async with services.training.in_trainer(run.run_id):  # it has the template that was set
+                encode = partial(services.native.adapters.encode, run.run_id, rows, most)
+                rows = await gateway.tenants.pools.text.in_thread(run.tenant_id, encode)
         checked = await gateway.tenants.pools.text.in_thread(run.tenant_id, partial(checked_rows, rows, most))
         return {**fields, "inputs": checked}
     if verb == "set_template":
@@ -172,10 +174,10 @@ async def forward_base(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, fields: Mapping[str, Any]
 ) -> Outcome:
     """Run forward_only on the base model: for a request that names no adapter."""
-    training = services_of(gateway, model).training
+    services = services_of(gateway, model)
     inputs = await _inputs(gateway, tenant_id, session_id, fields.get("inputs"))
     most = gateway.config.limits.max_tokens_per_request
-    return await training.base_model.forward(tenant_id, {**fields, "inputs": inputs}, most)
+    return await services.native.base_model.forward(tenant_id, {**fields, "inputs": inputs}, most)
 
 
 def is_of_base_model(verb: str, fields: Mapping[str, Any]) -> bool:
@@ -239,7 +241,7 @@ async def _chosen_template(
     """Check the chosen template, and build it before the compute thread asks for it."""
     given = {name: value for name, value in fields.items() if name != "seq_id"}
     choice = check(SetTemplate, given).choice(services.model)
-    await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.templates.get, choice))
+    await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.native.templates.get, choice))
     return {"adapter_name": fields["adapter_name"], **choice.model_dump()}
 
 

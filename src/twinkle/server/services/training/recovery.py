@@ -5,62 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from twinkle.errors import UserError
-from twinkle.server.ids import is_native_run
 from twinkle.server.scheduling.sequence import Passed
 from twinkle.server.services.training.refused_ops import is_refused, read_refused
+from twinkle.server.services.training.run_kind import RunKind
 from twinkle.server.state import Store
-from twinkle.server.types import (
-    CreateAdapter,
-    CreateFromCheckpoint,
-    Ending,
-    NativePass,
-    NativeVerb,
-    Op,
-    OpKind,
-    OpRecord,
-    Outcome,
-    Payload,
-    Refused,
-    RunRecord,
-)
-from twinkle.server.verbs import codec
-from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest
-from twinkle.server.wire.fields import parse
-from twinkle.server.wire.requests import (
-    LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-    SequencedRequest,
-    to_op,
-)
-from twinkle.server.wire.training import decode_forward_backward
-from twinkle.server.wire.training_json import decode_json_pass, is_json
+from twinkle.server.types import Ending, Op, OpKind, OpRecord, Outcome, Refused, RunRecord
 
 __all__ = ["Plan", "Replay", "decode", "plan_replay"]
-
-_REQUESTS: dict[OpKind, type[SequencedRequest]] = {
-    request.kind: request
-    for request in (
-        OptimStepRequest,
-        SaveWeightsRequest,
-        SaveWeightsForSamplerRequest,
-        SaveWeightsExternalRequest,
-        LoadWeightsRequest,
-    )
-}
-
-_UNLIMITED = 2**62  # what was accepted under an earlier limit is not refused now
-
-# Ops that change the adapter; the others only read it, and their files are there already.
-_CHANGES = (
-    OpKind.CREATE,
-    OpKind.CREATE_FROM,
-    OpKind.FORWARD_BACKWARD,
-    OpKind.OPTIM_STEP,
-    OpKind.LOAD,
-    OpKind.VERB,
-)
 
 
 @dataclass(frozen=True)
@@ -125,14 +76,14 @@ def _ranges(numbers: Sequence[int], *, given_up: bool) -> Iterable[Passed]:
             first = index
 
 
-async def decode(store: Store, run: RunRecord, replay: Replay) -> tuple[Op, Replay]:
+async def decode(store: Store, run: RunRecord, kind: RunKind, replay: Replay) -> tuple[Op, Replay]:
     """Read an op from the journal, if it may have to run, and find out whether it has to."""
     record = replay.record
-    if not is_native_run(run.run_id) and replay.ended and (record.failed or record.kind not in _CHANGES):
+    if replay.ended and not kind.needs_body(record):
         op = replay.without_body()
     else:
         body = await store.ops.body(record)
-        op = await asyncio.to_thread(_decoded, run, record, body)
+        op = await asyncio.to_thread(_decoded, run, kind, record, body)
     if not replay.ended:
         return op, replay
     assert record.encoding is not None
@@ -143,38 +94,13 @@ async def decode(store: Store, run: RunRecord, replay: Replay) -> tuple[Op, Repl
             outcome = replace(outcome, ending=Ending.DROPPED)
     else:
         outcome = Outcome(record.encoding, b"")
-    return op, replace(replay, repeated=None if _must_run(op.payload, record, outcome) else outcome)
+    return op, replace(replay, repeated=None if kind.runs_again(op.payload, record, outcome) else outcome)
 
 
-def _must_run(payload: Payload, record: OpRecord, outcome: Outcome) -> bool:
-    """Whether an op that has ended is run again to bring its adapter back.
-
-    A native pass also leaves behind what its loss and its metrics are computed from. A native request that failed by
-    the tenant's mistake fails again, and with it happens what had happened by then: a metric that refuses a pass has
-    dropped it, clip_grad_and_step has stepped before its scheduler complains.
-    """
-    if outcome.failed:
-        ran = outcome.ending is Ending.RAN and isinstance(payload, NativePass | NativeVerb)
-        return ran and outcome.category == "user"
-    return record.kind in _CHANGES or isinstance(payload, NativePass)
-
-
-def _decoded(run: RunRecord, record: OpRecord, body: bytes) -> Op:
+def _decoded(run: RunRecord, kind: RunKind, record: OpRecord, body: bytes) -> Op:
+    if is_refused(body):
+        return read_refused(run.run_id, record.seq, record.kind, body)
     try:
-        if is_refused(body):
-            return read_refused(run.run_id, record.seq, record.kind, body)
-        if codec.is_native(body):
-            return codec.read_op(run, record.seq, body)
-        if record.kind is OpKind.CREATE:
-            return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
-        if record.kind is OpKind.CREATE_FROM:
-            request = parse(CreateFromRequest, body)
-            payload = CreateFromCheckpoint(run.spec, request.path, request.optimizer)
-            return Op(run.run_id, record.seq, record.kind, payload, body)
-        if not record.kind.is_pass:
-            return to_op(_REQUESTS[record.kind], body)
-        if is_json(body):
-            return decode_json_pass(body, record.kind, max_tokens=_UNLIMITED)
-        return decode_forward_backward(body, max_tokens=_UNLIMITED)
+        return kind.read_op(run, record, body)
     except UserError as error:  # it was accepted by an older version of this server
         return Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)

@@ -11,7 +11,7 @@ from twinkle.server.types import Op, OpKind, Refused
 
 __all__ = ["is_refused", "journalled", "read_refused"]
 
-_MARK = b"\x00\x00"  # neither Tinker's bodies nor native ones, a zero byte and the verb's name, begin like this
+_MARK = b"\x00\x00"  # no body of any protocol begins like this
 _MOST_CHARACTERS = 4096  # of a reason
 _SMALL = 512  # bytes: a shorter body is kept as it is
 
