@@ -264,9 +264,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Op:
-    """One request against an adapter. ``body`` is what the client sent, kept so that it can be replayed.
+    """One request against an adapter. ``body`` is what the journal keeps of it, so that it can be replayed.
 
-    ``sent`` is what the client sent where the body is something else: what it meant.
+    ``sent_digest`` is the digest of what the client sent, where the body is not exactly that.
     """
 
     adapter_id: str
@@ -274,7 +274,7 @@ class Op:
     kind: OpKind
     payload: Payload
     body: bytes
-    sent: bytes | None = None
+    sent_digest: bytes | None = None
 
     @property
     def request_id(self) -> str:
@@ -283,7 +283,7 @@ class Op:
     @cached_property
     def digest(self) -> bytes:
         """Tells whether the same number came with the same body."""
-        return digest(self.body if self.sent is None else self.sent)
+        return self.sent_digest or digest(self.body)
 
     @property
     def tokens(self) -> int:
@@ -293,7 +293,7 @@ class Op:
     @cached_property
     def price(self) -> Price:
         """By the shapes of what it carries, which are known when its body is decoded."""
-        held = len(self.body) + (0 if self.sent is None else len(self.sent)) + OBJECT_BYTES
+        held = len(self.body) + OBJECT_BYTES
         match self.payload:
             case TrainPass() as sent:
                 # A result has 4 bytes a target; JSON clients also get each target's part of the loss.

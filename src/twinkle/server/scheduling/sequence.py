@@ -14,8 +14,8 @@ Windows. A window is what lies between two optim_steps, and it is atomic. A forw
 spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
 clean window too, for it drops the gradient. Forward-only ops spoil nothing, and everything else in a spoilt window
 runs. A *refused* optim_step always ends with the gradient dropped, by the caller; one that ran and failed changed
-nothing here. Where a client hears of a failed pass before it sends the next request, it decides for itself: there only a
-missing number spoils a window (``Ticket.spoils``).
+nothing here. Where a client hears of a failed pass before it sends the next request, it decides for itself: there only
+a missing number spoils a window (``Ticket.spoils``).
 """
 
 import heapq

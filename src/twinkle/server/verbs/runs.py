@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute, compute_thread
+from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints, check_readable
@@ -56,6 +56,7 @@ class NativeRuns(RunKind):
     payloads = (CreateNative, NativePass, NativeVerb, NativeSave, NativeLoad)
     passes_leave_state = True  # what a loss and metrics are computed from, and the group's counters
     failed_pass_spoils = False  # a client hears of the failure before it sends its next request
+    kind_tells_steps = False  # they are verbs
 
     def __init__(
         self,
@@ -95,7 +96,6 @@ class NativeRuns(RunKind):
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
-    @compute_thread
     def prepare(self, op: Op, measurements: RunMeasurements) -> DevicePass:
         asked, adapters = op.payload, self.adapters
         assert isinstance(asked, NativePass), f"{op.kind} is not a pass"
@@ -110,7 +110,6 @@ class NativeRuns(RunKind):
 
         return DevicePass(prepared.item, encode)
 
-    @compute_thread
     def run_on_device(self, op: Op, measurements: RunMeasurements) -> Outcome:
         trainer, adapters = self._model.trainer, self.adapters
         if isinstance(op.payload, CreateNative):
@@ -128,39 +127,32 @@ class NativeRuns(RunKind):
     def is_settled(self, run_id: str) -> bool:
         return self._adapters is None or self._adapters.is_settled(run_id)
 
-    @compute_thread
     def dump(self, run_id: str) -> bytes | None:
         return None if self._adapters is None else self._adapters.dump(run_id)
 
-    @compute_thread
     def restore(self, run_id: str, state: bytes) -> None:
         self.adapters.restore(run_id, state)
 
-    @compute_thread
     def drop_window(self, run_id: str) -> None:
         if self._adapters is not None:
             self._adapters.drop_window(run_id)
 
-    @compute_thread
     def remove(self, run_id: str) -> None:
         if self._adapters is not None:
             self._adapters.remove(run_id)
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
-    def needs_body(self, record: OpRecord) -> bool:
-        return True
-
-    def runs_again(self, payload: Payload, record: OpRecord, outcome: Outcome) -> bool:
+    def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
         """Return whether an op that has ended is run again. A pass always is, for what it leaves behind.
 
         A request that failed by the tenant's mistake fails again, and with it happens what had happened by then: a
         metric that refuses a pass has dropped it, clip_grad_and_step has stepped before its scheduler complains.
         """
         if outcome.failed:
-            ran = outcome.ending is Ending.RAN and isinstance(payload, NativePass | NativeVerb)
-            return ran and outcome.category == "user"
-        return isinstance(payload, NativePass) or super().runs_again(payload, record, outcome)
+            ran = outcome.ending is Ending.RAN and outcome.category == "user"
+            return ran and (kind.is_pass or kind is OpKind.VERB)
+        return kind.is_pass or super().runs_again(kind, outcome)
 
     def read_op(self, run: RunRecord, record: OpRecord, body: bytes) -> Op:
         return read_op(run, record.seq, body)

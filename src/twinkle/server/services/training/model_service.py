@@ -45,7 +45,7 @@ from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
+from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -274,10 +274,10 @@ class ModelService:
 
     # --- for requests whose numbers are optional, and whose rows the server encodes -----------------------------------
 
-    async def was_accepted(self, run_id: str, seq: int, sent: bytes) -> bool:
+    async def was_accepted(self, run_id: str, seq: int, digest: bytes) -> bool:
         """Return whether this request was accepted before; SequenceConflictError if another one has its number."""
         record = await self._store.ops.get(run_id, seq)
-        if record is not None and record.digest != digest(sent):
+        if record is not None and record.digest != digest:
             raise SequenceConflictError(run_id, seq)
         return record is not None
 

@@ -37,9 +37,7 @@ class Replay:
     def without_body(self) -> Op:
         """The op for whoever needs to know no more than its place and kind."""
         record = self.record
-        op = Op(record.adapter_id, record.seq, record.kind, Refused("its body was not read"), b"")
-        vars(op)["digest"] = record.digest  # a cached property: the body is on disk
-        return op
+        return Op(record.adapter_id, record.seq, record.kind, Refused("its body was not read"), b"", record.digest)
 
 
 @dataclass(frozen=True)
@@ -77,30 +75,33 @@ def _ranges(numbers: Sequence[int], *, given_up: bool) -> Iterable[Passed]:
 
 
 async def decode(store: Store, run: RunRecord, kind: RunKind, replay: Replay) -> tuple[Op, Replay]:
-    """Read an op from the journal, if it may have to run, and find out whether it has to."""
+    """Read an op from the journal. If it had ended and does not run again, note what it ended with."""
     record = replay.record
-    if replay.ended and not kind.needs_body(record):
-        op = replay.without_body()
-    else:
-        body = await store.ops.body(record)
-        op = await asyncio.to_thread(_decoded, run, kind, record, body)
-    if not replay.ended:
-        return op, replay
-    assert record.encoding is not None
-    if record.failed:
-        outcome = await store.ops.outcome(record.adapter_id, record.seq)
-        assert outcome is not None, "it has ended"
-        if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # by a version that dropped it in any case
-            outcome = replace(outcome, ending=Ending.DROPPED)
-    else:
-        outcome = Outcome(record.encoding, b"")
-    return op, replace(replay, repeated=None if kind.runs_again(op.payload, record, outcome) else outcome)
+    if replay.ended:
+        outcome = await _outcome(store, record)
+        if not kind.runs_again(record.kind, outcome):
+            replay = replace(replay, repeated=outcome)
+            if kind.kind_tells_steps:
+                return replay.without_body(), replay
+    body = await store.ops.body(record)
+    return await asyncio.to_thread(_decoded, run, kind, record, body), replay
+
+
+async def _outcome(store: Store, record: OpRecord) -> Outcome:
+    assert record.encoding is not None, "it has ended"
+    if not record.failed:
+        return Outcome(record.encoding, b"")
+    outcome = await store.ops.outcome(record.adapter_id, record.seq)
+    assert outcome is not None, "it has ended"
+    if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # by a version that dropped it in any case
+        return replace(outcome, ending=Ending.DROPPED)
+    return outcome
 
 
 def _decoded(run: RunRecord, kind: RunKind, record: OpRecord, body: bytes) -> Op:
-    if is_refused(body):
-        return read_refused(run.run_id, record.seq, record.kind, body)
     try:
-        return kind.read_op(run, record, body)
+        refused = is_refused(body)
+        op = read_refused(run.run_id, record.seq, record.kind, body) if refused else kind.read_op(run, record, body)
     except UserError as error:  # it was accepted by an older version of this server
-        return Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)
+        op = Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)
+    return replace(op, sent_digest=record.digest)

@@ -22,9 +22,7 @@ def journalled(op: Op) -> Op:
         return op
     message = op.payload.message[:_MOST_CHARACTERS]
     body = _MARK + json.dumps({"refused": message}).encode()
-    short = replace(op, payload=replace(op.payload, message=message), body=body, sent=None)
-    vars(short)["digest"] = op.digest  # a cached property: that of what was sent, which goes
-    return short
+    return replace(op, payload=replace(op.payload, message=message), body=body, sent_digest=op.digest)
 
 
 def is_refused(body: bytes) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twinkle.model.types import TrainItem, TrainResult
-from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.types import (
@@ -85,6 +84,9 @@ class RunKind:
     passes_leave_state = False
     # Whether a failed pass spoils its window: the optimizer step that follows is refused.
     failed_pass_spoils = True
+    # Whether an op's OpKind tells what it means for its window. If not, a restart reads the bodies also of those ops
+    # that do not run again: a step among them closes its window once more.
+    kind_tells_steps = True
 
     def owns(self, run_id: str) -> bool:
         """Return whether a run is of this kind, by the form of its id."""
@@ -108,26 +110,22 @@ class RunKind:
         """Run an op that reads or writes files."""
         raise AssertionError(f"{op.kind} has nothing to do with files")
 
-    # --- what is kept of an adapter beside the trainer's state --------------------------------------------------------
+    # --- what is kept of an adapter beside the trainer's state: all but the first in the compute thread ---------------
 
     def is_settled(self, run_id: str) -> bool:
         """Return whether nothing of the adapter is only in memory, so that a snapshot can be taken. Any thread."""
         return True
 
-    @compute_thread
     def dump(self, run_id: str) -> bytes | None:
         """Return what a snapshot keeps beside the trainer's state, if there is anything."""
         return None
 
-    @compute_thread
     def restore(self, run_id: str, state: bytes) -> None:
         """Bring back what :meth:`dump` returned."""
 
-    @compute_thread
     def drop_window(self, run_id: str) -> None:
         """Forget what was counted of a gradient that is dropped."""
 
-    @compute_thread
     def remove(self, run_id: str) -> None:
         """Forget an adapter that leaves the trainer."""
 
@@ -143,13 +141,9 @@ class RunKind:
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
-    def needs_body(self, record: OpRecord) -> bool:
-        """Return whether the body of an op that has ended must be read to know whether the op runs again."""
-        return not record.failed and record.kind in _CHANGES
-
-    def runs_again(self, payload: Payload, record: OpRecord, outcome: Outcome) -> bool:
+    def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
         """Return whether an op that has ended is run again after a restart, to bring its adapter back."""
-        return not outcome.failed and record.kind in _CHANGES
+        return not outcome.failed and kind in _CHANGES
 
     def read_op(self, run: RunRecord, record: OpRecord, body: bytes) -> Op:
         """Return an op from its body in the journal. UserError: it was accepted by a version that took more."""
