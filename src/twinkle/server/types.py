@@ -305,6 +305,10 @@ class Op:
         """What a pass computes; all others: 0."""
         return self.payload.tokens if isinstance(self.payload, Pass) else 0
 
+    @property
+    def custom_loss(self) -> CustomLossUse | None:
+        return self.payload.custom if isinstance(self.payload, TrainPass) else None
+
     @cached_property
     def price(self) -> Price:
         """By the shapes of what it carries, which are known when its body is decoded."""

@@ -45,7 +45,7 @@ from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
+from twinkle.server.types import Budget, Ending, Op, Outcome, Refused, RunRecord
 from twinkle.server.wire.sequence_conflict import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,8 @@ class ModelService:
         adapter = self._adapter(op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
-        op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
+        if op.custom_loss is not None:
+            op = await self._loss_graphs.resolved(op, adapter.run)  # what its loss costs is part of its price
         if self.adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
             raise NotFoundError("model", op.adapter_id)
         with self._admission.entering(adapter, op) as entry:
@@ -252,7 +253,8 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        op = journalled(op)
+        if isinstance(op.payload, Refused):
+            op = journalled(op, op.payload)
         tenant_id = adapter.run.tenant_id
         self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
         with self._recorder.journalling(op):

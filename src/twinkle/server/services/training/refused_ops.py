@@ -16,13 +16,13 @@ _MOST_CHARACTERS = 4096  # of a reason
 _SMALL = 512  # bytes: a shorter body is kept as it is
 
 
-def journalled(op: Op) -> Op:
-    """Return the op as it goes to the journal: without its body if it is refused."""
-    if not isinstance(op.payload, Refused) or len(op.body) <= _SMALL:
+def journalled(op: Op, refused: Refused) -> Op:
+    """Return a refused op as it goes to the journal: without its body, unless that is small."""
+    if len(op.body) <= _SMALL:
         return op
-    message = op.payload.message[:_MOST_CHARACTERS]
+    message = refused.message[:_MOST_CHARACTERS]
     body = _MARK + json.dumps({"refused": message}).encode()
-    return replace(op, payload=replace(op.payload, message=message), body=body, sent_digest=op.digest)
+    return replace(op, payload=replace(refused, message=message), body=body, sent_digest=op.digest)
 
 
 def is_refused(body: bytes) -> bool:
