@@ -291,7 +291,7 @@ class Op:
     body: bytes
     sent_digest: bytes | None = None
 
-    @property
+    @cached_property
     def request_id(self) -> str:
         return f"{self.adapter_id}:{self.seq}"
 

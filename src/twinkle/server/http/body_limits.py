@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from twinkle.errors import QuotaError
@@ -75,11 +76,16 @@ async def read_body(request: Request, limit: int, grow_to: Callable[[int], None]
         if int(announced) > limit:
             raise BodyTooLargeError(limit)
         grow_to(int(announced))
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(limit)
-        grow_to(size)
-        parts.append(part)
-    return b"".join(parts)
+    parts, size, more = [], 0, True
+    while more:  # request.stream() does the same, with a generator and a flag for every piece
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)
+        if part := message.get("body", b""):
+            size += len(part)
+            if size > limit:
+                raise BodyTooLargeError(limit)
+            grow_to(size)
+            parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

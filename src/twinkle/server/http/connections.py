@@ -153,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on what has no key yet.
 
     httptools joins the pieces of a header in memory and calls us when it is whole. So bytes are counted twice: as they
-    arrive, where they are the next part of something unfinished, and as names and values, once they are known.
+    arrive, where they are the next part of something unfinished, and as names and values, once the head is whole.
     """
 
     def __init__(
@@ -176,7 +176,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._began = False  # its first byte has come
         self._since = 0.0  # when its head began, or its body last grew
         self._head_bytes = 0  # names, values and the URL, as far as they are whole
-        self._header_count = 0
         self._unfinished_bytes = 0  # that came without beginning or completing a head, and without growing a body
         self._progress = False  # whether the piece of data at hand did one of these
         # Of the answer that is being written:
@@ -213,6 +212,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > self._limits.header_bytes:
                 self._refuse(self._too_large())
+                return
+        if self.headers and len(self.headers) > self._limits.header_count:  # of the head or of trailers, so far
+            self._refuse(self._too_many())
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be parsed, or was not parsed further because of a limit."""
@@ -236,6 +238,9 @@ class BoundedProtocol(HttpToolsProtocol):
         limit = self._limits.header_bytes
         return Refusal(431, f"headers: more than {limit} bytes (limits.max_header_bytes)", "max_header_bytes")
 
+    def _too_many(self) -> Refusal:
+        return Refusal(431, f"headers: more than {self._limits.header_count} of them", "max_header_bytes")
+
     # --- what httptools finds -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -243,7 +248,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._receiving:  # the first request's time began with the connection
             self._since = self.loop.time()
         self._receiving = self._in_head = self._began = self._progress = True
-        self._head_bytes = self._header_count = self._unfinished_bytes = 0
+        self._head_bytes = self._unfinished_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._head_bytes += len(url)
@@ -251,21 +256,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop(Refusal(414, f"URL: more than {self._limits.url_bytes} bytes", "max_header_bytes"))
         super().on_url(url)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + len(": \r\n")
-        self._header_count += 1
+    def on_headers_complete(self) -> None:
+        self._head_bytes += sum([len(name) + len(value) + len(": \r\n") for name, value in self.headers])
         if self._head_bytes > self._limits.header_bytes:
             self._stop(self._too_large())
-        if self._header_count > self._limits.header_count:
-            text = f"headers: more than {self._limits.header_count} of them"
-            self._stop(Refusal(431, text, "max_header_bytes"))
-        if self._in_head:  # a trailer, which follows a body, is dropped: nobody reads them, and a late key is no key
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
+        if len(self.headers) > self._limits.header_count:
+            self._stop(self._too_many())
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop(Refusal(429, f"pipelining: more than {_MAX_PIPELINED} requests", "pipelined_requests"))
         super().on_headers_complete()
+        self.headers = []  # for trailers, which follow a body: nobody reads them, and a late key is no key
         self._in_head = False
         self._made_progress()
         self._registry.busy(self)

@@ -42,6 +42,7 @@ PREFIX = GATEWAY_PREFIX
 # Bodies below this are decoded on the event loop, in a fraction of a millisecond; larger ones in a thread.
 SMALL_BODY = 16_384
 _BEARER = "bearer"
+_REMEMBERED_HOSTS = 100
 # The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
 JSON_BYTES = 2**20
 T = TypeVar("T")
@@ -64,7 +65,7 @@ _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
 
 
 def gateway_of(request: Request) -> Gateway:
-    gateway: Gateway = request.app.state.gateway
+    gateway: Gateway = request.scope["app"].state.gateway
     return gateway
 
 
@@ -201,14 +202,19 @@ class RefuseRebinding:
     def __init__(self, app: ASGIApp, for_any_host: frozenset[str]) -> None:
         self._app = app
         self._for_any_host = for_any_host
+        self._fine: set[bytes] = set()  # headers that were looked at, such as b"localhost:8000"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and scope["path"] not in self._for_any_host:
-            try:
-                refuse_rebinding(Request(scope))
-            except InvalidInputError as error:
-                app = json_response({"detail": str(error)}, 400)
+            header = next((value for name, value in scope["headers"] if name == b"host"), b"")
+            if header not in self._fine:
+                try:
+                    refuse_rebinding(Request(scope))
+                    if len(self._fine) < _REMEMBERED_HOSTS:
+                        self._fine.add(header)
+                except InvalidInputError as error:
+                    app = json_response({"detail": str(error)}, 400)
         await app(scope, receive, send)
 
 

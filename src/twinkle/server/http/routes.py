@@ -6,7 +6,7 @@ does not exist.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -90,13 +90,10 @@ class Call(Generic[T]):
     """One request, as handlers see it. ``tenant_id`` is empty on public routes; ``raw``: the bytes of the body."""
 
     request: Request
+    gateway: Gateway
     tenant_id: str
     raw: bytes
     body: T
-
-    @property
-    def gateway(self) -> Gateway:
-        return gateway_of(self.request)
 
 
 Handler = Callable[Concatenate[Call[T], P], Awaitable[Response]]
@@ -123,6 +120,15 @@ class Route:
         return self.endpoint.methods or frozenset()
 
 
+class _PlainRoute(APIRoute):
+    """A route whose endpoint asks for the request alone is called with it: FastAPI has nothing to find out for it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if list(inspect.signature(self.endpoint).parameters) == ["request"]:
+            return self.endpoint
+        return super().get_route_handler()
+
+
 class Routes:
     """The routes of one area. A decorated handler stays as it is: it may have several paths, and may be called.
 
@@ -133,7 +139,7 @@ class Routes:
     def __init__(self, prefix: str = "", *, key_prefix: str = "tml-") -> None:
         """``key_prefix``: what keys begin with where any key is a tenant of its own."""
         self.declared: list[Route] = []
-        self._router = APIRouter(prefix=prefix)
+        self._router = APIRouter(prefix=prefix, route_class=_PlainRoute)
         self._key_prefix = key_prefix
 
     def get(
@@ -187,7 +193,7 @@ class Routes:
                 tenant_id = "" if public else await tenant_of(request, self._key_prefix)
                 raw = b"" if body is None or body.by_handler else await body_of(request, body.limit)
                 content = raw if body is None or body.read is None else await decoded(request, raw, body.read)
-                return await handler(Call(request, tenant_id, raw, content), *args, **parameters)
+                return await handler(Call(request, gateway_of(request), tenant_id, raw, content), *args, **parameters)
 
             update_wrapper(endpoint, handler)
             # FastAPI asks for parameters by their names and annotations: the handler's, with the request for its call.

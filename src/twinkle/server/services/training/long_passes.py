@@ -118,7 +118,7 @@ class _LongRun:
 
     @compute_thread
     def give_way(self) -> None:
-        """Run what waits: training and sampling each have their turns whenever this pass has had as much time as they."""
+        """Run what waits: training and sampling have their turns whenever this pass has had as much time as they."""
         self._count_own_time()
         for lane in Lane:
             if self._others_seconds[lane] <= self.own_seconds:
