@@ -20,7 +20,6 @@ from traced import call, calls, ref, request
 from twinkle.errors import UserError
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
-from twinkle.server.protocols.native.requests import read_fields
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
 from twinkle.server.protocols.openai.requests import parse as parse_openai
 from twinkle.server.types import Op, OpKind, Refused
@@ -155,19 +154,19 @@ def _sample(body: bytes) -> object:
 
 def _native(body: bytes) -> object:
     """As run_verb reads it, for every verb."""
-    fields = read_fields(body)
+    fields = codec.read_fields(body)
     for verb in VERBS:
         if VERBS[verb].takes_rows and "inputs" in fields:
             rows = as_rows(fields["inputs"])
             known = {**fields, "inputs": checked_rows(rows, 2**20)} if are_encoded(rows) else {**fields, "inputs": ()}
         else:
             known = {key: value for key, value in fields.items() if key != "inputs"}
-        codec.verb_op("s-a", 1, verb, known, body)
+        codec.SentVerb(verb, known, None, b"").op("s-a", 1)
     return None
 
 
 def _lora_config(body: bytes) -> object:
-    return codec.lora_config(read_fields(body))
+    return codec.lora_config(codec.read_fields(body))
 
 
 def _openai(body: bytes) -> object:

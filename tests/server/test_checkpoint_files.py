@@ -13,12 +13,11 @@ from twinkle.model.types import LoraSpec
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import mock_model
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
+from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state import StorageFullError, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Op, OpKind, Outcome, PublishSampler, SaveWeights
-from twinkle.server.verbs.host import NativeHost
-from twinkle.server.verbs.templates import Templates
 
 RUN = samples.run()
 SAVE = Op(RUN.run_id, 3, OpKind.SAVE, SaveWeights("ck", None, overwrite=False), b"")
@@ -30,8 +29,7 @@ def with_checkpoints(root: Path, check: Callable[[Checkpoints, Store], Awaitable
         model, compute = mock_model(), Compute()
         model.trainer.create_adapter(RUN.run_id, LoraSpec(8, seed=1))
         try:
-            native = NativeHost(model, Templates(model))
-            await check(Checkpoints(model, native, store, compute, DataDir(root), Tenants(), ()), store)
+            await check(Checkpoints(model, RunKinds(), store, compute, DataDir(root), Tenants()), store)
         finally:
             compute.close()
 

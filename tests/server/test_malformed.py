@@ -24,6 +24,7 @@ from twinkle.model.types import LoraSpec
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.http.requests import install_error_handlers
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
+from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import Tenants
@@ -789,7 +790,7 @@ def test_a_save_that_cannot_be_written_is_no_mistake_of_the_tenants() -> None:
     compute = Compute()
     files = DataDir(Path("/var/lib/twinkle"))
     store = SimpleNamespace(checkpoints=NoCheckpoints())
-    checkpoints = Checkpoints(SimpleNamespace(trainer=FullDisk()), None, store, compute, files, Tenants(), ())
+    checkpoints = Checkpoints(SimpleNamespace(trainer=FullDisk()), RunKinds(), store, compute, files, Tenants())
     run = RunRecord("s:train:0", "s", 0, "t", "mock", "mock", LoraSpec(rank=8), 0.0, 0.0)
     op = Op(run.run_id, 1, OpKind.SAVE, SaveWeights("ck"), b"")
     outcome = json.loads(asyncio.run(checkpoints.run(op, run)).body)

@@ -1,16 +1,23 @@
 """Rows of numbers in native requests and results: arrays, without a Python loop over tokens."""
 
+import asyncio
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from twinkle.errors import InvalidInputError
+from twinkle.server.backends.mock import mock_model
 from twinkle.server.backends.text_codec import max_characters, text_groups
-from twinkle.server.types import NativePass
-from twinkle.server.verbs.codec import finite, journal_body, read_op, succeeded, verb_op
+from twinkle.server.services.training.recovery import Replay, decode
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import BlobRef, Ending, NativePass, Op, OpRecord, Outcome, digest
+from twinkle.server.verbs.codec import SentVerb, finite, read_op, succeeded
 from twinkle.server.verbs.features import checked_rows, numbers
+from twinkle.server.verbs.runs import NativeRuns
 
 
 @pytest.mark.parametrize(
@@ -47,24 +54,78 @@ def test_what_is_refused_is_shown_in_short():
     assert len(str(refusal.value)) < 200
 
 
+RUN = type("Run", (), {"run_id": "r"})
+SENT = b'{ "adapter_name":"a", "seq_id":3, "temperature":0.5,\n "inputs":[{"input_ids":[1,2.0,3],"labels":[-100,2,3],'
+SENT += b'"messages":"\xe2\x80\xa6"}, {"input_ids":[[7]]}] }'
+
+
+def understood() -> SentVerb:
+    """The request, with its rows checked as the route does it."""
+    sent = SentVerb.read("forward_backward", SENT)
+    return replace(sent, fields={**sent.fields, "inputs": checked_rows(sent.fields["inputs"], 10)})
+
+
+def assert_same(before: Op, after: Op) -> None:
+    assert isinstance(before.payload, NativePass)
+    assert isinstance(after.payload, NativePass)
+    assert before.payload.tokens == after.payload.tokens == 4
+    for one, other in zip(before.payload.rows, after.payload.rows, strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+    assert after.payload.options == before.payload.options == {"temperature": 0.5}
+    assert after.payload.loss_arguments == before.payload.loss_arguments
+
+
 def test_rows_in_the_journal():
-    """What was accepted comes back from the journal as it was."""
-    rows = checked_rows([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "messages": "…"}, {"input_ids": [7]}], 10)
-    fields = {"adapter_name": "a", "inputs": rows, "temperature": 0.5}
-    op = verb_op("r", 3, "forward_backward", fields, b"sent")
-    assert json.loads(journal_body("forward_backward", fields).partition(b"\n")[2]) == {
+    """What was sent is in the journal byte for byte, and comes back from there as it was understood."""
+    op = understood().op("r", 3)
+    assert op.body == b"\x00forward_backward\n" + SENT
+    assert op.digest == digest(SENT)
+    again = read_op(RUN, 3, op.body)
+    assert again.body == op.body
+    assert_same(op, again)
+
+
+def test_rows_in_the_journal_that_came_from_elsewhere():
+    """Where what was sent names a batch, the journal has its rows. Earlier versions wrote all requests like this."""
+    op = replace(understood(), text=None).op("r", 3)
+    assert json.loads(op.body.removeprefix(b"\x00forward_backward\n")) == {
         "adapter_name": "a",
         "inputs": [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [7]}],
+        "seq_id": 3,
         "temperature": 0.5,
     }
-    again = read_op(type("Run", (), {"run_id": "r"}), 3, op.body)
-    assert isinstance(op.payload, NativePass)
-    assert isinstance(again.payload, NativePass)
-    assert op.payload.tokens == again.payload.tokens == 4
-    for before, after in zip(op.payload.rows, again.payload.rows, strict=True):
-        assert before.keys() == after.keys()
-        assert all(np.array_equal(before[name], after[name]) for name in before)
-    assert again.payload.loss_arguments == op.payload.loss_arguments
+    assert op.digest == digest(SENT)
+    assert_same(op, read_op(RUN, 3, op.body))
+
+
+def test_a_refusal_in_the_journal():
+    op = understood().refused("r", 3, "its batch is gone")
+    again = read_op(RUN, 3, op.body)
+    assert (again.kind, again.payload, again.body) == (op.kind, op.payload, op.body)
+    assert op.digest == digest(SENT)
+
+
+def test_a_step_that_was_refused_closes_its_window_once_more_after_a_restart():
+    """It does not run again; but only its body tells that it is a step, and its record what was sent."""
+    sent = SentVerb.read("step", b'{"adapter_name": "a"}')
+    op, outcome = sent.op("r", 3), Outcome.failure("refused", "user", Ending.DROPPED)
+
+    class Ops:
+        async def body(self, _record: OpRecord) -> bytes:
+            return op.body
+
+        async def outcome(self, _run_id: str, _seq: int) -> Outcome:
+            return outcome
+
+    ref = BlobRef(0, 0, 1)
+    record = OpRecord("r", 3, op.kind, op.digest, ref, 0.0, ref, outcome.encoding, failed=True, ending=outcome.ending)
+    native = NativeRuns(mock_model(), None, None, None, Tenants())
+    store = SimpleNamespace(ops=Ops())
+    again, replay = asyncio.run(decode(store, RUN, native, Replay(record)))
+    assert replay.repeated is outcome
+    assert again.is_step
+    assert again.digest == digest(b'{"adapter_name": "a"}')
 
 
 def test_results_are_json():

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Server, Tenant, key_for, mock_config
+from native_running import NativeTenant
+from running import MODEL, Server, Tenant, key_for, mock_config
 
 ROWS = [{"query": f"Who are you, number {n}?", "response": f"I am {{{{NAME}}}} {n}."} for n in range(10)]
 # A text that takes the reward's regular expression an hour: it looks for an end from each of the beginnings.
@@ -591,6 +592,31 @@ def test_nothing_is_left_of_a_server_that_was_killed(own_server: Callable[..., S
     assert not list((server.data_dir / "processors").iterdir())
     assert "create it again" in detail(session.try_call(busy, "__call__", trajectories=[]), 404)
     assert session.create("reward", "FormatReward")
+
+
+def test_a_batch_is_trained_on_again_when_its_loader_is_gone(own_server: Callable[..., Server]) -> None:
+    """The journal has its rows, not its name; and the request is still known by what was sent."""
+    server = own_server(processor_config(), snapshot=3600.0)
+    native, session = NativeTenant(server.url, "tml-one", MODEL), Session(Tenant(server.url, "tml-one"))
+    session.session_id = native.session_id
+    rows = [{"input_ids": [n, 5, 9], "labels": [5, 9, n + 1]} for n in range(1, 3)]
+    loader = session.create("dataloader", "DataLoader", dataset=session.dataset(rows=rows), batch_size=1)
+    batches = [session.call(loader, "__next__", by_reference=True) for _ in rows]
+    native.add_adapter("a", seed=1)
+    native.verb("set_optimizer", adapter_name="a", optimizer_cls="AdamW", lr=0.05, seq_id=1)
+
+    def losses() -> list[float]:
+        asked = [{"adapter_name": "a", "inputs": batch, "seq_id": seq_id} for seq_id, batch in enumerate(batches, 2)]
+        return [native.verb("forward_backward", **each)["loss"] for each in asked]
+
+    before = losses()
+    native.verb("step", adapter_name="a", seq_id=4)
+    weights = native.verb("get_state_dict", adapter_name="a", seq_id=5)
+    server.kill()
+    server.start()
+    assert native.verb("get_state_dict", adapter_name="a", seq_id=6) == weights
+    assert losses() == before
+    assert "create it again" in native.refusal("forward_backward", 404, adapter_name="a", inputs=batches[0])
 
 
 def test_a_server_without_processors(server: Server, tenant: Tenant) -> None:

@@ -41,6 +41,12 @@ def test_few_files_are_tiny() -> None:
     assert len(small) <= MOST_SMALL * len(counted), [str(path.relative_to(ROOT)) for path in small]
 
 
+def test_services_do_not_ask_which_protocol_a_request_came_through() -> None:
+    """What is different about native runs is registered: see ``services/training/run_kind.py``."""
+    told = [path for path in (ROOT / "services").rglob("*.py") if "native" in path.read_text().lower()]
+    assert not told, [str(path.relative_to(ROOT)) for path in told]
+
+
 # --- imports ----------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,8 @@ from twinkle.server.scheduling.sequence import (
     Ticket,
     TooLate,
 )
-from twinkle.server.types import OpKind
+from twinkle.server.types import NativeVerb, Op, OpKind
+from twinkle.server.verbs.runs import NativeRuns
 
 FORWARD, BACKWARD, OPTIM = OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP
 SAVE, LOAD, PUBLISH = OpKind.SAVE, OpKind.LOAD, OpKind.PUBLISH
@@ -245,7 +246,8 @@ def test_a_gap_says_what_it_costs():
 @pytest.mark.parametrize("verb", ["step", "clip_grad_and_step"])
 def test_a_native_step_after_a_gap_is_refused_and_after_a_failed_pass_runs(verb):
     def native(seq: int, kind: OpKind, verb: str) -> Ticket:
-        return Ticket("a", seq, kind, 1, b"", native_verb=verb)
+        op = Op("a", seq, kind, NativeVerb(verb, {}), b"")
+        return Ticket("a", seq, kind, 1, b"", is_step=op.is_step, spoils=NativeRuns.failed_pass_spoils)
 
     scheduler = one_adapter()
     scheduler.submit(native(0, BACKWARD, "forward_backward"), now=0.0)

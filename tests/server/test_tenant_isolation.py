@@ -23,7 +23,6 @@ from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
-from twinkle.server.verbs.templates import Templates
 from twinkle.server.wire.training import decode_forward_backward
 
 BUDGET = 64  # tokens: a batch has room for a dozen passes
@@ -66,7 +65,7 @@ async def counting(root: Path, tenants: Tenants) -> AsyncIterator[Counted]:
     compute, model = Compute(), replace(mock_model(), tokens_per_batch=BUDGET)
     assert isinstance(model.trainer, MockTrainer)
     model.trainer.pause = 0.05  # a batch: far slower than any machine accepts ops, so that a flood fills its queue
-    service = ModelService(model, Templates(model), store, compute, DataDir(root), tenants=tenants)
+    service = ModelService(model, store, compute, DataDir(root), tenants=tenants)
     counted = Counted(service, store)
     counted.watch()
     await service.start()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from twinkle.server.verbs.host import NativeHost
 
 from twinkle.model.library_objective import LibraryObjective
 from twinkle.model.lora_requests import LoraRequests
@@ -19,7 +20,6 @@ from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import CreateNative, NativePass, NativeVerb, Op, OpKind, Outcome
 from twinkle.server.verbs.codec import verb_op
-from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.templates import Templates
 
 ROWS = ({"input_ids": np.arange(1, 5), "labels": np.array([-100, 3, 4, 5])},)

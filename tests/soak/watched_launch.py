@@ -58,14 +58,15 @@ def _of_training(training: Any, trainer: Any) -> dict[str, int]:
         "training_promises": len(training._futures._promises),
         "tenants_unfetched": len(training._futures._unfetched_bytes),
         "scheduled_adapters": len(training._scheduler._adapters),
-        "native_adapters": _native_adapters(training._native),
+        "native_adapters": _native_adapters(training._kinds),
         "runner_tasks": len(training._runner._background._tasks),
         "snapshots_changed": len(training._runner._snapshots.noted()),
     }
 
 
-def _native_adapters(host: Any) -> int:
-    return 0 if host._adapters is None else len(host._adapters._library.optimizer_group)
+def _native_adapters(kinds: Any) -> int:
+    loaded = [kind._adapters for kind in kinds.by_payload.values() if kind._adapters is not None]
+    return len(loaded[0]._library.optimizer_group) if loaded else 0
 
 
 def _slots_in_use(stack: Any) -> int:

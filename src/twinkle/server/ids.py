@@ -19,7 +19,8 @@ CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _NATIVE_SESSION = r"session_[0-9a-f]{32}"
 _NATIVE_RUN = re.compile(rf"{_NATIVE_SESSION}-{ADAPTER_NAME.pattern}")
-_RUN = re.compile(rf"[A-Za-z0-9_-]{{1,64}}:train:[0-9]{{1,19}}|{_NATIVE_RUN.pattern}")
+_TINKER_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,19}")
+_RUN = re.compile(rf"{_TINKER_RUN.pattern}|{_NATIVE_RUN.pattern}")
 _OF_NATIVE_SESSION = re.compile(rf"{_NATIVE_SESSION}:.*")
 _LIKE_TINKERS = re.compile(r"[^:]*-(train|sample)-[0-9]+")
 # A client of a sampling session has so many sequence numbers: the original one the first, each copy the next ones.
@@ -47,6 +48,10 @@ def native_run_id(session_id: str, adapter_name: str) -> str:
 
 def is_native_run(run: str) -> bool:
     return _NATIVE_RUN.fullmatch(run) is not None
+
+
+def is_tinker_run(run: str) -> bool:
+    return _TINKER_RUN.fullmatch(run) is not None
 
 
 def native_run_number(adapter_name: str) -> int:

@@ -135,6 +135,11 @@ class TrainPass:
         return tokens + max(0, cells - tokens) // TARGETS_A_TOKEN + again + graph
 
     @property
+    def result_bytes(self) -> int:
+        """A result has 4 bytes a target; JSON clients also get each target's part of the loss."""
+        return 8 * self.cells + 64 * len(self.data)
+
+    @property
     def nbytes(self) -> int:
         """The memory of its arrays; a custom loss's targets are among its inputs."""
         arrays = sum(datum.nbytes + OBJECT_BYTES for datum in self.data)
@@ -215,6 +220,15 @@ class NativePass:
         return sum(len(row["input_ids"]) for row in self.rows)
 
     @property
+    def work(self) -> int:
+        return self.tokens
+
+    @property
+    def result_bytes(self) -> int:
+        """Log-probabilities and entropies, as JSON."""
+        return JSON_NUMBER_BYTES * 2 * self.tokens
+
+    @property
     def nbytes(self) -> int:
         """The memory of its rows."""
         return sum(values.nbytes for row in self.rows for values in row.values()) + OBJECT_BYTES * len(self.rows)
@@ -264,6 +278,7 @@ class Refused:
         return cls(str(error), error.key if isinstance(error, LimitExceededError) else None)
 
 
+Pass = TrainPass | NativePass
 Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
 Files = SaveWeights | PublishSampler | ExportWeights | LoadWeights | CreateFromCheckpoint
 Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
@@ -285,9 +300,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Op:
-    """One request against an adapter. ``body`` is what the client sent, kept so that it can be replayed.
+    """One request against an adapter. ``body`` is what the journal keeps of it, so that it can be replayed.
 
-    ``sent`` is what the client sent where the body is something else: what it meant.
+    ``sent_digest`` is the digest of what the client sent, where the body is not exactly that.
     """
 
     adapter_id: str
@@ -295,7 +310,7 @@ class Op:
     kind: OpKind
     payload: Payload
     body: bytes
-    sent: bytes | None = None
+    sent_digest: bytes | None = None
 
     @cached_property
     def request_id(self) -> str:
@@ -304,25 +319,24 @@ class Op:
     @cached_property
     def digest(self) -> bytes:
         """Tells whether the same number came with the same body."""
-        return digest(self.body if self.sent is None else self.sent)
+        return self.sent_digest or digest(self.body)
 
     @property
     def tokens(self) -> int:
         """What a pass computes; all others: 0."""
-        return self.payload.tokens if isinstance(self.payload, TrainPass | NativePass) else 0
+        return self.payload.tokens if isinstance(self.payload, Pass) else 0
+
+    @property
+    def custom_loss(self) -> CustomLossUse | None:
+        return self.payload.custom if isinstance(self.payload, TrainPass) else None
 
     @cached_property
     def price(self) -> Price:
         """By the shapes of what it carries, which are known when its body is decoded."""
-        held = len(self.body) + (0 if self.sent is None else len(self.sent)) + OBJECT_BYTES
-        match self.payload:
-            case TrainPass() as sent:
-                # A result has 4 bytes a target; JSON clients also get each target's part of the loss.
-                return Price(sent.tokens, sent.work, held + sent.nbytes, 8 * sent.cells + 64 * len(sent.data))
-            case NativePass() as asked:
-                return Price(asked.tokens, asked.tokens, held + asked.nbytes, JSON_NUMBER_BYTES * 2 * asked.tokens)
-            case _:
-                return Price(0, 0, held, 0)
+        held, asked = len(self.body) + OBJECT_BYTES, self.payload
+        if isinstance(asked, Pass):
+            return Price(asked.tokens, asked.work, held + asked.nbytes, asked.result_bytes)
+        return Price(held_bytes=held)
 
     @property
     def is_step(self) -> bool:

@@ -58,7 +58,7 @@ from twinkle.server.types import (
     SamplingSessionRecord,
     SessionRecord,
 )
-from twinkle.server.verbs.templates import Templates
+from twinkle.server.verbs.runs import NativeRuns
 from twinkle.server.wire.sampling import Encode
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Services:
     model: ServedModel
     training: ModelService
     sampling: SamplerService | None
-    templates: Templates
+    native: NativeRuns
 
 
 class Gateway:
@@ -365,10 +365,15 @@ class Gateway:
             raise NotFoundError("model", run_id)
         return record
 
-    async def submit(self, op: Op, tenant_id: str) -> str:
-        run = await self.run(op.adapter_id, tenant_id)
-        if ids.is_native_run(run.run_id):
+    async def tinker_run(self, run_id: str, tenant_id: str) -> RunRecord:
+        """Return a run that Tinker's requests may change: one of the native protocol has a client of its own."""
+        run = await self.run(run_id, tenant_id)
+        if not ids.is_tinker_run(run.run_id):
             raise InvalidInputError("model_id", run.run_id, "a model of this protocol; use its own client for this one")
+        return run
+
+    async def submit(self, op: Op, tenant_id: str) -> str:
+        run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if training.run(run.run_id) is None:
             return training.refuse(run, run.note or f"model {run.run_id} is not live any more")

@@ -7,8 +7,7 @@ kept as a checkpoint for a while. The wish is on record until it is fulfilled: a
 import asyncio
 from typing import TYPE_CHECKING
 
-from twinkle.errors import InvalidInputError, NotFoundError
-from twinkle.server import ids
+from twinkle.errors import NotFoundError
 from twinkle.server.ids import RequestId
 from twinkle.server.services.training.execution import unexpected
 from twinkle.server.types import Outcome, RunRecord
@@ -30,9 +29,7 @@ class Unloading:
 
     async def ask(self, model_id: str, tenant_id: str) -> str:
         """The id of the request. A model that has left already, for whatever reason, is no mistake."""
-        run = await self._gateway.run(model_id, tenant_id)
-        if ids.is_native_run(run.run_id):
-            raise InvalidInputError("model_id", run.run_id, "a model of this protocol; use its own client for this one")
+        run = await self._gateway.tinker_run(model_id, tenant_id)
         if self._is_live(run):
             await self._gateway.store.runs.note_live(run.run_id, UNLOADING)
             self.begin(run)

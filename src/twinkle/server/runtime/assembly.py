@@ -16,7 +16,7 @@ from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import RunRecord
-from twinkle.server.verbs.templates import Templates
+from twinkle.server.verbs.runs import NativeRuns
 
 # The longest that the compute thread or the event loop may hold the interpreter while the other wants it.
 _SWITCH_SECONDS = 0.0005
@@ -49,15 +49,15 @@ def services_on(
     """
     limits = config.limits
     memory = memory or ProcessMemory(limits)
-    templates = Templates(model)
+    # Ops of Tinker's runs the service knows; what is different about others is registered here.
+    native = NativeRuns(model, store, compute, files, tenants, config.allowed_dirs)
     training = ModelService(
         model,
-        templates,
         store,
         compute,
         files,
+        kinds=(native,),
         merge=merge,
-        allowed_dirs=config.allowed_dirs,
         tenants=tenants,
         futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
         memory=memory,
@@ -67,7 +67,7 @@ def services_on(
         gap_seconds=limits.sequence_gap_seconds,
     )
     if model.sampler is None:
-        return Services(model, training, None, templates)
+        return Services(model, training, None, native)
     sampling = SamplerService(
         model.sampler,
         sampling_compute or compute,
@@ -79,7 +79,7 @@ def services_on(
         completion_streams=config.clients.batched_sample_polls,
         recorder=telemetry.sampling(model.name),
     )
-    return Services(model, training, sampling, templates)
+    return Services(model, training, sampling, native)
 
 
 async def start_services(services: Iterable[Services]) -> None:

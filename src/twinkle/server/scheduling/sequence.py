@@ -14,8 +14,8 @@ Windows. A window is what lies between two optim_steps, and it is atomic. A forw
 spoils it; then the optim_step that closes it is refused and the next window is clean. A load that succeeds starts a
 clean window too, for it drops the gradient. Forward-only ops spoil nothing, and everything else in a spoilt window
 runs. A *refused* optim_step always ends with the gradient dropped, by the caller; one that ran and failed changed
-nothing here. In the native protocol a client hears of a failed pass before it sends the next request, and decides for
-itself: there only a missing number spoils a window.
+nothing here. Where a client hears of a failed pass before it sends the next request, it decides for itself: there only
+a missing number spoils a window (``Ticket.spoils``).
 """
 
 import heapq
@@ -42,14 +42,6 @@ class WindowRole(StrEnum):
     CLEARS = "clears"  # if it succeeds: the gradient is gone
 
 
-_ROLES = {
-    OpKind.FORWARD_BACKWARD: WindowRole.SPOILS,
-    OpKind.OPTIM_STEP: WindowRole.CLOSES,
-    OpKind.LOAD: WindowRole.CLEARS,
-}
-_NATIVE_STEPS = ("step", "clip_grad_and_step")
-
-
 @dataclass(frozen=True)
 class Ticket:
     """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others).
@@ -63,7 +55,8 @@ class Ticket:
     tokens: int
     digest: bytes
     work: int = 0
-    native_verb: str | None = None  # of an op of the native protocol
+    is_step: bool = False  # of the optimizer, whatever its kind
+    spoils: bool = True  # its window, if it is a forward_backward and fails
 
     @property
     def cost(self) -> int:
@@ -72,9 +65,11 @@ class Ticket:
 
     @property
     def role(self) -> WindowRole:
-        if self.native_verb is not None and self.kind is not OpKind.LOAD:
-            return WindowRole.CLOSES if self.native_verb in _NATIVE_STEPS else WindowRole.NONE
-        return _ROLES.get(self.kind, WindowRole.NONE)
+        if self.is_step or self.kind is OpKind.OPTIM_STEP:
+            return WindowRole.CLOSES
+        if self.kind is OpKind.FORWARD_BACKWARD and self.spoils:
+            return WindowRole.SPOILS
+        return WindowRole.CLEARS if self.kind is OpKind.LOAD else WindowRole.NONE
 
     @property
     def request_id(self) -> str:

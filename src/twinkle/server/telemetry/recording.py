@@ -22,7 +22,7 @@ from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Metrics
 from twinkle.server.telemetry.tracing import NO_TRACING, OpSpan, Tracing
-from twinkle.server.types import NativePass, Op, OpKind, Outcome, Refused, TrainPass
+from twinkle.server.types import Op, OpKind, Outcome, Refused
 
 
 @dataclass
@@ -179,7 +179,7 @@ class TrainingRecorder:
 
 
 def _tokens(ops: Sequence[Op]) -> int:
-    return sum(op.payload.tokens for op in ops if isinstance(op.payload, TrainPass | NativePass))
+    return sum(op.tokens for op in ops)
 
 
 class SamplingRecorder:

@@ -4,11 +4,11 @@ Such a pass has no place in any sequence and is in no journal: who did not hear 
 Otherwise it is like an op: within the tenant's limits, on the compute thread, counted as use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import QuotaError
 from twinkle.model.types import TrainFailure
@@ -19,8 +19,10 @@ from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import NativePass, Outcome, Tally
 from twinkle.server.verbs.codec import succeeded
 from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
-from twinkle.server.verbs.host import NativeHost
 from twinkle.server.verbs.verbs import NO_ADAPTER, parse, payload_of
+
+if TYPE_CHECKING:  # it needs torch
+    from twinkle.server.verbs.adapters import NativeAdapters
 
 _VERB = "forward_only"
 
@@ -28,9 +30,12 @@ _VERB = "forward_only"
 class BaseModelPasses:
     """Of one served model. One pass of a tenant at a time: its others wait for it, those of other tenants do not."""
 
-    def __init__(self, model: ServedModel, native: NativeHost, compute: Compute, tenants: Tenants) -> None:
+    def __init__(
+        self, model: ServedModel, adapters: "Callable[[], NativeAdapters]", compute: Compute, tenants: Tenants
+    ) -> None:
+        """``adapters`` returns the library's verbs, and loads them the first time."""
         self._model = model
-        self._native = native
+        self._adapters = adapters
         self._compute = compute
         self._tenants = tenants
         self._turns = TenantTurns(at_once=1)
@@ -60,14 +65,14 @@ class BaseModelPasses:
         """Conversations go through the model's plain template: the chosen ones are those of adapters."""
         rows, text = as_rows(inputs), self._tenants.pools.text
         if not are_encoded(rows):
-            encode = partial(self._native.adapters.encode, NO_ADAPTER, rows, max_tokens)
+            encode = partial(self._adapters().encode, NO_ADAPTER, rows, max_tokens)
             rows = await text.in_thread(tenant_id, encode)
         return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
 
     def _computed(self, asked: NativePass) -> Outcome:
         """In the compute thread."""
         alone = replace(asked, options={**asked.options, "disable_lora": True})
-        (result,) = self._model.trainer.forward([self._native.adapters.prepare_without_adapter(alone).item])
+        (result,) = self._model.trainer.forward([self._adapters().prepare_without_adapter(alone).item])
         if isinstance(result, TrainFailure):
             raise result.error
         return succeeded({"result": {"loss": None, "num_tokens": None, "logps": list(result.logprobs)}})

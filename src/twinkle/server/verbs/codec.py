@@ -1,22 +1,28 @@
 """Native ops in the journal, and their results on the wire.
 
 A body in the journal is a zero byte, the verb, a line feed and JSON: neither Tinker's protobuf nor its JSON begins with
-a zero byte. What it says is what the request meant: rows of tokens in the place of conversations and of references.
+a zero byte. The JSON is what the client sent, byte for byte, and is read again as it was read the first time. It is
+written anew only where what was sent depends on something else, which may be gone or changed when it is replayed: then
+it has rows of tokens in the place of conversations and of references to batches, or the template that a name stood for.
+Earlier versions always wrote it anew; that reads the same.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 
 from twinkle.errors import UserError
 from twinkle.model.peft_config import spec_from_peft
-from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Refused, RunRecord
-from twinkle.server.verbs.features import Row
+from twinkle.server.services.training.run_kind import UNLIMITED
+from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Payload, Refused, RunRecord, digest
+from twinkle.server.verbs.features import Row, as_rows, checked_rows
 from twinkle.server.verbs.settings import check_small, check_target_modules
 from twinkle.server.verbs.verbs import parse, payload_of, verb_named
+from twinkle.server.wire.errors import MalformedRequestError
 
 _MARK = b"\x00"
 _CREATE = "add_adapter_to_model"
@@ -24,67 +30,86 @@ _INPUTS = "inputs"
 _REFUSED = "\x00refused"  # no argument of anybody's
 
 
-def is_native(body: bytes) -> bool:
-    return body.startswith(_MARK)
+def read_fields(sent: bytes) -> dict[str, Any]:
+    """Return the fields of a request."""
+    try:
+        fields = json.loads(sent or b"{}")
+    except (ValueError, RecursionError):
+        raise MalformedRequestError("body: not JSON") from None
+    if not isinstance(fields, dict):
+        raise MalformedRequestError("body: a JSON object is allowed")
+    return fields
 
 
-def journal_body(verb: str, fields: Mapping[str, object]) -> bytes:
-    """Written row by row: one call of ``json.dumps`` for a million tokens would let no other thread work."""
-    parts = [_MARK + verb.encode() + b"\n", _text({name: fields[name] for name in fields if name != _INPUTS})]
-    if _INPUTS in fields:
-        rows = cast("Sequence[Row]", fields[_INPUTS])
-        texts = (_text({name: column.tolist() for name, column in row.items()}) for row in rows)
-        parts[-1] = parts[-1][:-1]  # its closing brace
-        parts += [b"," if len(fields) > 1 else b"", f'"{_INPUTS}":['.encode(), b",".join(texts), b"]}"]
-    return b"".join(parts)
+@dataclass(frozen=True)
+class SentVerb:
+    """A request of a verb, as it was sent. ``text`` is its JSON; None where the fields say more than what was sent."""
 
+    verb: str
+    fields: Mapping[str, Any]  # before an op is made of them, the inputs are checked rows
+    text: bytes | None
+    digest: bytes  # of what was sent
 
-def _text(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
+    @classmethod
+    def read(cls, verb: str, text: bytes) -> "SentVerb":
+        return cls(verb, read_fields(text), text, digest(text))
+
+    def op(self, run_id: str, seq: int) -> Op:
+        """Return the op, refused if something is wrong. With a million tokens to be written this takes a second."""
+        payload: Payload
+        try:
+            request = parse(self.verb, {**self.fields})
+            payload = payload_of(self.verb, request, tuple(self.fields.get(_INPUTS, ())))
+        except UserError as error:
+            payload = Refused(str(error))
+        body = _body(self.verb, _written(self.fields) if self.text is None else self.text)
+        return Op(run_id, seq, verb_named(self.verb).kind, payload, body, self.digest)
+
+    def refused(self, run_id: str, seq: int, message: str) -> Op:
+        """Return an op that takes the place of a request which could not be understood."""
+        body = _body(self.verb, _written({_REFUSED: message}))
+        return Op(run_id, seq, verb_named(self.verb).kind, Refused(message), body, self.digest)
 
 
 def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:
     """``seed``: as it was asked for."""
     fields = {"config": config, "gradient_accumulation_steps": accumulation, "seed": seed}
     payload = CreateNative(run.spec, config, accumulation)
-    return Op(run.run_id, 0, OpKind.CREATE, payload, journal_body(_CREATE, fields))
-
-
-def verb_op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
-    """``fields``: the request; its inputs are checked rows. What is wrong with the rest makes the op refused."""
-    body = journal_body(verb, fields)
-    return _op(run_id, seq, verb, fields, body, sent)
-
-
-def refused_op(run_id: str, seq: int, verb: str, message: str, sent: bytes) -> Op:
-    return Op(run_id, seq, verb_named(verb).kind, Refused(message), journal_body(verb, {_REFUSED: message}), sent)
+    return Op(run.run_id, 0, OpKind.CREATE, payload, _body(_CREATE, _written(fields)))
 
 
 def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
-    """From the journal."""
-    verb, _, text = body[1:].partition(b"\n")
-    fields = json.loads(text)
-    if verb.decode() == _CREATE:
+    """Return an op from the journal."""
+    verb, _, text = body[len(_MARK) :].partition(b"\n")
+    sent = SentVerb.read(verb.decode(), text)
+    fields = sent.fields
+    if sent.verb == _CREATE:
         config, accumulation = fields["config"], fields["gradient_accumulation_steps"]
         return Op(run.run_id, seq, OpKind.CREATE, CreateNative(run.spec, config, accumulation), body)
     if _REFUSED in fields:
-        return Op(run.run_id, seq, verb_named(verb.decode()).kind, Refused(fields[_REFUSED]), body)
-    return _op(run.run_id, seq, verb.decode(), fields, body, None)
+        return sent.refused(run.run_id, seq, fields[_REFUSED])
+    if _INPUTS in fields:
+        sent = replace(sent, fields={**fields, _INPUTS: checked_rows(as_rows(fields[_INPUTS]), UNLIMITED)})
+    return sent.op(run.run_id, seq)
 
 
-def _op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], body: bytes, sent: bytes | None) -> Op:
-    kind = verb_named(verb).kind
-    try:
-        request = parse(verb, {**fields})
-        payload = payload_of(verb, request, tuple(map(_arrays, fields.get(_INPUTS, ()))))
-    except UserError as error:
-        return Op(run_id, seq, kind, Refused(str(error)), body, sent)
-    return Op(run_id, seq, kind, payload, body, sent)
+def _body(verb: str, text: bytes) -> bytes:
+    return b"".join((_MARK, verb.encode(), b"\n", text))
 
 
-def _arrays(row: Mapping[str, Any]) -> Row:
-    """A checked row, as the journal has it or as it is."""
-    return {name: np.asarray(values, np.int64) for name, values in row.items()}
+def _written(fields: Mapping[str, object]) -> bytes:
+    """Return fields as JSON, row by row: one ``json.dumps`` of a million tokens would let no other thread work."""
+    text = _dumped({name: fields[name] for name in fields if name != _INPUTS})
+    if _INPUTS not in fields:
+        return text
+    rows = cast("Sequence[Row]", fields[_INPUTS])
+    texts = (_dumped({name: column.tolist() for name, column in row.items()}) for row in rows)
+    comma = b"," if len(fields) > 1 else b""
+    return b"".join((text[:-1], comma, f'"{_INPUTS}":['.encode(), b",".join(texts), b"]}"))
+
+
+def _dumped(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
 
 
 def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Bodies for processors are not decoded here: JSON of many rows would keep everybo
 session decodes them.
 """
 
+from functools import partial
 from pathlib import Path
 
 from fastapi import Response
@@ -25,6 +26,7 @@ from twinkle.server.protocols.native.requests import (
     wire_response,
 )
 from twinkle.server.types import Outcome
+from twinkle.server.verbs.codec import SentVerb
 from twinkle.server.verbs.verbs import verb_named
 from twinkle_client import types
 
@@ -84,10 +86,10 @@ async def upload_status(call: Call[bytes], model: str, request_id: str) -> Respo
 async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
     gateway, tenant_id, session_id = call.gateway, call.tenant_id, await session_of(call)
     body = await body_of(call.request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
-    wanted = await decoded(call.request, body, requests.read_fields)
-    if requests.is_of_base_model(verb, wanted):
-        return _answer(await requests.forward_base(gateway, tenant_id, session_id, model, wanted))
-    number, outcome = await requests.run_verb(gateway, tenant_id, session_id, model, verb, wanted, body)
+    sent = await decoded(call.request, body, partial(SentVerb.read, verb))
+    if requests.is_of_base_model(sent):
+        return _answer(await requests.forward_base(gateway, tenant_id, session_id, model, sent.fields))
+    number, outcome = await requests.run_verb(gateway, tenant_id, session_id, model, sent)
     answer = _answer(outcome)
     # By this a client knows of a refusal that it has a place in the sequence. What is refused earlier has none.
     answer.headers[NUMBER_HEADER] = str(number)

@@ -1,6 +1,5 @@
 """What the routes of our own protocol share: who asks, in which session, and requests against adapters."""
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,10 +27,9 @@ from twinkle.server.http.routes import Call
 from twinkle.server.ids import RequestId
 from twinkle.server.state.files.export import allowed_path
 from twinkle.server.types import Op, Outcome, RunRecord
-from twinkle.server.verbs.codec import create_op, lora_config, refused_op, verb_op
+from twinkle.server.verbs.codec import SentVerb, create_op, lora_config
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.templates import SetTemplate
-from twinkle.server.verbs.verbs import verb_named
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import Parameters, check
 from twinkle_client import types
@@ -105,82 +103,81 @@ async def add_adapter(
 
 
 async def run_verb(
-    gateway: Gateway, tenant_id: str, session_id: str, model: str, verb: str, fields: Mapping[str, Any], sent: bytes
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, sent: SentVerb
 ) -> tuple[int, Outcome]:
     """Submit a verb and wait for it; return (its number in the adapter's sequence, how it ended).
 
     Without a number it gets the next one. A number that is used again gets its answer, and nothing of the request is
     looked at: a batch that it names may be gone by then.
     """
-    verb_named(verb)
-    run = await adapter_run(gateway, tenant_id, session_id, model, fields.get("adapter_name"))
+    run = await adapter_run(gateway, tenant_id, session_id, model, sent.fields.get("adapter_name"))
     training = gateway.serving(run.model_name).training
-    number = _number(fields)
-    if number is not None and await training.was_accepted(run.run_id, number, sent):
+    number = _number(sent.fields)
+    if number is not None and await training.was_accepted(run.run_id, number, sent.digest):
         request = RequestId(run.run_id, number)
     else:
         training.check_room(run.run_id)
-        request = RequestId.parse(await _submit(gateway, run, number, verb, fields, sent))
+        request = RequestId.parse(await _submit(gateway, run, number, sent))
     outcome = await _outcome(gateway, run, request)
     return request.number if number is None else number, outcome
 
 
-async def _submit(
-    gateway: Gateway, run: RunRecord, number: int | None, verb: str, fields: Mapping[str, Any], sent: bytes
-) -> str:
+async def _submit(gateway: Gateway, run: RunRecord, number: int | None, sent: SentVerb) -> str:
     """Make an op of a request and submit it; return the id of the request."""
     training = gateway.serving(run.model_name).training
     if number is None:
-        resolved = await _resolved(gateway, run, verb, fields)
+        resolved = await _resolved(gateway, run, sent)
         async with training.next_number(run.run_id) as number:
-            return await training.submit(await _op(gateway, run, number, verb, resolved, sent))
+            return await training.submit(await _op(gateway, run, number, resolved))
     try:
-        op = await _op(gateway, run, number, verb, await _resolved(gateway, run, verb, fields), sent)
+        op = await _op(gateway, run, number, await _resolved(gateway, run, sent))
     except UserError as error:  # its place in the sequence is taken all the same
-        op = refused_op(run.run_id, number, verb, str(error), sent)
+        op = sent.refused(run.run_id, number, str(error))
     return await training.submit(op)
 
 
-async def _resolved(gateway: Gateway, run: RunRecord, verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields with rows of tokens as inputs, and with a template that is ready."""
-    services = gateway.serving(run.model_name)
+async def _resolved(gateway: Gateway, run: RunRecord, sent: SentVerb) -> SentVerb:
+    """Return the request with checked rows of tokens as inputs, and with a template that is ready.
+
+    The journal keeps what was sent, unless it names a batch, has conversations or chooses a template: these may mean
+    something else, or nothing, when they are replayed.
+    """
+    services, fields = gateway.serving(run.model_name), sent.fields
     if "inputs" in fields:
+        text = gateway.tenants.pools.text
         inputs = await _inputs(gateway, run.tenant_id, run.session_id, fields["inputs"])
         most, rows = gateway.config.limits.max_tokens_per_request, as_rows(inputs)
+        says_all = inputs is fields["inputs"] and are_encoded(rows)
         if not are_encoded(rows):
-            rows = await services.training.encode(run.run_id, rows, most)
-        checked = await gateway.tenants.pools.text.in_thread(run.tenant_id, partial(checked_rows, rows, most))
-        return {**fields, "inputs": checked}
-    if verb == "set_template":
-        return await _chosen_template(gateway, run.tenant_id, services, fields)
-    return fields
+            async with services.training.in_trainer(run.run_id):  # it has the template that was set
+                encode = partial(services.native.adapters.encode, run.run_id, rows, most)
+                rows = await text.in_thread(run.tenant_id, encode)
+        checked = await text.in_thread(run.tenant_id, partial(checked_rows, rows, most))
+        return replace(sent, fields={**fields, "inputs": checked}, text=sent.text if says_all else None)
+    if sent.verb == "set_template":
+        return replace(sent, fields=await _chosen_template(gateway, run.tenant_id, services, fields), text=None)
+    return sent
 
 
-async def _op(gateway: Gateway, run: RunRecord, number: int, verb: str, fields: Mapping[str, Any], sent: bytes) -> Op:
-    """Return the op, digested. That takes a second for a million tokens: not on the event loop."""
-
-    def digested() -> Op:
-        op = verb_op(run.run_id, number, verb, fields, sent)
-        assert op.digest, "it is kept"
-        return op
-
-    if "inputs" not in fields and len(sent) < SMALL_BODY:
-        return digested()
-    return await gateway.reading.in_thread(run.tenant_id, digested)
+async def _op(gateway: Gateway, run: RunRecord, number: int, resolved: SentVerb) -> Op:
+    """Return the op; one that may be large is not made on the event loop."""
+    if "inputs" not in resolved.fields and len(resolved.text or b"") < SMALL_BODY:
+        return resolved.op(run.run_id, number)
+    return await gateway.reading.in_thread(run.tenant_id, partial(resolved.op, run.run_id, number))
 
 
 async def forward_base(
     gateway: Gateway, tenant_id: str, session_id: str, model: str, fields: Mapping[str, Any]
 ) -> Outcome:
     """Run forward_only on the base model: for a request that names no adapter."""
-    training = services_of(gateway, model).training
+    services = services_of(gateway, model)
     inputs = await _inputs(gateway, tenant_id, session_id, fields.get("inputs"))
     most = gateway.config.limits.max_tokens_per_request
-    return await training.base_model.forward(tenant_id, {**fields, "inputs": inputs}, most)
+    return await services.native.base_model.forward(tenant_id, {**fields, "inputs": inputs}, most)
 
 
-def is_of_base_model(verb: str, fields: Mapping[str, Any]) -> bool:
-    return verb == "forward_only" and fields.get("adapter_name") in (None, "")
+def is_of_base_model(sent: SentVerb) -> bool:
+    return sent.verb == "forward_only" and sent.fields.get("adapter_name") in (None, "")
 
 
 async def remove_adapter(gateway: Gateway, tenant_id: str, session_id: str, model: str, adapter_name: str) -> None:
@@ -240,7 +237,7 @@ async def _chosen_template(
     """Check the chosen template, and build it before the compute thread asks for it."""
     given = {name: value for name, value in fields.items() if name != "seq_id"}
     choice = check(SetTemplate, given).choice(services.model)
-    await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.templates.get, choice))
+    await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.native.templates.get, choice))
     return {"adapter_name": fields["adapter_name"], **choice.model_dump()}
 
 
@@ -256,11 +253,3 @@ async def _outcome(gateway: Gateway, run: RunRecord, request: RequestId) -> Outc
     raise ShuttingDownError
 
 
-def read_fields(body: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(body or b"{}")
-    except (ValueError, RecursionError):
-        raise MalformedRequestError("body: not JSON") from None
-    if not isinstance(fields, dict):
-        raise MalformedRequestError("body: a JSON object is allowed")
-    return fields

@@ -59,7 +59,7 @@ async def set_template(call: Call[bytes], model: str) -> Response:
     gateway, services = call.gateway, _services(call.gateway, model)
     choice = fields.parse(SetTemplate, call.body).choice(services.model)
     # What cannot be built is refused now.
-    await gateway.tenants.pools.text.in_thread(call.tenant_id, partial(services.templates.get, choice))
+    await gateway.tenants.pools.text.in_thread(call.tenant_id, partial(services.native.templates.get, choice))
     session = await gateway.session(session_id, call.tenant_id)
     await choose_template(gateway.store, session, services.model, choice)
     return wire_response(types.SamplerSetTemplateResponse())
@@ -153,7 +153,7 @@ class AskedSamples:
         gateway, model, wanted = self._gateway, self._services.model, self._wanted
         choice = chosen_template(self._session, model)
         text = gateway.tenants.pools.text
-        template = await text.in_thread(self._tenant_id, partial(self._services.templates.get, choice))
+        template = await text.in_thread(self._tenant_id, partial(self._services.native.templates.get, choice))
         assert self._services.sampling is not None, "checked before"
         self._services.sampling.admission.check(self._tenant_id)  # before the work of reading the inputs
         most = max_characters(model.max_context_length)

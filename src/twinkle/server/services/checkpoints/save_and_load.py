@@ -7,7 +7,7 @@ after a crash finds its own record, or writes the same files anew.
 import errno
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,13 @@ from twinkle.errors import (
 )
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
-from twinkle.server.ids import CheckpointPath, directory_name, is_native_run, sampling_session_id
+from twinkle.server.ids import CheckpointPath, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.export import prepare_export
 from twinkle.server.services.training.execution import failure_of
+from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state import StorageFullError, Store
-from twinkle.server.state.files.data_dir import DataDir, copy_whole, make_parents, seal_written, size_of
-from twinkle.server.state.files.export import allowed_path
+from twinkle.server.state.files.data_dir import DataDir, make_parents, seal_written, size_of
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
@@ -36,8 +36,6 @@ from twinkle.server.types import (
     ExportWeights,
     LoadWeights,
     Metadata,
-    NativeLoad,
-    NativeSave,
     Op,
     OpKind,
     Outcome,
@@ -47,13 +45,9 @@ from twinkle.server.types import (
     SamplingSessionRecord,
     SaveWeights,
 )
-from twinkle.server.verbs.codec import answered, succeeded
-from twinkle.server.verbs.host import NativeHost
 from twinkle.server.wire import responses
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
-_KEPT_OF_SERIES = 2
 _PARKING = 0  # the place in the sequence of the save that we make ourselves
 
 
@@ -63,16 +57,14 @@ class Checkpoints:
     def __init__(
         self,
         model: ServedModel,
-        native: NativeHost,
+        kinds: RunKinds,
         store: Store,
         compute: Compute,
         files: DataDir,
         tenants: Tenants,
-        allowed_dirs: Sequence[Path],
     ) -> None:
         self._model = model
-        self._native = native
-        self._allowed_dirs = allowed_dirs
+        self._kinds = kinds
         self._store = store
         self._compute = compute
         self._files = files
@@ -96,14 +88,10 @@ class Checkpoints:
                     return await self._create_from(op, run, op.payload)
                 case LoadWeights():
                     return await self._load(op, run, op.payload)
-                case NativeSave():
-                    return await self._save_native(op, run, op.payload)
-                case NativeLoad():
-                    return await self._load_native(op, run, op.payload)
                 case Refused(message):
                     return Outcome.failure(message, "user")
-                case _:
-                    raise AssertionError(f"{op.kind} has nothing to do with files")
+                case other:
+                    return await self._kinds.by_payload[type(other)].run_with_files(op, run, self)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
                 error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
@@ -113,19 +101,14 @@ class Checkpoints:
         """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
         name = await self._name_for_parking(run)
         path = CheckpointPath(run.run_id, "weights", name)
-        save: SaveWeights | NativeSave = SaveWeights(name, int(keep_seconds), overwrite=True)
-        if is_native_run(run.run_id):
-            save = NativeSave(name, optimizer=True, sampler=False, ttl_seconds=int(keep_seconds))
-        op = Op(run.run_id, _PARKING, OpKind.SAVE, save, b"")
+        kind = self._kinds.find(run.run_id)
+        op = Op(run.run_id, _PARKING, OpKind.SAVE, kind.parking_save(name, int(keep_seconds)), b"")
         outcome = await self.run(op, run)
         await self._compute.run(lambda: self._remove(run.run_id))
         if outcome.failed:
             return None
         days = keep_seconds / 86400
-        resume = f"create_training_client_from_state_with_optimizer({str(path)!r}) goes on from it"
-        if is_native_run(run.run_id):
-            resume = f"add an adapter in a new session, and resume_from_checkpoint({path.native!r}) goes on from it"
-        return f"{why}; its adapter is kept for {days:g} days: {resume}"
+        return f"{why}; its adapter is kept for {days:g} days: {kind.how_to_resume(path)}"
 
     async def _name_for_parking(self, run: RunRecord) -> str:
         """One that the tenant did not give to a checkpoint of its own."""
@@ -136,30 +119,30 @@ class Checkpoints:
         raise AssertionError("there are always more names")
 
     def _remove(self, run_id: str) -> None:
-        self._native.remove(run_id)
+        self._kinds.find(run_id).remove(run_id)
         if run_id in self._model.trainer.adapter_ids():
             self._model.trainer.remove_adapter(run_id)
 
     async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
         path = CheckpointPath(run.run_id, "weights", save.name)
         copy = partial(self._model.trainer.prepare_save, op.adapter_id, True)
-        await self._write(op, run, path, copy, save.overwrite, save.ttl_seconds, save.user_metadata)
+        await self.write(op, run, path, copy, save.overwrite, save.ttl_seconds, save.user_metadata)
         return responses.saved(str(path))
 
     async def _publish_named(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
         assert publish.name is not None
         path = CheckpointPath(run.run_id, "sampler_weights", publish.name)
         copy = partial(self._model.trainer.prepare_save, op.adapter_id, False)
-        await self._write(op, run, path, copy, False, publish.ttl_seconds, publish.user_metadata)
+        await self.write(op, run, path, copy, False, publish.ttl_seconds, publish.user_metadata)
         return responses.published(path=str(path))
 
     async def _export(self, op: Op, run: RunRecord, export: ExportWeights) -> Outcome:
         path = CheckpointPath(run.run_id, "external_weights", export.name)
         copy = partial(prepare_export, self._model.trainer, op.adapter_id, export.recipients)
-        size = await self._write(op, run, path, copy, False, export.ttl_seconds, {})
+        size = await self.write(op, run, path, copy, False, export.ttl_seconds, {})
         return responses.exported(str(path), size)
 
-    async def _write(
+    async def write(
         self,
         op: Op,
         run: RunRecord,
@@ -169,7 +152,10 @@ class Checkpoints:
         ttl_seconds: int | None,
         user_metadata: Metadata,
     ) -> int:
-        """``copy`` runs in the compute thread and returns what writes the files; returns how large they are."""
+        """Write a checkpoint and its record; return how large its files are.
+
+        ``copy`` runs in the compute thread and returns what writes the files.
+        """
         existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         if existing is not None and existing.request_id == op.request_id and not overwrite:
             return existing.size_bytes
@@ -313,7 +299,7 @@ class Checkpoints:
         if optimizer and record.kind != "weights":
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
         directory = self._files.root / record.directory
-        await self._threads.in_thread(run.tenant_id, partial(_checked, directory, str(path)))
+        await self._threads.in_thread(run.tenant_id, partial(check_readable, directory, str(path)))
         return path, directory
 
     def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
@@ -321,61 +307,6 @@ class Checkpoints:
             lambda: self._model.trainer.load(adapter_id, directory, optimizer=optimizer), directory, path
         )
         self._model.trainer.zero_grad(adapter_id)
-
-    # --- the native protocol ------------------------------------------------------------------------------------------
-
-    async def _save_native(self, op: Op, run: RunRecord, save: NativeSave) -> Outcome:
-        native = self._native.adapters
-        if save.interval > 1 and not native.is_due(op.adapter_id, save.interval):
-            return succeeded({"twinkle_path": "", "checkpoint_dir": None})
-        if save.sampler:  # a path of its own each time: what a sampler was made from never changes
-            path = CheckpointPath(run.run_id, "sampler_weights", f"{save.name or 'latest'}-{op.seq}")
-        else:
-            name = save.name or f"checkpoint-step-{native.steps_of(op.adapter_id)}"
-            path = CheckpointPath(run.run_id, "weights", name)
-        copy = partial(
-            native.prepare_save,
-            op.adapter_id,
-            save_optimizer=save.optimizer,
-            consumed_train_samples=save.consumed_train_samples,
-        )
-        series = {_SERIES: save.name or "latest"} if save.sampler else {}
-        await self._write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
-        if save.sampler:
-            await self._drop_older(run, series[_SERIES])
-        if "save_dir" in run.user_metadata:
-            await self._copy_out(path, Path(run.user_metadata["save_dir"]))
-        return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
-
-    async def _drop_older(self, run: RunRecord, series: str) -> None:
-        """A loop publishes after every step; the version before the last may still be in use."""
-        of_run = await self._store.checkpoints.of_run(run.run_id)
-        kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
-        for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
-            await delete_checkpoint(self._store, self._files, self._threads, old, "checkpoint_replace")
-
-    async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
-        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        assert record is not None, "it was just written"
-        target = save_dir / directory_name(path.run_id) / path.kind / path.name
-        copy = partial(copy_whole, self._files.root / record.directory, target, private=False)
-        await self._threads.in_thread(record.tenant_id, copy)
-
-    async def _load_native(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
-        if load.path.startswith(("twinkle://", "tinker://")):
-            path = CheckpointPath.parse(load.path, "name")
-            record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
-            directory, shown = self._files.root / record.directory, path.native
-            await self._threads.in_thread(run.tenant_id, partial(_checked, directory, shown))
-        else:
-            directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
-
-        def resume() -> dict[str, int]:
-            load_it = partial(self._native.adapters.resume, op.adapter_id, directory, optimizer=load.optimizer)
-            return without_server_paths(load_it, directory, shown)
-
-        progress = await self._compute.run(resume)
-        return answered(progress if load.verb == "resume_from_checkpoint" else None)
 
 
 async def delete_checkpoint(
@@ -401,7 +332,7 @@ def _write_files(write: Callable[[Path], None], directory: Path) -> None:
     seal_written(directory)
 
 
-def _checked(directory: Path, address: str) -> None:
+def check_readable(directory: Path, address: str) -> None:
     """Raise CheckpointError if the checkpoint is damaged, under the tenant's address of it."""
     try:
         check_files(directory)

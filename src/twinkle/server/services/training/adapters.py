@@ -31,12 +31,12 @@ from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.service_loop import BackgroundTasks
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.recovery import Replay
+from twinkle.server.services.training.run_kind import RunKind, RunKinds
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state import Store
-from twinkle.server.state.files.data_dir import DataDir, read_native_state, read_snapshot
+from twinkle.server.state.files.data_dir import DataDir, read_snapshot, read_state_beside
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
-from twinkle.server.verbs.host import NativeHost
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class LiveAdapter:
 
     run: RunRecord
     place: Place
+    kind: RunKind = field(default_factory=RunKind)
     last_request_at: float = 0.0
     highest_seq: int = 0
     unrecorded: set[int] = field(default_factory=set)  # ops whose outcome could not be written down yet
@@ -198,7 +199,7 @@ class LiveAdapters:
     def __init__(
         self,
         model: ServedModel,
-        native: NativeHost,
+        kinds: RunKinds,
         store: Store,
         compute: Compute,
         files: DataDir,
@@ -218,7 +219,7 @@ class LiveAdapters:
         self._adapters: dict[str, LiveAdapter] = {}
         self._leaving: dict[str, _Leaving] = {}
         self._model = model
-        self._native = native
+        self._kinds = kinds
         self._store = store
         self._compute = compute
         self._files = files
@@ -266,7 +267,9 @@ class LiveAdapters:
         highest_seq: int = 0,
     ) -> LiveAdapter:
         """Take in an adapter whose next op has number ``next_seq``; ``replays`` are what a restart left to do."""
-        adapter = LiveAdapter(run, place, highest_seq=highest_seq, replays=dict(replays or {}))
+        adapter = LiveAdapter(
+            run, place, self._kinds.find(run.run_id), highest_seq=highest_seq, replays=dict(replays or {})
+        )
         self._adapters[run.run_id] = adapter
         self._scheduler.add_adapter(
             run.run_id,
@@ -288,8 +291,8 @@ class LiveAdapters:
                     assert record is not None, "an adapter that is on disk has a snapshot"
                     directory = self._files.root / record.directory
                     snapshot = await asyncio.to_thread(read_snapshot, directory)
-                    native = await asyncio.to_thread(read_native_state, directory)
-                    await self._compute.run(partial(self._restore, run_id, snapshot, native))
+                    beside = await asyncio.to_thread(read_state_beside, directory)
+                    await self._compute.run(partial(self._restore, adapter, snapshot, beside))
                     adapter.place = Place.TRAINER
                     adapter.used_at = time.monotonic()
                 except Exception as error:  # the service loop is an edge: ops of other adapters are in the same batch
@@ -300,11 +303,11 @@ class LiveAdapters:
         return adapter.place is Place.TRAINER
 
     @compute_thread
-    def _restore(self, run_id: str, snapshot: AdapterSnapshot, native: bytes | None) -> None:
+    def _restore(self, adapter: LiveAdapter, snapshot: AdapterSnapshot, beside: bytes | None) -> None:
         """Run in the compute thread."""
-        self._model.trainer.restore(run_id, snapshot)
-        if native is not None:
-            self._native.restore(run_id, native)
+        self._model.trainer.restore(adapter.run.run_id, snapshot)
+        if beside is not None:
+            adapter.kind.restore(adapter.run.run_id, beside)
 
     # --- memory -------------------------------------------------------------------------------------------------------
     # All of this runs in the service loop, between batches: no op starts meanwhile.
@@ -333,7 +336,7 @@ class LiveAdapters:
         """Return False while an op of it runs, or while something of it is only in memory and in no snapshot."""
         run_id = adapter.run.run_id
         is_idle = self._scheduler.position(run_id) is not None and not adapter.users and not adapter.repeats
-        return is_idle and not adapter.unrecorded and self._native.is_settled(run_id)
+        return is_idle and not adapter.unrecorded and adapter.kind.is_settled(run_id)
 
     async def offload(self, adapter: LiveAdapter) -> None:
         """Bring the snapshot up to date and take the adapter out of the trainer; it stays if that fails."""
@@ -348,17 +351,17 @@ class LiveAdapters:
                 has_snapshot = await self._store.snapshots.get(run_id) is not None
                 if not has_snapshot or run_id in self._snapshots.noted() or not self._may_leave(adapter):
                     return
-                await self._compute.run(partial(self._take_out, run_id))
+                await self._compute.run(partial(self._take_out, adapter))
                 adapter.place = Place.DISK
                 logger.debug("%s went to disk: host memory for adapters is full", run_id)
             except Exception:  # the service loop is an edge; the adapter is where it was
                 logger.exception("%s could not go to disk", run_id)
 
     @compute_thread
-    def _take_out(self, run_id: str) -> None:
+    def _take_out(self, adapter: LiveAdapter) -> None:
         """Run in the compute thread."""
-        self._model.trainer.remove_adapter(run_id)
-        self._native.remove(run_id)
+        self._model.trainer.remove_adapter(adapter.run.run_id)
+        adapter.kind.remove(adapter.run.run_id)
 
     async def snapshot(self, run_id: str) -> None:
         """Write an adapter's snapshot, if it is in the trainer and no op of it is half done; else look again later."""
@@ -369,7 +372,7 @@ class LiveAdapters:
         position = self._scheduler.position(run_id)
         # One of its ops is running and may change it, or has an outcome that only a replay could bring back; or a
         # forward pass waits for its backward pass, which needs both.
-        if position is None or adapter.unrecorded or not self._native.is_settled(run_id):
+        if position is None or adapter.unrecorded or not adapter.kind.is_settled(run_id):
             self._snapshots.postpone(run_id, time.monotonic())
             return
         try:

@@ -28,7 +28,6 @@ from twinkle.server.types import (
 from twinkle.server.wire import responses
 from twinkle.server.wire.custom_losses import decode_custom_loss
 
-_SMALL_BODY = 16_384  # bytes: what is shorter is hashed in a fraction of a millisecond
 _KEPT_GRAPHS = 256
 _KEPT_COSTS = 256  # of one graph
 
@@ -94,10 +93,7 @@ class LossGraphs:
             payload = replace(op.payload, custom=replace(custom, graph=graph, work=work))
         except UserError as error:
             payload = Refused.because(error)
-        resolved = replace(op, payload=payload)
-        if len(op.body) > _SMALL_BODY:
-            await self._threads.in_thread(run.tenant_id, lambda: resolved.digest)  # it is kept
-        return resolved
+        return replace(op, payload=payload, sent_digest=op.digest)  # which was computed before, in a thread
 
     def _work(self, graph: LossGraph, loss_id: str, asked: TrainPass) -> int:
         """What the graph computes for this request, in any thread; 0 where its inputs are not there: it will fail."""

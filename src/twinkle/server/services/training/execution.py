@@ -1,8 +1,7 @@
 """Ops on the device: what the compute thread does with a batch, and how errors become outcomes."""
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
@@ -10,23 +9,9 @@ from twinkle.model.types import TrainFailure, TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.services.training.measurements import RunMeasurements, counted
-from twinkle.server.services.training.native_measuring import measure_pass, measure_verb
+from twinkle.server.services.training.run_kind import DevicePass, RunKinds
 from twinkle.server.telemetry.recording import TrainingRecorder
-from twinkle.server.types import (
-    CreateAdapter,
-    CreateNative,
-    Ending,
-    NativePass,
-    NativeVerb,
-    Op,
-    OpKind,
-    OptimStep,
-    Outcome,
-    Refused,
-    TrainPass,
-)
-from twinkle.server.verbs.codec import answered
-from twinkle.server.verbs.host import NativeHost
+from twinkle.server.types import CreateAdapter, Ending, Op, OpKind, OptimStep, Outcome, Refused, TrainPass
 from twinkle.server.wire import responses
 from twinkle.server.wire.training import encode_training_result
 from twinkle.server.wire.training_json import is_json
@@ -55,10 +40,10 @@ class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
     def __init__(
-        self, model: ServedModel, native: NativeHost, measurements: RunMeasurements, recorder: TrainingRecorder
+        self, model: ServedModel, kinds: RunKinds, measurements: RunMeasurements, recorder: TrainingRecorder
     ) -> None:
         self._trainer: TrainingBackend = model.trainer
-        self._native = native
+        self._kinds = kinds
         self._measurements = measurements
         self._recorder = recorder
 
@@ -71,7 +56,7 @@ class Execution:
         """The same a micro-batch at a time; see :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`."""
         outcomes: dict[int, Outcome] = {}
         for batch in _rounds(ops):
-            prepared: dict[int, _Pass] = {}
+            prepared: dict[int, DevicePass] = {}
             for index in batch:
                 try:
                     prepared[index] = self._prepared(ops[index])
@@ -80,7 +65,7 @@ class Execution:
             outcomes |= yield from self._computed(ops, prepared, interruptions)
         return [outcomes[index] for index in range(len(ops))]
 
-    def _prepared(self, op: Op) -> "_Pass":
+    def _prepared(self, op: Op) -> DevicePass:
         trains = op.kind is OpKind.FORWARD_BACKWARD
         match op.payload:
             case TrainPass(data, loss, loss_config) as sent:
@@ -94,30 +79,18 @@ class Execution:
                     return outcome
 
                 if sent.custom is not None:
-                    return _Pass(_custom_item(op.adapter_id, sent), encode_sent)
+                    return DevicePass(_custom_item(op.adapter_id, sent), encode_sent)
                 if sent.preference is not None:
-                    return _Pass(_preference_item(op.adapter_id, sent), encode_sent)
+                    return DevicePass(_preference_item(op.adapter_id, sent), encode_sent)
                 item = TrainItem(op.adapter_id, data, loss, loss_config, base_model=sent.base_model)
-                return _Pass(item, encode_sent)
-            case NativePass() as asked:
-                native = self._native.adapters
-                prepared = native.prepare(op.adapter_id, asked)
-
-                def encode(result: TrainResult) -> Outcome:
-                    outputs = prepared.absorb(result)
-                    outcome = answered(None if asked.verb == "backward" else native.pass_result(op.adapter_id, outputs))
-                    if trains:
-                        measure_pass(self._measurements, prepared.item, outputs)
-                    return outcome
-
-                return _Pass(prepared.item, encode)
+                return DevicePass(item, encode_sent)
             case Refused(message):
                 raise UserError(message)
-            case _:
-                raise AssertionError(f"{op.kind} is not a pass")
+            case other:
+                return self._kinds.by_payload[type(other)].prepare(op, self._measurements)
 
     def _computed(
-        self, ops: Sequence[Op], prepared: "Mapping[int, _Pass]", interruptions: "Interruptions | None"
+        self, ops: Sequence[Op], prepared: Mapping[int, DevicePass], interruptions: "Interruptions | None"
     ) -> Generator[None, None, dict[int, Outcome]]:
         if not prepared:
             return {}
@@ -136,7 +109,7 @@ class Execution:
             for (index, each), result in zip(prepared.items(), results, strict=True)
         }
 
-    def _encoded(self, op: Op, prepared: "_Pass", result: TrainResult | TrainFailure) -> Outcome:
+    def _encoded(self, op: Op, prepared: DevicePass, result: TrainResult | TrainFailure) -> Outcome:
         if isinstance(result, TrainFailure):
             return failure_of(result.error, op.request_id)
         try:
@@ -148,7 +121,7 @@ class Execution:
 
     @compute_thread
     def short_barriers(self, ops: Sequence[Op]) -> list[Outcome]:
-        """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer, native verbs."""
+        """Barriers that touch nothing but the device: creating an adapter, stepping its optimizer."""
         return [self._guarded(op) for op in ops]
 
     @compute_thread
@@ -156,7 +129,7 @@ class Execution:
         """Forget the gradient of a window that failed."""
         if adapter_id in self._trainer.adapter_ids():
             self._trainer.zero_grad(adapter_id)
-        self._native.drop_window(adapter_id)
+        self._kinds.find(adapter_id).drop_window(adapter_id)
         self._measurements.dropped(adapter_id)
 
     def _guarded(self, op: Op) -> Outcome:
@@ -171,16 +144,6 @@ class Execution:
                 if op.adapter_id not in self._trainer.adapter_ids():
                     self._trainer.create_adapter(op.adapter_id, spec)
                 return responses.created(op.adapter_id)
-            case CreateNative(spec, config, accumulation):
-                if op.adapter_id not in self._trainer.adapter_ids():
-                    self._trainer.create_adapter(op.adapter_id, spec)
-                self._native.adapters.add(op.adapter_id, config, accumulation)
-                return responses.created(op.adapter_id)
-            case NativeVerb() as asked:
-                native = self._native.adapters
-                result = native.run(op.adapter_id, asked)
-                measure_verb(self._measurements, op, asked.verb, native.group(op.adapter_id))
-                return answered(result)
             case OptimStep(params):
                 try:
                     metrics = self._trainer.optim_step(op.adapter_id, params)
@@ -195,14 +158,8 @@ class Execution:
                 return responses.stepped(metrics)
             case Refused(message):
                 return Outcome.failure(message, "user")
-            case _:
-                raise AssertionError(f"{op.kind} is not a short barrier")
-
-
-@dataclass(frozen=True)
-class _Pass:
-    item: TrainItem
-    encode: Callable[[TrainResult], Outcome]
+            case other:
+                return self._kinds.by_payload[type(other)].run_on_device(op, self._measurements)
 
 
 def _to_the_end(steps: Steps) -> list[Outcome]:
@@ -232,12 +189,12 @@ def _preference_item(adapter_id: str, asked: TrainPass) -> TrainItem:
 
 
 def _rounds(ops: Sequence[Op]) -> list[list[int]]:
-    """One after another, those passes of one adapter that must see what the last one left: usually there is one."""
+    """One after another, passes of one adapter, unless they add to its gradient and nothing else, as Tinker's do."""
     rounds: list[list[int]] = []
     count: dict[str, int] = {}
     for index, op in enumerate(ops):
         place = count.get(op.adapter_id, 0)
-        if isinstance(op.payload, NativePass):
+        if not isinstance(op.payload, TrainPass | Refused):
             count[op.adapter_id] = place + 1
         if place == len(rounds):
             rounds.append([])

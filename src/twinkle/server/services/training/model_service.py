@@ -10,16 +10,14 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
-from pathlib import Path
 from urllib.parse import quote
 
 from twinkle.errors import NotFoundError
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
-from twinkle.server.ids import RequestId, is_native_run
+from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.futures import Delivery, Futures
@@ -34,6 +32,7 @@ from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.recovery import plan_replay
 from twinkle.server.services.training.refused_ops import journalled
 from twinkle.server.services.training.replay_feed import ReplayFeed
+from twinkle.server.services.training.run_kind import RunKind, RunKinds
 from twinkle.server.services.training.runner import OpRunner
 from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshot_choice import usable_snapshot
@@ -46,10 +45,7 @@ from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
 from twinkle.server.tenancy.tenants import Tenants
-from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord, digest
-from twinkle.server.verbs.base_model import BaseModelPasses
-from twinkle.server.verbs.host import NativeHost
-from twinkle.server.verbs.templates import Templates
+from twinkle.server.types import Budget, Ending, Op, Outcome, Refused, RunRecord
 from twinkle.server.wire.errors import SequenceConflictError
 
 logger = logging.getLogger(__name__)
@@ -63,13 +59,12 @@ class ModelService:
     def __init__(
         self,
         model: ServedModel,
-        templates: Templates,
         store: Store,
         compute: Compute,
         files: DataDir,
         *,
+        kinds: Sequence[RunKind] = (),
         merge: bool = True,
-        allowed_dirs: Sequence[Path] = (),
         tenants: Tenants | None = None,
         futures: Futures | None = None,
         memory: ProcessMemory | None = None,
@@ -78,7 +73,7 @@ class ModelService:
         replica: str = "",
         gap_seconds: float = 360.0,
     ) -> None:
-        """``is_ours`` tells which runs of this base model are to be brought back here.
+        """``kinds``: of runs beside Tinker's. ``is_ours`` tells which runs of this model are to be brought back here.
 
         ``memory``: the budgets that all services of this process share.
         ``replica``: the name of this one where a model has several. ``gap_seconds``: how long ops wait for a sequence
@@ -102,19 +97,19 @@ class ModelService:
             gap_timeout=gap_seconds,
             contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
         )
-        self._native = NativeHost(model, templates)
+        self._kinds = RunKinds(kinds)
         self._measurements = RunMeasurements(store.run_metrics)
         self.journal = JournalQuota(store, self._tenants)
         background = BackgroundTasks()
-        snapshots = Snapshots(model, self._native, store, compute, files)
-        checkpoints = Checkpoints(model, self._native, store, compute, files, self._tenants, allowed_dirs)
+        snapshots = Snapshots(model, self._kinds, store, compute, files)
+        checkpoints = Checkpoints(model, self._kinds, store, compute, files, self._tenants)
         settlement = Settlement(
             store, self._futures, self._tenants.usage, self._recorder, snapshots, self.journal, background
         )
         self._settle = settlement.settle
         self.adapters = LiveAdapters(
             model,
-            self._native,
+            self._kinds,
             store,
             compute,
             files,
@@ -138,7 +133,7 @@ class ModelService:
             snapshots,
             checkpoints,
             self._measurements,
-            Execution(model, self._native, self._measurements, self._recorder),
+            Execution(model, self._kinds, self._measurements, self._recorder),
             self._futures,
             self._recorder,
             self._running,
@@ -148,7 +143,6 @@ class ModelService:
         self._feed = ReplayFeed(store, self._loss_graphs, self.adapters, self._running, self._runner.enqueue)
         settlement.on_settled = self._feed.ended
         self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self.adapters, memory.queued_bytes)
-        self.base_model = BaseModelPasses(model, self._native, compute, self._tenants)
         self._refusals = itertools.count()
         self._rate = RecentRate(time.time())
         self._feeding: asyncio.Task[None] | None = None
@@ -232,10 +226,7 @@ class ModelService:
             )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
-            used = f"model_seq_id {run.number} was used"
-            if is_native_run(run.run_id):
-                used = f"an adapter of this name was added to this session, {run.run_id},"
-            return self.refuse(run, f"{used} before with another request")
+            return self.refuse(run, f"{self._kinds.find(run.run_id).used_before(run)} before with another request")
         if accepted.record is None and accepted.run.state == "parked":
             return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
         if accepted.created:
@@ -247,7 +238,8 @@ class ModelService:
         adapter = self._adapter(op.adapter_id)
         if op.kind.adds_memory and op.seq not in adapter.ops:
             self._guard.check(op.price.held_bytes, urgent=op.seq == self._scheduler.next_seq(op.adapter_id))
-        op = await self._loss_graphs.resolved(op, adapter.run)  # what a loss of its own costs is part of its price
+        if op.custom_loss is not None:
+            op = await self._loss_graphs.resolved(op, adapter.run)  # what its loss costs is part of its price
         if self.adapters.get(op.adapter_id) is not adapter:  # its session ended meanwhile
             raise NotFoundError("model", op.adapter_id)
         with self._admission.entering(adapter, op) as entry:
@@ -259,7 +251,8 @@ class ModelService:
             return self.refuse(adapter.run, f"seq_id: got {op.seq}, allowed: {allowed}")
         if await self._comes_too_late(op):
             return self.refuse(adapter.run, f"seq_id {op.seq} came too late: {op.adapter_id} has gone on without it")
-        op = journalled(op)
+        if isinstance(op.payload, Refused):
+            op = journalled(op, op.payload)
         tenant_id = adapter.run.tenant_id
         self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
         with self._recorder.journalling(op):
@@ -281,10 +274,10 @@ class ModelService:
 
     # --- for requests whose numbers are optional, and whose rows the server encodes -----------------------------------
 
-    async def was_accepted(self, run_id: str, seq: int, sent: bytes) -> bool:
+    async def was_accepted(self, run_id: str, seq: int, digest: bytes) -> bool:
         """Return whether this request was accepted before; SequenceConflictError if another one has its number."""
         record = await self._store.ops.get(run_id, seq)
-        if record is not None and record.digest != digest(sent):
+        if record is not None and record.digest != digest:
             raise SequenceConflictError(run_id, seq)
         return record is not None
 
@@ -299,18 +292,16 @@ class ModelService:
         async with adapter.numbering:
             yield max(adapter.highest_seq + 1, self._scheduler.next_seq(run_id))
 
-    async def encode(
-        self, run_id: str, rows: Sequence[Mapping[str, object]], max_tokens: int
-    ) -> list[Mapping[str, object]]:
-        """Return conversations as rows of tokens, encoded with the adapter's template."""
+    @asynccontextmanager
+    async def in_trainer(self, run_id: str) -> AsyncIterator[None]:
+        """Hold an adapter in the trainer, as it is after all that was done before a restart: with its template, too."""
         adapter = self._adapter(run_id)
         while adapter.repeats and not self.adapters.stopping:
-            await adapter.next_end()  # its template may be among what is done again after a restart
+            await adapter.next_end()
         with adapter.in_use():
             if not await self.adapters.load(adapter):
                 raise NotFoundError("model", run_id)
-            encode = partial(self._native.adapters.encode, run_id, rows, max_tokens)
-            return await self._tenants.pools.text.in_thread(adapter.run.tenant_id, encode)
+            yield
 
     def _adapter(self, run_id: str) -> LiveAdapter:
         adapter = self.adapters.get(run_id)

@@ -5,60 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from twinkle.errors import UserError
-from twinkle.server.ids import is_native_run
 from twinkle.server.scheduling.sequence import Passed
 from twinkle.server.services.training.refused_ops import is_refused, read_refused
+from twinkle.server.services.training.run_kind import RunKind
 from twinkle.server.state import Store
-from twinkle.server.types import (
-    CreateAdapter,
-    CreateFromCheckpoint,
-    Ending,
-    NativePass,
-    NativeVerb,
-    Op,
-    OpKind,
-    OpRecord,
-    Outcome,
-    Payload,
-    Refused,
-    RunRecord,
-)
-from twinkle.server.verbs import codec
-from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest
-from twinkle.server.wire.fields import parse
-from twinkle.server.wire.requests import (
-    LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-    SequencedRequest,
-    to_op,
-)
-from twinkle.server.wire.training import decode_forward_backward
-from twinkle.server.wire.training_json import decode_json_pass, is_json
-
-_REQUESTS: dict[OpKind, type[SequencedRequest]] = {
-    request.kind: request
-    for request in (
-        OptimStepRequest,
-        SaveWeightsRequest,
-        SaveWeightsForSamplerRequest,
-        SaveWeightsExternalRequest,
-        LoadWeightsRequest,
-    )
-}
-
-_UNLIMITED = 2**62  # what was accepted under an earlier limit is not refused now
-
-# Ops that change the adapter; the others only read it, and their files are there already.
-_CHANGES = (
-    OpKind.CREATE,
-    OpKind.CREATE_FROM,
-    OpKind.FORWARD_BACKWARD,
-    OpKind.OPTIM_STEP,
-    OpKind.LOAD,
-    OpKind.VERB,
-)
+from twinkle.server.types import Ending, Op, OpKind, OpRecord, Outcome, Refused, RunRecord
 
 
 @dataclass(frozen=True)
@@ -84,9 +35,7 @@ class Replay:
     def without_body(self) -> Op:
         """The op for whoever needs to know no more than its place and kind."""
         record = self.record
-        op = Op(record.adapter_id, record.seq, record.kind, Refused("its body was not read"), b"")
-        vars(op)["digest"] = record.digest  # a cached property: the body is on disk
-        return op
+        return Op(record.adapter_id, record.seq, record.kind, Refused("its body was not read"), b"", record.digest)
 
 
 @dataclass(frozen=True)
@@ -123,56 +72,34 @@ def _ranges(numbers: Sequence[int], *, given_up: bool) -> Iterable[Passed]:
             first = index
 
 
-async def decode(store: Store, run: RunRecord, replay: Replay) -> tuple[Op, Replay]:
-    """Read an op from the journal, if it may have to run, and find out whether it has to."""
+async def decode(store: Store, run: RunRecord, kind: RunKind, replay: Replay) -> tuple[Op, Replay]:
+    """Read an op from the journal. If it had ended and does not run again, note what it ended with."""
     record = replay.record
-    if not is_native_run(run.run_id) and replay.ended and (record.failed or record.kind not in _CHANGES):
-        op = replay.without_body()
-    else:
-        body = await store.ops.body(record)
-        op = await asyncio.to_thread(_decoded, run, record, body)
-    if not replay.ended:
-        return op, replay
-    assert record.encoding is not None
-    if record.failed:
-        outcome = await store.ops.outcome(record.adapter_id, record.seq)
-        assert outcome is not None, "it has ended"
-        if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # by a version that dropped it in any case
-            outcome = replace(outcome, ending=Ending.DROPPED)
-    else:
-        outcome = Outcome(record.encoding, b"")
-    return op, replace(replay, repeated=None if _must_run(op.payload, record, outcome) else outcome)
+    if replay.ended:
+        outcome = await _outcome(store, record)
+        if not kind.runs_again(record.kind, outcome):
+            replay = replace(replay, repeated=outcome)
+            if kind.kind_tells_steps:
+                return replay.without_body(), replay
+    body = await store.ops.body(record)
+    return await asyncio.to_thread(_decoded, run, kind, record, body), replay
 
 
-def _must_run(payload: Payload, record: OpRecord, outcome: Outcome) -> bool:
-    """Whether an op that has ended is run again to bring its adapter back.
-
-    A native pass also leaves behind what its loss and its metrics are computed from. A native request that failed by
-    the tenant's mistake fails again, and with it happens what had happened by then: a metric that refuses a pass has
-    dropped it, clip_grad_and_step has stepped before its scheduler complains.
-    """
-    if outcome.failed:
-        ran = outcome.ending is Ending.RAN and isinstance(payload, NativePass | NativeVerb)
-        return ran and outcome.category == "user"
-    return record.kind in _CHANGES or isinstance(payload, NativePass)
+async def _outcome(store: Store, record: OpRecord) -> Outcome:
+    assert record.encoding is not None, "it has ended"
+    if not record.failed:
+        return Outcome(record.encoding, b"")
+    outcome = await store.ops.outcome(record.adapter_id, record.seq)
+    assert outcome is not None, "it has ended"
+    if record.ending is None and record.kind is OpKind.OPTIM_STEP:  # by a version that dropped it in any case
+        return replace(outcome, ending=Ending.DROPPED)
+    return outcome
 
 
-def _decoded(run: RunRecord, record: OpRecord, body: bytes) -> Op:
+def _decoded(run: RunRecord, kind: RunKind, record: OpRecord, body: bytes) -> Op:
     try:
-        if is_refused(body):
-            return read_refused(run.run_id, record.seq, record.kind, body)
-        if codec.is_native(body):
-            return codec.read_op(run, record.seq, body)
-        if record.kind is OpKind.CREATE:
-            return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
-        if record.kind is OpKind.CREATE_FROM:
-            request = parse(CreateFromRequest, body)
-            payload = CreateFromCheckpoint(run.spec, request.path, request.optimizer)
-            return Op(run.run_id, record.seq, record.kind, payload, body)
-        if not record.kind.is_pass:
-            return to_op(_REQUESTS[record.kind], body)
-        if is_json(body):
-            return decode_json_pass(body, record.kind, max_tokens=_UNLIMITED)
-        return decode_forward_backward(body, max_tokens=_UNLIMITED)
+        refused = is_refused(body)
+        op = read_refused(run.run_id, record.seq, record.kind, body) if refused else kind.read_op(run, record, body)
     except UserError as error:  # it was accepted by an older version of this server
-        return Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)
+        op = Op(run.run_id, record.seq, record.kind, Refused(str(error)), body)
+    return replace(op, sent_digest=record.digest)

@@ -9,20 +9,18 @@ from dataclasses import replace
 
 from twinkle.server.types import Op, OpKind, Refused
 
-_MARK = b"\x00\x00"  # neither Tinker's bodies nor native ones, a zero byte and the verb's name, begin like this
+_MARK = b"\x00\x00"  # no body of any protocol begins like this
 _MOST_CHARACTERS = 4096  # of a reason
 _SMALL = 512  # bytes: a shorter body is kept as it is
 
 
-def journalled(op: Op) -> Op:
-    """Return the op as it goes to the journal: without its body if it is refused."""
-    if not isinstance(op.payload, Refused) or len(op.body) <= _SMALL:
+def journalled(op: Op, refused: Refused) -> Op:
+    """Return a refused op as it goes to the journal: without its body, unless that is small."""
+    if len(op.body) <= _SMALL:
         return op
-    message = op.payload.message[:_MOST_CHARACTERS]
+    message = refused.message[:_MOST_CHARACTERS]
     body = _MARK + json.dumps({"refused": message}).encode()
-    short = replace(op, payload=replace(op.payload, message=message), body=body, sent=None)
-    vars(short)["digest"] = op.digest  # a cached property: that of what was sent, which goes
-    return short
+    return replace(op, payload=replace(refused, message=message), body=body, sent_digest=op.digest)
 
 
 def is_refused(body: bytes) -> bool:

@@ -98,7 +98,7 @@ class ReplayFeed:
         while True:
             try:
                 async with self._running.noted([request_id], decoding=True):
-                    op, decoded = await decode(self._store, adapter.run, replay)
+                    op, decoded = await decode(self._store, adapter.run, adapter.kind, replay)
                     return await self._graphs.resolved(op, adapter.run), decoded
             except DatabaseUnavailableError as error:
                 logger.error("request %s waits for the database: %s", request_id, error)

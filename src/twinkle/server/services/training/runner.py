@@ -13,7 +13,6 @@ from functools import partial
 
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
-from twinkle.server.ids import is_native_run
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
@@ -28,7 +27,7 @@ from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state import Store
 from twinkle.server.telemetry.recording import TrainingRecorder
-from twinkle.server.types import Ending, NativePass, NativeVerb, Op, OpKind, Outcome
+from twinkle.server.types import Ending, Op, OpKind, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,8 @@ class OpRunner:
     @event_loop
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, op.price.work, _native_verb(op))
+        spoils = adapter.kind.failed_pass_spoils
+        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, op.price.work, op.is_step, spoils)
         submitted = self._scheduler.submit(ticket, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
@@ -353,10 +353,3 @@ class OpRunner:
 
 def _not_created(adapter: LiveAdapter) -> str:
     return f"model {adapter.run.run_id} could not be created"
-
-
-def _native_verb(op: Op) -> str | None:
-    """The verb of a native op; empty where it is refused or about files."""
-    if isinstance(op.payload, NativePass | NativeVerb):
-        return op.payload.verb
-    return "" if is_native_run(op.adapter_id) else None

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from twinkle.server.backends.compute_thread import event_loop
-from twinkle.server.ids import is_native_run
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.service_loop import BackgroundTasks
 from twinkle.server.services.training.adapters import LiveAdapter
@@ -68,8 +67,8 @@ class Settlement:
                 self._usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
             self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
-        # A forward pass of Tinker's protocol changes nothing: its number is covered by the snapshot there is.
-        changed = op.kind is not OpKind.FORWARD or is_native_run(op.adapter_id)
+        # A forward pass that leaves nothing behind changes nothing: its number is covered by the snapshot there is.
+        changed = op.kind is not OpKind.FORWARD or adapter.kind.passes_leave_state
         self._snapshots.note(op.adapter_id, time.monotonic(), changed=changed)
 
     async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:

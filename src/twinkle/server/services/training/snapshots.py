@@ -7,10 +7,10 @@ import time
 from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
+from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir, write_snapshot
 from twinkle.server.types import SnapshotRecord
-from twinkle.server.verbs.host import NativeHost
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,9 @@ _SHARE = 0.05
 class Snapshots:
     """The snapshots of one model's adapters. One is written at a time."""
 
-    def __init__(self, model: ServedModel, native: NativeHost, store: Store, compute: Compute, files: DataDir) -> None:
+    def __init__(self, model: ServedModel, kinds: RunKinds, store: Store, compute: Compute, files: DataDir) -> None:
         self._model = model
-        self._native = native
+        self._kinds = kinds
         self._store = store
         self._compute = compute
         self._files = files
@@ -88,7 +88,7 @@ class Snapshots:
         await self._turn.acquire()
         started = time.monotonic()
         try:
-            snapshot, native = await self._compute.run(lambda: self._copy(adapter_id))
+            snapshot, beside = await self._compute.run(lambda: self._copy(adapter_id))
         except BaseException:
             self._turn.release()
             raise
@@ -97,7 +97,7 @@ class Snapshots:
 
         async def write() -> None:
             try:
-                await asyncio.to_thread(write_snapshot, directory, snapshot, native)
+                await asyncio.to_thread(write_snapshot, directory, snapshot, beside)
                 replaced = await self._store.snapshots.set(record)
                 before = None if replaced is None else replaced.directory
                 await asyncio.to_thread(self._files.remove_older_snapshots, directory, before)
@@ -115,7 +115,7 @@ class Snapshots:
 
     @compute_thread
     def _copy(self, adapter_id: str) -> tuple[AdapterSnapshot, bytes | None]:
-        return self._model.trainer.snapshot(adapter_id), self._native.dump(adapter_id)
+        return self._model.trainer.snapshot(adapter_id), self._kinds.find(adapter_id).dump(adapter_id)
 
     async def take_now(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
         """:meth:`take`, and return when it is on disk."""

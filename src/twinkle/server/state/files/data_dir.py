@@ -33,7 +33,7 @@ from twinkle.model.types import AdapterSnapshot, LoraSpec
 from twinkle.server.ids import CheckpointPath, directory_name
 from twinkle.server.state.files.file_checksums import CHECKSUMS, check_files, write_checksums
 
-_NATIVE = "native.pt"
+_BESIDE = "native.pt"  # the native protocol was the first to keep something there
 _ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
 
 
@@ -110,18 +110,18 @@ class DataDir:
         return str(path.relative_to(self.root))
 
 
-def write_snapshot(directory: Path, snapshot: AdapterSnapshot, native: bytes | None) -> None:
-    """Write a snapshot, whole or not at all. ``native``: the state of the native protocol's verbs."""
-    write_whole(directory, partial(_fill_snapshot, snapshot, native))
+def write_snapshot(directory: Path, snapshot: AdapterSnapshot, beside: bytes | None) -> None:
+    """Write a snapshot, whole or not at all. ``beside``: what is kept beside the trainer's state."""
+    write_whole(directory, partial(_fill_snapshot, snapshot, beside))
 
 
-def _fill_snapshot(snapshot: AdapterSnapshot, native: bytes | None, directory: Path) -> None:
+def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: Path) -> None:
     for name in _ARRAYS:
         array = vars(snapshot)[name]
         if array is not None:
             np.save(directory / f"{name}.npy", array, allow_pickle=False)
-    if native is not None:
-        (directory / _NATIVE).write_bytes(native)
+    if beside is not None:
+        (directory / _BESIDE).write_bytes(beside)
     meta = {"spec": asdict(snapshot.spec), "step": snapshot.step, "layout": snapshot.layout}
     (directory / "meta.json").write_text(json.dumps(meta))
 
@@ -149,8 +149,9 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
     )
 
 
-def read_native_state(directory: Path) -> bytes | None:
-    file = directory / _NATIVE
+def read_state_beside(directory: Path) -> bytes | None:
+    """Return what a snapshot keeps beside the trainer's state, if there is anything."""
+    file = directory / _BESIDE
     return file.read_bytes() if file.exists() else None
 
 

@@ -1,0 +1,245 @@
+"""The runs of the native protocol: what is different about them, for the services that run their ops.
+
+The library's verbs are loaded when the first native adapter comes: they need torch.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle.model.types import TrainItem, TrainResult
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.ids import CheckpointPath, directory_name, is_native_run
+from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints, check_readable, delete_checkpoint
+from twinkle.server.services.training.measurements import RunMeasurements
+from twinkle.server.services.training.run_kind import DevicePass, RunKind
+from twinkle.server.state import Store
+from twinkle.server.state.files.data_dir import DataDir, copy_whole
+from twinkle.server.state.files.export import allowed_path
+from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.types import (
+    CreateNative,
+    Ending,
+    NativeLoad,
+    NativePass,
+    NativeSave,
+    NativeVerb,
+    Op,
+    OpKind,
+    OpRecord,
+    Outcome,
+    Payload,
+    RunRecord,
+)
+from twinkle.server.verbs.base_model import BaseModelPasses
+from twinkle.server.verbs.codec import answered, read_op, succeeded
+from twinkle.server.verbs.templates import Templates
+from twinkle.server.wire import responses
+
+if TYPE_CHECKING:  # they need torch
+    from twinkle.model.optimizer_group import OptimizerGroup
+    from twinkle.server.verbs.adapters import NativeAdapters
+
+__all__ = ["NativeRuns"]
+
+_SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
+_KEPT_OF_SERIES = 2
+
+
+class NativeRuns(RunKind):
+    """The native runs of one served model. Registered where its services are assembled."""
+
+    payloads = (CreateNative, NativePass, NativeVerb, NativeSave, NativeLoad)
+    passes_leave_state = True  # what a loss and metrics are computed from, and the group's counters
+    failed_pass_spoils = False  # a client hears of the failure before it sends its next request
+    kind_tells_steps = False  # they are verbs
+
+    def __init__(
+        self,
+        model: ServedModel,
+        store: Store,
+        compute: Compute,
+        files: DataDir,
+        tenants: Tenants,
+        allowed_dirs: Sequence[Path] = (),
+    ) -> None:
+        """``allowed_dirs``: where tenants may load checkpoints from, beside the server's own."""
+        self.templates = Templates(model)
+        self.base_model = BaseModelPasses(model, lambda: self.adapters, compute, tenants)
+        self._model = model
+        self._store = store
+        self._compute = compute
+        self._files = files
+        self._threads = tenants.pools.saving
+        self._allowed_dirs = allowed_dirs
+        self._adapters: NativeAdapters | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def adapters(self) -> "NativeAdapters":
+        with self._lock:
+            if self._adapters is None:
+                from twinkle.server.verbs.adapters import NativeAdapters
+
+                self._adapters = NativeAdapters(self._model, self.templates)
+            return self._adapters
+
+    def owns(self, run_id: str) -> bool:
+        return is_native_run(run_id)
+
+    def used_before(self, run: RunRecord) -> str:
+        return f"an adapter of this name was added to this session, {run.run_id},"
+
+    # --- on the device ------------------------------------------------------------------------------------------------
+
+    def prepare(self, op: Op, measurements: RunMeasurements) -> DevicePass:
+        asked, adapters = op.payload, self.adapters
+        assert isinstance(asked, NativePass), f"{op.kind} is not a pass"
+        prepared = adapters.prepare(op.adapter_id, asked)
+
+        def encode(result: TrainResult) -> Outcome:
+            outputs = prepared.absorb(result)
+            outcome = answered(None if asked.verb == "backward" else adapters.pass_result(op.adapter_id, outputs))
+            if op.kind is OpKind.FORWARD_BACKWARD:
+                _measure_pass(measurements, prepared.item, outputs)
+            return outcome
+
+        return DevicePass(prepared.item, encode)
+
+    def run_on_device(self, op: Op, measurements: RunMeasurements) -> Outcome:
+        trainer, adapters = self._model.trainer, self.adapters
+        if isinstance(op.payload, CreateNative):
+            if op.adapter_id not in trainer.adapter_ids():
+                trainer.create_adapter(op.adapter_id, op.payload.spec)
+            adapters.add(op.adapter_id, op.payload.config, op.payload.gradient_accumulation_steps)
+            return responses.created(op.adapter_id)
+        assert isinstance(op.payload, NativeVerb), f"{op.kind} is not a short barrier"
+        result = adapters.run(op.adapter_id, op.payload)
+        _measure_verb(measurements, op, op.payload.verb, adapters.group(op.adapter_id))
+        return answered(result)
+
+    # --- state beside the trainer's; the adapter may not be here, and torch is not loaded for nothing -----------------
+
+    def is_settled(self, run_id: str) -> bool:
+        return self._adapters is None or self._adapters.is_settled(run_id)
+
+    def dump(self, run_id: str) -> bytes | None:
+        return None if self._adapters is None else self._adapters.dump(run_id)
+
+    def restore(self, run_id: str, state: bytes) -> None:
+        self.adapters.restore(run_id, state)
+
+    def drop_window(self, run_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.drop_window(run_id)
+
+    def remove(self, run_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.remove(run_id)
+
+    # --- the journal --------------------------------------------------------------------------------------------------
+
+    def runs_again(self, kind: OpKind, outcome: Outcome) -> bool:
+        """Return whether an op that has ended is run again. A pass always is, for what it leaves behind.
+
+        A request that failed by the tenant's mistake fails again, and with it happens what had happened by then: a
+        metric that refuses a pass has dropped it, clip_grad_and_step has stepped before its scheduler complains.
+        """
+        if outcome.failed:
+            ran = outcome.ending is Ending.RAN and outcome.category == "user"
+            return ran and (kind.is_pass or kind is OpKind.VERB)
+        return kind.is_pass or super().runs_again(kind, outcome)
+
+    def read_op(self, run: RunRecord, record: OpRecord, body: bytes) -> Op:
+        return read_op(run, record.seq, body)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def parking_save(self, name: str, keep_seconds: int) -> Payload:
+        return NativeSave(name, optimizer=True, sampler=False, ttl_seconds=keep_seconds)
+
+    def how_to_resume(self, path: CheckpointPath) -> str:
+        return f"add an adapter in a new session, and resume_from_checkpoint({path.native!r}) goes on from it"
+
+    async def run_with_files(self, op: Op, run: RunRecord, checkpoints: Checkpoints) -> Outcome:
+        if isinstance(op.payload, NativeSave):
+            return await self._save(op, run, op.payload, checkpoints)
+        assert isinstance(op.payload, NativeLoad), f"{op.kind} has nothing to do with files"
+        return await self._load(op, run, op.payload)
+
+    async def _save(self, op: Op, run: RunRecord, save: NativeSave, checkpoints: Checkpoints) -> Outcome:
+        if save.interval > 1 and not self.adapters.is_due(op.adapter_id, save.interval):
+            return succeeded({"twinkle_path": "", "checkpoint_dir": None})
+        if save.sampler:  # a path of its own each time: what a sampler was made from never changes
+            path = CheckpointPath(run.run_id, "sampler_weights", f"{save.name or 'latest'}-{op.seq}")
+        else:
+            name = save.name or f"checkpoint-step-{self.adapters.steps_of(op.adapter_id)}"
+            path = CheckpointPath(run.run_id, "weights", name)
+        copy = partial(
+            self.adapters.prepare_save,
+            op.adapter_id,
+            save_optimizer=save.optimizer,
+            consumed_train_samples=save.consumed_train_samples,
+        )
+        series = {_SERIES: save.name or "latest"} if save.sampler else {}
+        await checkpoints.write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
+        if save.sampler:
+            await self._drop_older(run, series[_SERIES])
+        if "save_dir" in run.user_metadata:
+            await self._copy_out(path, Path(run.user_metadata["save_dir"]))
+        return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
+
+    async def _drop_older(self, run: RunRecord, series: str) -> None:
+        """A loop publishes after every step; the version before the last may still be in use."""
+        of_run = await self._store.checkpoints.of_run(run.run_id)
+        kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
+        for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
+            await delete_checkpoint(self._store, self._files, self._threads, old, "checkpoint_replace")
+
+    async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
+        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
+        assert record is not None, "it was just written"
+        target = save_dir / directory_name(path.run_id) / path.kind / path.name
+        copy = partial(copy_whole, self._files.root / record.directory, target, private=False)
+        await self._threads.in_thread(record.tenant_id, copy)
+
+    async def _load(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
+        if load.path.startswith(("twinkle://", "tinker://")):
+            path = CheckpointPath.parse(load.path, "name")
+            record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
+            directory, shown = self._files.root / record.directory, path.native
+            await self._threads.in_thread(run.tenant_id, partial(check_readable, directory, shown))
+        else:
+            directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
+
+        def resume() -> dict[str, int]:
+            load_it = partial(self.adapters.resume, op.adapter_id, directory, optimizer=load.optimizer)
+            return without_server_paths(load_it, directory, shown)
+
+        progress = await self._compute.run(resume)
+        return answered(progress if load.verb == "resume_from_checkpoint" else None)
+
+
+# --- what verbs tell of a run's steps: inside a window of accumulated gradients they do nothing ---------------------
+
+
+def _measure_pass(measurements: RunMeasurements, item: TrainItem, outputs: Mapping[str, Any]) -> None:
+    """Note a backward pass; a loss without a number of tokens is a mean already, and counts once."""
+    if outputs.get("loss") is not None:
+        count, tokens = float(outputs.get("num_tokens") or 0.0), sum(len(datum.tokens) for datum in item.data)
+        measurements.passed(item.adapter_id, float(outputs["loss"]), count if count > 0 else 1.0, tokens)
+
+
+def _measure_verb(measurements: RunMeasurements, op: Op, verb: str, group: "OptimizerGroup") -> None:
+    if not group.at_boundary:
+        return
+    if verb in ("clip_grad_norm", "clip_grad_and_step"):
+        measurements.clipped(op.adapter_id, group.last_grad_norm)
+    if verb in ("step", "clip_grad_and_step"):
+        measurements.stepped(op.adapter_id, op.seq, group.last_lr[0] if group.last_lr else None)
+    if verb == "zero_grad":
+        measurements.dropped(op.adapter_id)
