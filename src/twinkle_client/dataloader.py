@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
-from twinkle_client.client import TwinkleClient
+from twinkle_client.client.session import TwinkleClient
 from twinkle_client.dataset import Dataset
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.iteration import next_of

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from twinkle_client.client import TwinkleClient
+from twinkle_client.client.session import TwinkleClient
 from twinkle_client.remote import RemoteObject
 from twinkle_client.server_decides import left_to_server
 

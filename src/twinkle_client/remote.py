@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.current_client import default_client
+from twinkle_client.client.current import default_client
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.errors import InvalidRequestError, invalid
 from twinkle_client.types import ProcessorCallResponse, ProcessorCreateResponse
-from twinkle_client.wire_json import encode
 
 __all__ = ["RemoteObject", "component", "function_argument"]
 

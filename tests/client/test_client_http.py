@@ -25,9 +25,9 @@ from twinkle_client import (
     init_twinkle_client,
     initialize,
 )
-from twinkle_client.retries import Backoff, RetryPolicy, retry_after_seconds
-from twinkle_client.transport import with_api
-from twinkle_client.wire_json import encode
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.retries import Backoff, RetryPolicy, retry_after_seconds
+from twinkle_client.client.transport import with_api
 
 CAPABILITIES = "/twinkle/get_server_capabilities"
 MODELS = {"supported_models": [{"model_name": "m"}]}

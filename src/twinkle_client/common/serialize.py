@@ -1,7 +1,7 @@
 """Objects as arguments of a request: text for those of our own, whatever they are made of, and never code.
 
 A DatasetMeta and a LoraConfig (also the library's and PEFT's) become JSON text that says what it is. The client's own
-requests are written by :mod:`twinkle_client.wire_json`; this is for programs that write some by themselves.
+requests are written by :mod:`twinkle_client.client.json_body`; this is for programs that write some by themselves.
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from twinkle_client.dataset.meta import DatasetMeta, is_meta, own_meta
 from twinkle_client.errors import invalid
-from twinkle_client.lora_config import LoraConfig, config_text, is_lora_config
+from twinkle_client.model.lora_config import LoraConfig, config_text, is_lora_config
 
 __all__ = ["deserialize_object", "serialize_object"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Unpack
 
-from twinkle_client.client import TwinkleClient
+from twinkle_client.client.session import TwinkleClient
 from twinkle_client.dataset.meta import DatasetMeta, MetaFields, own_meta
 from twinkle_client.dataset.options import FilterOptions, LoadOptions, MapOptions
 from twinkle_client.iteration import next_of

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from twinkle_client.client.json_body import encode
 from twinkle_client.dataset.local_file import read_rows
 from twinkle_client.errors import InvalidRequestError, invalid
-from twinkle_client.wire_json import encode
 
 __all__ = ["DatasetMeta", "MetaFields", "is_meta", "own_meta"]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import httpx
 
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.transport import error_of, needs_certificates
 from twinkle_client.errors import ConnectionLostError, InvalidRequestError
 from twinkle_client.http.settings import get_api_key, get_request_id, get_session_id
-from twinkle_client.transport import error_of, needs_certificates
-from twinkle_client.wire_json import encode
 
 __all__ = ["http_delete", "http_get", "http_post"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle_client.client import TwinkleClient, parsed
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.errors import ServerError
 from twinkle_client.types import UploadStatusResponse, UploadToHubResponse
-from twinkle_client.wire_json import encode
 
 __all__ = ["Upload"]
 

@@ -1,18 +1,19 @@
 """LoRA adapters on a server's model, through the verbs of the library's own MultiLoraTransformersModel.
 
 Every verb is one request that returns when the server has done it. Verbs of one adapter run in the order in which they
-are called, whatever is lost on the way: see :mod:`twinkle_client.adapter_sequence`.
+are called, whatever is lost on the way: see :mod:`twinkle_client.client.adapter_sequence`.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.current_client import default_client
+from twinkle_client.client.current import default_client
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.errors import InvalidRequestError, ServerError, invalid, unknown
-from twinkle_client.lora_config import config_text, modules_of
 from twinkle_client.model.hub_upload import Upload
+from twinkle_client.model.lora_config import config_text, modules_of
 from twinkle_client.model.results import Number, Result, SaveResult, Text
 from twinkle_client.model_path import model_name, service_path
 from twinkle_client.remote import class_name, component
@@ -45,7 +46,6 @@ from twinkle_client.types import (
     TrainingProgressResponse,
     ZeroGradResponse,
 )
-from twinkle_client.wire_json import encode
 
 __all__ = ["MultiLoraTransformersModel"]
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.current_client import default_client
+from twinkle_client.client.current import default_client
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.data_format import sampling_fields
 from twinkle_client.errors import invalid
-from twinkle_client.lora_config import config_text
+from twinkle_client.model.lora_config import config_text
 from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
 from twinkle_client.model_path import model_name, service_path
 from twinkle_client.remote import class_name, component
@@ -23,7 +24,6 @@ from twinkle_client.types import (
     SampleResponseModelList,
     SamplerSetTemplateResponse,
 )
-from twinkle_client.wire_json import encode
 
 __all__ = ["LocalSampler", "Sampler", "hand_over", "vLLMSampler"]
 

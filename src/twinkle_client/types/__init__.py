@@ -1,6 +1,41 @@
 """The native protocol's requests and responses, as pydantic models. The server reads and writes the same ones."""
 
-from twinkle_client.types.model import (
+from twinkle_client.protocol.runs import (
+    Checkpoint,
+    CheckpointPathResponse,
+    CheckpointsListResponse,
+    CreateModelRequest,
+    Cursor,
+    DeleteCheckpointResponse,
+    LoraConfig,
+    ParsedCheckpointTwinklePath,
+    ResolvedLoadPath,
+    TrainingRun,
+    TrainingRunsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from twinkle_client.protocol.sampling import (
+    SampledSequenceModel,
+    SamplerAddAdapterRequest,
+    SamplerAddAdapterResponse,
+    SamplerCreateResponse,
+    SampleRequest,
+    SampleResponseModel,
+    SampleResponseModelList,
+    SamplerSetTemplateRequest,
+    SamplerSetTemplateResponse,
+    StopReason,
+)
+from twinkle_client.protocol.sessions import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    FinishSessionResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+)
+from twinkle_client.protocol.verbs import (
     AdapterRequest,
     AddAdapterRequest,
     AddAdapterResponse,
@@ -67,18 +102,6 @@ from twinkle_client.types.run_metrics import (
     MetricPoint,
     RunMetricsResponse,
 )
-from twinkle_client.types.sampler import (
-    SampledSequenceModel,
-    SamplerAddAdapterRequest,
-    SamplerAddAdapterResponse,
-    SamplerCreateResponse,
-    SampleRequest,
-    SampleResponseModel,
-    SampleResponseModelList,
-    SamplerSetTemplateRequest,
-    SamplerSetTemplateResponse,
-    StopReason,
-)
 from twinkle_client.types.server import (
     CapacityInfoResponse,
     DeepHealthResponse,
@@ -87,29 +110,6 @@ from twinkle_client.types.server import (
     HealthResponse,
     ServerWeightsInfoResponse,
     SupportedModel,
-)
-from twinkle_client.types.session import (
-    CreateSessionRequest,
-    CreateSessionResponse,
-    FinishSessionRequest,
-    FinishSessionResponse,
-    SessionHeartbeatRequest,
-    SessionHeartbeatResponse,
-)
-from twinkle_client.types.training import (
-    Checkpoint,
-    CheckpointPathResponse,
-    CheckpointsListResponse,
-    CreateModelRequest,
-    Cursor,
-    DeleteCheckpointResponse,
-    LoraConfig,
-    ParsedCheckpointTwinklePath,
-    ResolvedLoadPath,
-    TrainingRun,
-    TrainingRunsResponse,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
 )
 
 __all__ = [

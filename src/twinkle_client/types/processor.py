@@ -5,7 +5,7 @@ Arguments that are ``pid:…`` mean the object of that id; DatasetMeta travels a
 
 from typing import Any, Literal
 
-from twinkle_client.types.wire import OpenWire, Wire
+from twinkle_client.protocol.base import OpenWire, Wire
 
 ProcessorType = Literal["dataset", "dataloader", "preprocessor", "processor", "reward", "template", "weight_loader"]
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from twinkle_client.types.wire import Wire
+from twinkle_client.protocol.base import Wire
 
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 MetricValue = Annotated[float, Field(strict=True, allow_inf_nan=False)]

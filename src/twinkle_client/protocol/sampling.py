@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from twinkle_client.types.wire import OpenWire, Wire
+from twinkle_client.protocol.base import OpenWire, Wire
 
 StopReason = Literal["length", "stop", "abort", "error"]
 TokenLogprobs = list[tuple[int, float]]

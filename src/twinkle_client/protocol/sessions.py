@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from twinkle_client.types.wire import Wire
+from twinkle_client.protocol.base import Wire
 
 
 class CreateSessionRequest(Wire):

@@ -15,7 +15,11 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from twinkle_client.adapter_sequence import AdapterSequence
+from twinkle_client.client.adapter_sequence import AdapterSequence
+from twinkle_client.client.heartbeat import Heartbeat
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.retries import RetryPolicy
+from twinkle_client.client.transport import Call, Transport
 from twinkle_client.environment import read_environment
 from twinkle_client.errors import (
     ConnectionLostError,
@@ -27,9 +31,6 @@ from twinkle_client.errors import (
     TwinkleClientError,
     invalid,
 )
-from twinkle_client.heartbeat import Heartbeat
-from twinkle_client.retries import RetryPolicy
-from twinkle_client.transport import Call, Transport
 from twinkle_client.types import (
     CapacityInfoResponse,
     Checkpoint,
@@ -46,7 +47,6 @@ from twinkle_client.types import (
     TrainingRunsResponse,
     WeightsInfoResponse,
 )
-from twinkle_client.wire_json import encode
 
 __all__ = ["TwinkleClient"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from twinkle_client.types.wire import OpenWire, Wire
+from twinkle_client.protocol.base import OpenWire, Wire
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 

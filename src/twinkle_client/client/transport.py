@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from twinkle_client.client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
 from twinkle_client.environment import has_tls_proxy
 from twinkle_client.errors import (
     AuthenticationError,
@@ -20,7 +21,6 @@ from twinkle_client.errors import (
     ServerError,
     TwinkleClientError,
 )
-from twinkle_client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
 
 __all__ = ["Call", "Transport", "error_of", "needs_certificates", "with_api"]
 

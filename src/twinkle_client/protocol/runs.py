@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Any, Literal
 
-from twinkle_client.types.wire import Wire
+from twinkle_client.protocol.base import Wire
 
 
 class Cursor(Wire):
