@@ -11,7 +11,7 @@ from twinkle_client import MissingPackageError, preprocessor, reward, template, 
 
 MODULES = (
     "model sampler dataset dataloader processor template reward preprocessor data_format rollout types errors client "
-    "manager http common.serialize utils.patch_tinker server_decides"
+    "manager http common.serialize utils.patch_tinker remote"
 )
 
 

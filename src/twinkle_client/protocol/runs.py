@@ -1,7 +1,9 @@
-"""Training runs and their checkpoints."""
+"""Training runs, their checkpoints, and their curves: numbers over time."""
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
 
 from twinkle_client.protocol.base import Wire
 
@@ -108,3 +110,28 @@ class WeightsInfoResponse(Wire):
     model_owner: str
     is_lora: bool = False
     lora_rank: int | None = None
+
+
+# --- curves: measured by the server, or logged by a client ------------------------------------------------------------
+
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetricValue = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class LogMetricsRequest(Wire):
+    step: int | None = Field(default=None, strict=True, ge=0, lt=2**63)  # None: the newest optimizer step of the run
+    values: dict[MetricName, MetricValue] = Field(min_length=1, max_length=32)
+
+
+class MetricPoint(Wire):
+    number: int  # of the points of a run
+    time: float  # seconds since the epoch
+    source: Literal["server", "client"]
+    step: int
+    values: dict[str, float]
+
+
+class RunMetricsResponse(Wire):
+    points: list[MetricPoint]
+    next: int  # what to ask for as ``since`` to get those after these
+    more: bool  # whether there are some already

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from twinkle_client.protocol.base import OpenWire, Wire
+from twinkle_client.protocol.base import OkResponse, OpenWire, Wire
 
 StopReason = Literal["length", "stop", "abort", "error"]
 TokenLogprobs = list[tuple[int, float]]
@@ -51,14 +51,13 @@ class SamplerAddAdapterRequest(OpenWire):
     config: Any
 
 
-class SamplerCreateResponse(Wire):
-    status: str = "ok"
+class SamplerCreateResponse(OkResponse):
+    pass
 
 
-class SamplerSetTemplateResponse(Wire):
-    status: str = "ok"
+class SamplerSetTemplateResponse(OkResponse):
+    pass
 
 
-class SamplerAddAdapterResponse(Wire):
-    status: str = "ok"
+class SamplerAddAdapterResponse(OkResponse):
     adapter_name: str

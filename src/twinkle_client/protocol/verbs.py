@@ -1,15 +1,21 @@
-"""Verbs on an adapter.
+"""Verbs on an adapter: what each is asked with, what it answers, and the table of all.
 
 ``seq_id`` numbers the requests of one adapter, 1, 2, …: the server runs them in that order, and the same number with
 the same body gets the answer of the first, so that a request may be sent again. Without it requests run as they
 arrive. ``inputs`` are InputFeatures or Trajectories, one or a list, or a :class:`BatchReference`.
+
+A new verb is a line of :data:`VERBS` (with options of its own, if it has some), a method of the library's
+``LoraVerbs``, and a method of the client's ``MultiLoraTransformersModel``. The server needs no change: it calls the
+method that has the name of the verb.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, GetPydanticSchema
 
-from twinkle_client.protocol.base import OpenWire, Wire
+from twinkle_client.protocol.base import OkResponse, OpenWire, Wire
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
@@ -17,6 +23,7 @@ from twinkle_client.protocol.base import OpenWire, Wire
 class BatchReference(Wire):
     """A batch of a dataloader that lives on the server: its rows need not travel. ``number`` counts from 0."""
 
+    # TYPE_KEY, which type checkers want as a literal
     kind: Literal["Batch"] = Field(default="Batch", alias="_TWINKLE_TYPE_", serialization_alias="_TWINKLE_TYPE_")
     processor_id: str
     number: int = Field(ge=0)
@@ -27,7 +34,7 @@ class CreateRequest(OpenWire):
 
 
 class AdapterRequest(OpenWire):
-    """calculate_loss, backward, step, zero_grad, lr_step, get_train_configs."""
+    """What every verb is asked with, and all that some are."""
 
     adapter_name: str
     seq_id: int | None = Field(default=None, ge=1, lt=2**62)
@@ -134,64 +141,7 @@ class UploadToHubRequest(Wire):
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-class OkResponse(Wire):
-    status: str = "ok"
-
-
-class CreateResponse(OkResponse):
-    pass
-
-
-class BackwardResponse(OkResponse):
-    pass
-
-
-class StepResponse(OkResponse):
-    pass
-
-
-class ZeroGradResponse(OkResponse):
-    pass
-
-
-class LrStepResponse(OkResponse):
-    pass
-
-
-class SetLossResponse(OkResponse):
-    pass
-
-
-class SetOptimizerResponse(OkResponse):
-    pass
-
-
-class SetLrSchedulerResponse(OkResponse):
-    pass
-
-
-class SetTemplateResponse(OkResponse):
-    pass
-
-
-class SetProcessorResponse(OkResponse):
-    pass
-
-
-class AddMetricResponse(OkResponse):
-    pass
-
-
-class ApplyPatchResponse(OkResponse):
-    pass
-
-
-class LoadResponse(OkResponse):
-    pass
-
-
-class RemoveAdapterResponse(OkResponse):
-    pass
+# A verb that returns nothing answers null; other servers answer an OkResponse.
 
 
 class ClipGradAndStepResponse(OkResponse):
@@ -207,19 +157,10 @@ class AddAdapterResponse(OkResponse):
 
 
 class ModelResult(Wire):
-    """What any verb that returns something returns."""
+    """What any verb that returns something returns.
 
-    result: Any
-
-
-class ForwardResponse(Wire):
-    """``result``: logps, one row a sequence and aligned with its labels; loss and num_tokens where there is one."""
-
-    result: Any
-
-
-class ForwardBackwardResponse(Wire):
-    """The same; there is a loss."""
+    Of a pass: logps, one row a sequence and aligned with its labels; loss and num_tokens where there is a loss.
+    """
 
     result: Any
 
@@ -265,3 +206,131 @@ class UploadStatusResponse(Wire):
     request_id: str
     status: Literal["running", "completed", "failed"]
     error: str | None = None
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+# Keywords of the verbs themselves, which travel beside the fields of the request. The client fills them in and leaves
+# out what is None; the server checks them against their types, and refuses a key that no option has.
+
+Steps = Annotated[int, Field(strict=True, ge=1, le=2**31)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Of ``add_adapter_to_model``. ``seed``: of the first weights; the server draws one where it is None."""
+
+    gradient_accumulation_steps: Steps = 1
+    seed: Annotated[int, Field(strict=True)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """Of verbs that count gradients. None: as the adapter was added."""
+
+    gradient_accumulation_steps: Steps | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOptions:
+    temperature: Positive = 1.0
+    return_logits: Flag = False
+    task: str = "causal_lm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOnlyOptions(ForwardOptions):
+    disable_lora: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackwardOptions(ForwardOptions):
+    gradient_accumulation_steps: Steps | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimParams:
+    """What a step changes of the optimizer, for this step and those after it."""
+
+    lr: NotNegative | None = None
+    weight_decay: NotNegative | None = None
+    eps: Positive | None = None
+    betas: Annotated[list[Finite], Field(strict=True, min_length=2, max_length=2)] | None = None
+
+
+def only_keys_of(options: type) -> Callable[[object], object]:
+    """A check, before a mapping is read as ``options``, that it has no other keys."""
+    known = sorted(field.name for field in fields(options))
+
+    def check(value: object) -> object:
+        unknown = sorted(set(value) - set(known)) if isinstance(value, Mapping) else []
+        if unknown:
+            raise ValueError(f"unknown key {str(unknown[0])[:120]!r}; known: {', '.join(known)}")
+        return value
+
+    return check
+
+
+# A mapping for the client, which sends what a script gives it; the server reads it as OptimParams.
+SentOptimParams = Annotated[
+    Mapping[str, Any],
+    GetPydanticSchema(lambda _mapping, schema_of: schema_of(OptimParams)),
+    BeforeValidator(only_keys_of(OptimParams)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(WindowOptions):
+    optim_params: SentOptimParams | None = None
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+# What the server makes of a verb: a pass of the model without or with gradients, a file, or a call of a method.
+Kind = Literal["forward", "forward_backward", "save", "load", "verb"]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """``options``: a dataclass; None where a constructor or a loss knows the names of the keywords."""
+
+    request: type[AdapterRequest] = AdapterRequest
+    kind: Kind = "verb"
+    options: type | None = NoOptions
+    takes_rows: bool = False  # or arguments with a number for each of their tokens
+    sets_up: bool = False  # it chooses something that the server then keeps
+
+
+VERBS: Mapping[str, Verb] = {
+    "forward": Verb(ForwardRequest, "forward", ForwardOptions, takes_rows=True),
+    "forward_only": Verb(ForwardOnlyRequest, "forward", ForwardOnlyOptions, takes_rows=True),
+    "forward_backward": Verb(ForwardRequest, "forward_backward", ForwardBackwardOptions, takes_rows=True),
+    "backward": Verb(kind="forward_backward", options=WindowOptions),
+    "calculate_loss": Verb(options=None, takes_rows=True),
+    "clip_grad_norm": Verb(ClipGradNormRequest, options=WindowOptions),
+    "clip_grad_and_step": Verb(ClipGradAndStepRequest, options=StepOptions),
+    "step": Verb(options=StepOptions),
+    "zero_grad": Verb(options=WindowOptions),
+    "lr_step": Verb(options=WindowOptions),
+    "set_loss": Verb(SetLossRequest, options=None, sets_up=True),
+    "set_optimizer": Verb(SetOptimizerRequest, options=None, sets_up=True),
+    "set_lr_scheduler": Verb(SetLrSchedulerRequest, options=None, sets_up=True),
+    "set_template": Verb(SetTemplateRequest, options=None, sets_up=True),
+    "set_processor": Verb(SetProcessorRequest, options=None, sets_up=True),
+    "add_metric": Verb(AddMetricRequest, options=None, sets_up=True),
+    "apply_patch": Verb(ApplyPatchRequest, options=None),
+    "calculate_metric": Verb(CalculateMetricRequest),
+    "get_train_configs": Verb(),
+    "get_state_dict": Verb(GetStateDictRequest),
+    "save": Verb(SaveRequest, "save"),
+    "load": Verb(LoadRequest, "load"),
+    "resume_from_checkpoint": Verb(ResumeFromCheckpointRequest, "load"),
+}

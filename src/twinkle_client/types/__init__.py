@@ -1,41 +1,6 @@
-"""The native protocol's requests and responses, as pydantic models. The server reads and writes the same ones."""
+"""Where scripts look for the bodies of the native protocol: see :mod:`twinkle_client.protocol`."""
 
-from twinkle_client.protocol.runs import (
-    Checkpoint,
-    CheckpointPathResponse,
-    CheckpointsListResponse,
-    CreateModelRequest,
-    Cursor,
-    DeleteCheckpointResponse,
-    LoraConfig,
-    ParsedCheckpointTwinklePath,
-    ResolvedLoadPath,
-    TrainingRun,
-    TrainingRunsResponse,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
-)
-from twinkle_client.protocol.sampling import (
-    SampledSequenceModel,
-    SamplerAddAdapterRequest,
-    SamplerAddAdapterResponse,
-    SamplerCreateResponse,
-    SampleRequest,
-    SampleResponseModel,
-    SampleResponseModelList,
-    SamplerSetTemplateRequest,
-    SamplerSetTemplateResponse,
-    StopReason,
-)
-from twinkle_client.protocol.sessions import (
-    CreateSessionRequest,
-    CreateSessionResponse,
-    FinishSessionRequest,
-    FinishSessionResponse,
-    SessionHeartbeatRequest,
-    SessionHeartbeatResponse,
-)
-from twinkle_client.protocol.verbs import (
+from twinkle_client.types.model import (
     AdapterRequest,
     AddAdapterRequest,
     AddAdapterResponse,
@@ -97,10 +62,17 @@ from twinkle_client.types.processor import (
     ProcessorHeartbeatResponse,
     ProcessorType,
 )
-from twinkle_client.types.run_metrics import (
-    LogMetricsRequest,
-    MetricPoint,
-    RunMetricsResponse,
+from twinkle_client.types.sampler import (
+    SampledSequenceModel,
+    SamplerAddAdapterRequest,
+    SamplerAddAdapterResponse,
+    SamplerCreateResponse,
+    SampleRequest,
+    SampleResponseModel,
+    SampleResponseModelList,
+    SamplerSetTemplateRequest,
+    SamplerSetTemplateResponse,
+    StopReason,
 )
 from twinkle_client.types.server import (
     CapacityInfoResponse,
@@ -110,6 +82,32 @@ from twinkle_client.types.server import (
     HealthResponse,
     ServerWeightsInfoResponse,
     SupportedModel,
+)
+from twinkle_client.types.session import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    FinishSessionResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+)
+from twinkle_client.types.training import (
+    Checkpoint,
+    CheckpointPathResponse,
+    CheckpointsListResponse,
+    CreateModelRequest,
+    Cursor,
+    DeleteCheckpointResponse,
+    LogMetricsRequest,
+    LoraConfig,
+    MetricPoint,
+    ParsedCheckpointTwinklePath,
+    ResolvedLoadPath,
+    RunMetricsResponse,
+    TrainingRun,
+    TrainingRunsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
 )
 
 __all__ = [

@@ -23,7 +23,7 @@ from twinkle.server.backends.text_codec import CodecTemplate, max_characters, te
 from twinkle.server.types import NativePass, NativeVerb
 from twinkle.server.verbs.features import FIELDS
 from twinkle.server.verbs.templates import TemplateChoice, Templates
-from twinkle.server.verbs.verbs import NO_ADAPTER, SET_UP
+from twinkle.server.verbs.verbs import NO_ADAPTER, verb_named
 
 # What Python and torch raise about arguments that a tenant chose.
 _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
@@ -144,7 +144,7 @@ class NativeAdapters:
     def run(self, run_id: str, asked: NativeVerb) -> object:
         """Run a verb that is no pass; return its result as JSON can say it."""
         result = self._call(run_id, asked.verb, asked.arguments)
-        if asked.verb in SET_UP:
+        if verb_named(asked.verb).sets_up:
             self._set_up[run_id].note(asked.verb, asked.arguments)
         if asked.verb == "clip_grad_norm":
             return "" if result is None else f"{result:.6f}"
@@ -160,25 +160,10 @@ class NativeAdapters:
         if verb == "add_metric":
             self._check_room_for_metric(run_id)
         self.group(run_id)
-        library = self._library
-        methods: dict[str, Callable[..., Any]] = {
-            "calculate_loss": library.calculate_loss,
-            "clip_grad_norm": library.clip_grad_norm,
-            "clip_grad_and_step": library.clip_grad_and_step,
-            "step": library.step,
-            "zero_grad": library.zero_grad,
-            "lr_step": library.lr_step,
-            "set_loss": library.set_loss,
-            "set_optimizer": library.set_optimizer,
-            "set_lr_scheduler": library.set_lr_scheduler,
-            "set_processor": library.set_processor,
-            "add_metric": library.add_metric,
-            "calculate_metric": library.calculate_metric,
-            "get_train_configs": library.get_train_configs,
-            "get_state_dict": library.get_state_dict,
-        }
+        verb_named(verb)  # no other attribute of the library's
+        method: Callable[..., Any] = getattr(self._library, verb)
         with _mistakes_of_tenants(verb):
-            return methods[verb](adapter_name=run_id, **arguments)
+            return method(adapter_name=run_id, **arguments)
 
     def _check_room_for_metric(self, run_id: str) -> None:
         group = self.group(run_id)

@@ -16,7 +16,8 @@ from twinkle.model.peft_config import spec_from_peft
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Refused, RunRecord
 from twinkle.server.verbs.features import Row
 from twinkle.server.verbs.settings import check_small, check_target_modules
-from twinkle.server.verbs.verbs import parse, payload_of, verb_named
+from twinkle.server.verbs.verbs import kind_of, parse, payload_of
+from twinkle_client.protocol.base import TYPE_KEY
 
 _MARK = b"\x00"
 _CREATE = "add_adapter_to_model"
@@ -57,7 +58,7 @@ def verb_op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], sent: b
 
 
 def refused_op(run_id: str, seq: int, verb: str, message: str, sent: bytes) -> Op:
-    return Op(run_id, seq, verb_named(verb).kind, Refused(message), journal_body(verb, {_REFUSED: message}), sent)
+    return Op(run_id, seq, kind_of(verb), Refused(message), journal_body(verb, {_REFUSED: message}), sent)
 
 
 def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
@@ -68,12 +69,12 @@ def read_op(run: RunRecord, seq: int, body: bytes) -> Op:
         config, accumulation = fields["config"], fields["gradient_accumulation_steps"]
         return Op(run.run_id, seq, OpKind.CREATE, CreateNative(run.spec, config, accumulation), body)
     if _REFUSED in fields:
-        return Op(run.run_id, seq, verb_named(verb.decode()).kind, Refused(fields[_REFUSED]), body)
+        return Op(run.run_id, seq, kind_of(verb.decode()), Refused(fields[_REFUSED]), body)
     return _op(run.run_id, seq, verb.decode(), fields, body, None)
 
 
 def _op(run_id: str, seq: int, verb: str, fields: Mapping[str, Any], body: bytes, sent: bytes | None) -> Op:
-    kind = verb_named(verb).kind
+    kind = kind_of(verb)
     try:
         request = parse(verb, {**fields})
         payload = payload_of(verb, request, tuple(map(_arrays, fields.get(_INPUTS, ()))))
@@ -97,7 +98,7 @@ def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
         raise UserError("config: not JSON; allowed: the fields of a LoraConfig as JSON text") from None
     if not isinstance(config, dict):
         raise UserError("config: allowed: the fields of a LoraConfig as a JSON object")
-    kind = config.pop("_TWINKLE_TYPE_", "LoraConfig")
+    kind = config.pop(TYPE_KEY, "LoraConfig")
     if kind != "LoraConfig":
         raise UserError(f"config: got a {str(kind)[:40]}, allowed: a LoraConfig")
     check_small("config", config)
