@@ -108,5 +108,4 @@ __all__ = [
     "UploadToHubRequest",
     "UploadToHubResponse",
     "ZeroGradResponse",
-    "__all__",
 ]
