@@ -266,7 +266,7 @@ class OptimParams:
     betas: Annotated[list[Finite], Field(strict=True, min_length=2, max_length=2)] | None = None
 
 
-def only_keys_of(options: type) -> Callable[[object], object]:
+def only_keys_of(options: type[Any]) -> Callable[[object], object]:
     """A check, before a mapping is read as ``options``, that it has no other keys."""
     known = sorted(field.name for field in fields(options))
 
@@ -304,7 +304,7 @@ class Verb:
 
     request: type[AdapterRequest] = AdapterRequest
     kind: Kind = "verb"
-    options: type | None = NoOptions
+    options: type[Any] | None = NoOptions
     takes_rows: bool = False  # or arguments with a number for each of their tokens
     sets_up: bool = False  # it chooses something that the server then keeps
 
