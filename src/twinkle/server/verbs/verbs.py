@@ -45,19 +45,18 @@ def kind_of(name: str) -> OpKind:
 def payload_of(name: str, request: AdapterRequest, rows: tuple[Row, ...] = ()) -> Native:
     """``rows``: the inputs of a pass, as they are to be trained on."""
     verb = verb_named(name)
-    if kind_of(name).is_pass:
+    if OpKind(verb.kind).is_pass:
         options, rest = _options(verb, request.arguments)
         if rest and name == "backward":
             raise UnknownNameError("argument of backward", min(rest), _names(verb))
         return NativePass(name, rows, options, rest)
-    if isinstance(request, SaveRequest):
+    if verb.kind in ("save", "load"):
         _refuse(name, request.arguments)
+    if isinstance(request, SaveRequest):
         return _save(request)
     if isinstance(request, LoadRequest):
-        _refuse(name, request.arguments)
         return NativeLoad("load", request.name, request.load_optimizer)
     if isinstance(request, ResumeFromCheckpointRequest):
-        _refuse(name, request.arguments)
         return NativeLoad("resume_from_checkpoint", request.name, not request.resume_only_model)
     if isinstance(request, ApplyPatchRequest):
         raise UnsupportedError(f"apply_patch: {request.patch_cls!r}: code of the served model is not patched")
