@@ -7,7 +7,7 @@ Each type is also a standard-library type, so callers who have never heard of Tw
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 # What the package `twinkle` exports. Errors of the server are not for its users and are imported from here by name.
 __all__ = [
@@ -33,7 +33,16 @@ __all__ = [
 
 
 class TwinkleError(Exception):
-    """Base of all errors below. They can be pickled: worker processes of datasets and loaders send them home."""
+    """Base of all errors below. They can be pickled: worker processes of datasets and loaders send them home.
+
+    ``code``: what programs know an error by, where they react to it. A server answers with it beside the text.
+    """
+
+    code: str | None = None
+
+    def with_code(self, code: str) -> Self:
+        self.code = code
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python would call __init__ with the finished message; a pool that cannot read an answer waits for it for ever.

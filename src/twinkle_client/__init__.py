@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from twinkle_client.client import TwinkleClient
-    from twinkle_client.current_client import default_client, init_twinkle_client, initialize
+    from twinkle_client.client.current import default_client, init_twinkle_client, initialize
+    from twinkle_client.client.session import TwinkleClient
     from twinkle_client.errors import (
         AuthenticationError,
         ConnectionLostError,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         SessionLostError,
         TwinkleClientError,
     )
-    from twinkle_client.lora_config import LoraConfig
+    from twinkle_client.model.lora_config import LoraConfig
     from twinkle_client.tinker_sdk import init_tinker_client
 
 __all__ = [
@@ -60,7 +60,7 @@ _HOME = {
     "GoneError": "twinkle_client.errors",
     "InvalidRequestError": "twinkle_client.errors",
     "LimitError": "twinkle_client.errors",
-    "LoraConfig": "twinkle_client.lora_config",
+    "LoraConfig": "twinkle_client.model.lora_config",
     "MissingPackageError": "twinkle_client.errors",
     "NotFoundError": "twinkle_client.errors",
     "ResponseError": "twinkle_client.errors",
@@ -68,10 +68,10 @@ _HOME = {
     "SessionLostError": "twinkle_client.errors",
     "TwinkleClient": "twinkle_client.client",
     "TwinkleClientError": "twinkle_client.errors",
-    "default_client": "twinkle_client.current_client",
+    "default_client": "twinkle_client.client.current",
     "init_tinker_client": "twinkle_client.tinker_sdk",
-    "init_twinkle_client": "twinkle_client.current_client",
-    "initialize": "twinkle_client.current_client",
+    "init_twinkle_client": "twinkle_client.client.current",
+    "initialize": "twinkle_client.client.current",
 }
 
 

@@ -5,12 +5,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
-from twinkle_client.client import TwinkleClient
+from twinkle_client.client.session import TwinkleClient
 from twinkle_client.dataset import Dataset
 from twinkle_client.errors import InvalidRequestError, invalid
-from twinkle_client.iteration import next_of
-from twinkle_client.remote import RemoteObject, component
-from twinkle_client.server_decides import left_to_server
+from twinkle_client.protocol.base import TYPE_KEY
+from twinkle_client.remote import RemoteObject, component, left_to_server, next_of
 
 __all__ = ["DataLoader", "RemoteBatch"]
 
@@ -46,7 +45,7 @@ class RemoteBatch(Sequence[Row]):
             return self._rows
 
     def to_wire(self) -> dict[str, Any]:
-        return {"_TWINKLE_TYPE_": "Batch", "processor_id": self._loader.processor_id, "number": self.number}
+        return {TYPE_KEY: "Batch", "processor_id": self._loader.processor_id, "number": self.number}
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -171,7 +170,7 @@ class DataLoader(RemoteObject):
     def __next__(self) -> Any:
         """A :class:`RemoteBatch`, or what a processor made of the rows."""
         batch = next_of(self, by_reference=True)
-        if isinstance(batch, dict) and batch.get("_TWINKLE_TYPE_") == "Batch":
+        if isinstance(batch, dict) and batch.get(TYPE_KEY) == "Batch":
             return RemoteBatch(self, batch["number"], batch["length"])
         return batch
 

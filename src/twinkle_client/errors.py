@@ -26,10 +26,12 @@ class TwinkleClientError(Exception):
     """Base of all errors of the client.
 
     ``seq_id``: of a request to an adapter, the number under which the server keeps what became of it; None where it
-    did not say.
+    did not say. ``code``: what the server calls this error, for programs (:mod:`twinkle_client.protocol.base` has
+    them); None for most, and of older servers for all.
     """
 
     seq_id: int | None = None
+    code: str | None = None
 
 
 class InvalidRequestError(TwinkleClientError, ValueError):

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from twinkle_client.client import TwinkleClient
-from twinkle_client.remote import RemoteObject
-from twinkle_client.server_decides import left_to_server
+from twinkle_client.client.session import TwinkleClient
+from twinkle_client.remote import RemoteObject, left_to_server
 
 __all__ = ["InputProcessor"]
 

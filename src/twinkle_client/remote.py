@@ -1,23 +1,41 @@
 """Objects of the library that live on the server: made by class name, called by method name.
 
 An object is made when it is first needed. Given as an argument it travels as its id. Code never does.
+
+Below it is what all mirrors of the library's classes share: names of classes and models, and the options of their
+constructors that a server decides about.
 """
 
+import logging
 import threading
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
+from urllib.parse import quote
 
-from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.current_client import default_client
-from twinkle_client.errors import InvalidRequestError, invalid
-from twinkle_client.types import ProcessorCallResponse, ProcessorCreateResponse
-from twinkle_client.wire_json import encode
+from twinkle_client.client.current import default_client
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
+from twinkle_client.errors import GoneError, InvalidRequestError, invalid
+from twinkle_client.protocol.sessions import ProcessorCallResponse, ProcessorCreateResponse
 
-__all__ = ["RemoteObject", "component", "function_argument"]
+__all__ = [
+    "RemoteObject",
+    "class_name",
+    "component",
+    "function_argument",
+    "left_to_server",
+    "model_name",
+    "next_of",
+    "service_path",
+]
+
+logger = logging.getLogger(__name__)
 
 _PATH = "/processor/twinkle"
 # Classes of these packages are known to every server by name.
 _KNOWN_PACKAGES = frozenset({"torch", "twinkle", "twinkle_client"})
+_EXHAUSTED = "iterator exhausted"
 
 
 class RemoteObject:
@@ -76,6 +94,22 @@ class RemoteObject:
         return f"{self.class_type}({self._processor_id or 'not made yet'})"
 
 
+def next_of(iterator: RemoteObject, **arguments: Any) -> Any:
+    """The next item of an iterator on the server; StopIteration at its end.
+
+    The end is a 410, as is a session or a batch that is gone: those are errors, not an end.
+    """
+    try:
+        return iterator.call("__next__", **arguments)
+    except GoneError as error:
+        if _EXHAUSTED not in error.detail.lower():
+            raise
+    raise StopIteration
+
+
+# --- names of classes -------------------------------------------------------------------------------------------------
+
+
 def component(field: str, what: object, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A class's name and its constructor's arguments, from a name, a class of the library, or a remote object."""
     if isinstance(what, RemoteObject):
@@ -112,3 +146,34 @@ def _named(
         if name in named:
             raise TypeError(f"{class_type}: {name} is given twice")
     return {**named, **options}
+
+
+# --- models and samplers ----------------------------------------------------------------------------------------------
+
+
+def model_name(model_id: str) -> str:
+    """Without the scheme: ``ms://Qwen/Qwen3-4B`` is served as ``Qwen/Qwen3-4B``."""
+    name = model_id.split("://", 1)[-1] if isinstance(model_id, str) else ""
+    if not name:
+        raise invalid("model_id", model_id, "the id of a model that the server has")
+    return name
+
+
+def service_path(service: str, name: str) -> str:
+    """service: model or sampler. The name may hold slashes."""
+    return f"/{service}/{quote(name.strip('/'))}/twinkle"
+
+
+def left_to_server(what: str, **options: object) -> None:
+    """Say once which of the ``options`` were given (are not None), and that ``what`` does not use them.
+
+    They are options of the library's classes about devices, memory and processes, which the server decides about.
+    """
+    given = tuple(sorted(name for name, value in options.items() if value is not None))
+    if given:
+        _say_once(what, given)
+
+
+@cache  # a script makes many of them
+def _say_once(what: str, names: tuple[str, ...]) -> None:
+    logger.info("%s: the server decides about %s; what the script says is not used", what, ", ".join(names))

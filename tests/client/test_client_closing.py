@@ -4,9 +4,10 @@ import httpx
 import pytest
 from stub_server import Slow
 
-from twinkle_client import InvalidRequestError, transport
-from twinkle_client import client as client_module
-from twinkle_client.retries import Backoff, RetryPolicy
+from twinkle_client import InvalidRequestError
+from twinkle_client.client import session as client_module
+from twinkle_client.client import transport
+from twinkle_client.client.retries import Backoff, RetryPolicy
 
 
 @pytest.mark.parametrize(

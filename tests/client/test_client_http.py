@@ -25,9 +25,9 @@ from twinkle_client import (
     init_twinkle_client,
     initialize,
 )
-from twinkle_client.retries import Backoff, RetryPolicy, retry_after_seconds
-from twinkle_client.transport import with_api
-from twinkle_client.wire_json import encode
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.retries import Backoff, RetryPolicy, retry_after_seconds
+from twinkle_client.client.transport import with_api
 
 CAPABILITIES = "/twinkle/get_server_capabilities"
 MODELS = {"supported_models": [{"model_name": "m"}]}
@@ -115,6 +115,20 @@ def test_a_request_may_be_the_first_to_learn_that_the_session_ended(stub, client
         with pytest.raises(SessionLostError, match="expired"):
             client.post("/model/m/twinkle/step", b"{}")
     assert len(stub.asked("/model/m/twinkle/step")) == 1
+
+
+def test_a_lost_session_is_known_by_its_code(stub, client):
+    lost = {"detail": "words that people read", "code": "session_lost"}
+    stub.fail("/model/m/twinkle/step", Status(410, lost))
+    with pytest.raises(SessionLostError, match="words that people read"):
+        client.post("/model/m/twinkle/step", b"{}")
+
+
+def test_another_code_is_not_about_the_session_whatever_its_text_names(stub, client):
+    stub.fail("/model/m/twinkle/step", Status(404, {"detail": f"unknown thing of {SESSION}", "code": "other"}))
+    with pytest.raises(NotFoundError) as caught:
+        client.post("/model/m/twinkle/step", b"{}")
+    assert caught.value.code == "other"
 
 
 def test_an_error_about_a_run_of_the_session_is_not_about_the_session(stub, client):

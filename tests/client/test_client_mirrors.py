@@ -7,7 +7,7 @@ import pytest
 from stub_server import SESSION
 
 import twinkle_client
-from twinkle_client import InvalidRequestError, LoraConfig, server_decides
+from twinkle_client import InvalidRequestError, LoraConfig, remote
 from twinkle_client.dataloader import DataLoader
 from twinkle_client.dataset import Dataset, DatasetMeta
 from twinkle_client.model import MultiLoraTransformersModel
@@ -19,7 +19,7 @@ M, S = "/model/m/twinkle", "/sampler/m/twinkle"
 
 @pytest.fixture(autouse=True)
 def _routes(stub):
-    server_decides._say.cache_clear()
+    remote._say_once.cache_clear()
     for path in (M, S):
         stub.answer(f"{path}/create", {"status": "ok"})
     stub.answer(f"{M}/add_adapter_to_model", lambda body: {"adapter_name": f"{SESSION}-{body['adapter_name']}"})

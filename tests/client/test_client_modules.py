@@ -8,7 +8,7 @@ from stub_server import Status
 
 import twinkle_client.http as plain
 from twinkle_client import ConnectionLostError, GoneError, InvalidRequestError, LoraConfig, NotFoundError, types
-from twinkle_client import current_client as current
+from twinkle_client.client import current
 from twinkle_client.common.serialize import deserialize_object, serialize_object
 from twinkle_client.dataset import DatasetMeta
 from twinkle_client.types import CreateModelRequest, ForwardOnlyRequest

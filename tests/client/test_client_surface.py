@@ -11,7 +11,7 @@ from twinkle_client import MissingPackageError, preprocessor, reward, template, 
 
 MODULES = (
     "model sampler dataset dataloader processor template reward preprocessor data_format rollout types errors client "
-    "manager http common.serialize utils.patch_tinker server_decides"
+    "manager http common.serialize utils.patch_tinker remote"
 )
 
 
@@ -87,6 +87,24 @@ def test_verbs_are_the_librarys():
             if parameter in ("kwargs", "options", "config_or_dir", "checkpoint_dir", "params", "token", "output_dir"):
                 continue
             assert parameter in given or takes_any, f"{name}: {parameter}"
+
+
+def test_every_verb_of_the_table_is_one_of_the_library_and_of_the_client():
+    """The server calls the library's method that has the name of the verb, and has no list of its own."""
+    import inspect
+    from dataclasses import fields
+
+    from twinkle.model.lora_verbs import LoraVerbs
+    from twinkle_client.model import MultiLoraTransformersModel
+    from twinkle_client.protocol.verbs import VERBS
+
+    for name, verb in VERBS.items():
+        taken = inspect.signature(getattr(LoraVerbs, name)).parameters
+        assert "adapter_name" in taken or name == "apply_patch", name  # which the server refuses
+        assert callable(getattr(MultiLoraTransformersModel, name)), name
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+        options = () if verb.options is None else fields(verb.options)
+        assert takes_any or {option.name for option in options} <= taken.keys(), name
 
 
 def test_tinker_is_optional(monkeypatch):

@@ -25,7 +25,6 @@ from twinkle.server.protocols.openai.requests import parse as parse_openai
 from twinkle.server.types import Op, OpKind, Refused
 from twinkle.server.verbs import codec
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
-from twinkle.server.verbs.verbs import VERBS
 from twinkle.server.wire import requests
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.custom_losses import decode_custom_loss
@@ -33,6 +32,7 @@ from twinkle.server.wire.fields import parse
 from twinkle.server.wire.sample_requests import AsampleRequest, RetrieveFuturesRequest, to_sample_request
 from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import decode_json_pass
+from twinkle_client.protocol.verbs import VERBS
 
 MAX_MESSAGE = 4000  # characters: an error never repeats a body
 

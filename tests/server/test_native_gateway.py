@@ -13,6 +13,7 @@ from twinkle.server.http.requests import PREFIX
 from twinkle.server.protocols.native import gateway_routes as native_gateway
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle_client import types
+from twinkle_client.protocol.base import SESSION_LOST
 
 # Whoever watches the server has no key.
 PUBLIC = {
@@ -56,6 +57,7 @@ def test_sessions_live_and_end(caller: Caller, stranger: Caller) -> None:
     gone = caller.post("session_heartbeat", body)
     assert gone.status_code == 410
     assert "finished" in gone.json()["detail"]
+    assert gone.json()["code"] == missing.json()["code"] == SESSION_LOST
 
 
 def test_session_metadata_is_kept(caller: Caller, tenant: Tenant) -> None:

@@ -1,4 +1,4 @@
-"""The server's folders stay rooms: few entries, few tiny files, and no circle of imports between files."""
+"""Folders of server and client stay rooms: few entries, few tiny files, no circle of imports between files."""
 
 import ast
 from collections.abc import Iterator
@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
-ROOT = SOURCE / "twinkle" / "server"
+SERVER, CLIENT = SOURCE / "twinkle" / "server", SOURCE / "twinkle_client"
+ROOTS = (SERVER, CLIENT)
 MOST_ENTRIES = 20
 SMALL_LINES = 60
 MOST_SMALL = 0.15
 # Paths that scripts or an operator's settings name, and what a generator writes: they count in neither number.
-COMPATIBILITY = {ROOT / "launcher.py", ROOT / "common.py", ROOT / "ray_serve"}
+COMPATIBILITY = {
+    SERVER / "launcher.py",
+    SERVER / "common.py",
+    SERVER / "ray_serve",
+    CLIENT / "manager.py",
+    CLIENT / "types",
+    CLIENT / "utils",
+}
 GENERATED = {"tinker_pb2.py", "tinker_pb2.pyi"}
 FACES = {"__init__.py", "__main__.py", "py.typed"}
 
@@ -22,29 +30,35 @@ def counts(path: Path) -> bool:
     return not compatible and path.name not in GENERATED | FACES and path.name != "__pycache__"
 
 
-def files() -> list[Path]:
-    return sorted(path for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts)
+def files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.py") if "__pycache__" not in path.parts)
 
 
-FOLDERS = sorted({path.parent for path in files() if counts(path)})
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(SOURCE)))
+FOLDERS = sorted({path.parent for root in ROOTS for path in files(root) if counts(path)})
+of_server_and_client = pytest.mark.parametrize("root", ROOTS, ids=name_of)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
 def test_a_folder_has_few_entries(folder: Path) -> None:
     entries = [path.name for path in folder.iterdir() if counts(path)]
     assert len(entries) <= MOST_ENTRIES, sorted(entries)
 
 
-def test_few_files_are_tiny() -> None:
-    counted = [path for path in files() if counts(path)]
+@of_server_and_client
+def test_few_files_are_tiny(root: Path) -> None:
+    counted = [path for path in files(root) if counts(path)]
     small = [path for path in counted if len(path.read_text().splitlines()) < SMALL_LINES]
-    assert len(small) <= MOST_SMALL * len(counted), [str(path.relative_to(ROOT)) for path in small]
+    assert len(small) <= MOST_SMALL * len(counted), [name_of(path) for path in small]
 
 
 def test_services_do_not_ask_which_protocol_a_request_came_through() -> None:
     """What is different about native runs is registered: see ``services/training/run_kind.py``."""
-    told = [path for path in (ROOT / "services").rglob("*.py") if "native" in path.read_text().lower()]
-    assert not told, [str(path.relative_to(ROOT)) for path in told]
+    told = [path for path in (SERVER / "services").rglob("*.py") if "native" in path.read_text().lower()]
+    assert not told, [str(path.relative_to(SERVER)) for path in told]
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------
@@ -71,9 +85,9 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from statements(statement.body)
 
 
-def imports() -> dict[str, set[str]]:
-    """Return the modules of the server that each of them imports."""
-    modules = {module_of(path): path for path in files()}
+def imports(root: Path) -> dict[str, set[str]]:
+    """Return the modules below ``root`` that each of them imports."""
+    modules = {module_of(path): path for path in files(root)}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
         named: set[str] = set()
@@ -87,9 +101,10 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def test_no_circle_of_imports() -> None:
+@of_server_and_client
+def test_no_circle_of_imports(root: Path) -> None:
     """Take away, again and again, the modules that import none of those left: a circle would remain."""
-    left = imports()
+    left = imports(root)
     while leaves := {module for module, needed in left.items() if not needed & (left.keys() - {module})}:
         left = {module: needed for module, needed in left.items() if module not in leaves}
     assert not left, {module: sorted(needed & left.keys()) for module, needed in left.items()}

@@ -22,6 +22,7 @@ from twinkle.server.http.owners import (
 )
 from twinkle.server.http.routes import Route
 from twinkle.server.runtime.ray.directory import destination_of
+from twinkle_client.protocol.base import SESSION_HEADER
 
 RUN = "s-1:train:0"
 SESSION = "session_" + "0" * 32
@@ -64,7 +65,7 @@ def app() -> FastAPI:
 def example(route: Route) -> HttpRequest:
     path = re.sub(r"\{(\w+)\}", lambda match: PATH.get(match[1], "x"), route.endpoint.path_format)
     (method,) = route.methods
-    headers = ((owners.SESSION_HEADER.encode(), SESSION.encode()),)
+    headers = ((SESSION_HEADER.encode(), SESSION.encode()),)
     return HttpRequest(method, path, b"", headers, json.dumps(BODY).encode(), None)
 
 

@@ -1,7 +1,7 @@
 """Objects as arguments of a request: text for those of our own, whatever they are made of, and never code.
 
 A DatasetMeta and a LoraConfig (also the library's and PEFT's) become JSON text that says what it is. The client's own
-requests are written by :mod:`twinkle_client.wire_json`; this is for programs that write some by themselves.
+requests are written by :mod:`twinkle_client.client.json_body`; this is for programs that write some by themselves.
 """
 
 import json
@@ -13,11 +13,11 @@ from pydantic import BaseModel
 
 from twinkle_client.dataset.meta import DatasetMeta, is_meta, own_meta
 from twinkle_client.errors import invalid
-from twinkle_client.lora_config import LoraConfig, config_text, is_lora_config
+from twinkle_client.model.lora_config import LoraConfig, config_text, is_lora_config
+from twinkle_client.protocol.base import TYPE_KEY
 
 __all__ = ["deserialize_object", "serialize_object"]
 
-_TYPE = "_TWINKLE_TYPE_"
 _RANGE, _LIST = "range", "list"
 
 
@@ -49,15 +49,15 @@ def deserialize_object(value: Any) -> Any:
         return value
     if not isinstance(content, dict | list):
         return value  # "8" is a text, too
-    if not isinstance(content, dict) or _TYPE not in content:
+    if not isinstance(content, dict) or TYPE_KEY not in content:
         return content
-    kind = content.pop(_TYPE)
+    kind = content.pop(TYPE_KEY)
     if kind == "LoraConfig":
         known = {field.name for field in fields(LoraConfig)}
         return LoraConfig(**{name: field for name, field in content.items() if name in known})
     if kind == "DatasetMeta":
         return DatasetMeta(**{**content, "data_slice": _slice(content.get("data_slice"))})
-    raise invalid(_TYPE, kind, "DatasetMeta or LoraConfig")
+    raise invalid(TYPE_KEY, kind, "DatasetMeta or LoraConfig")
 
 
 def _slice(said: Mapping[str, Any] | None) -> range | list[int] | None:

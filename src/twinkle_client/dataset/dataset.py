@@ -1,18 +1,47 @@
 """The library's datasets on the server. Methods change them there and return nothing; rows stay until asked for."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
-from twinkle_client.client import TwinkleClient
+from twinkle_client.client.session import TwinkleClient
 from twinkle_client.dataset.meta import DatasetMeta, MetaFields, own_meta
-from twinkle_client.dataset.options import FilterOptions, LoadOptions, MapOptions
-from twinkle_client.iteration import next_of
-from twinkle_client.remote import RemoteObject, component, function_argument
+from twinkle_client.remote import RemoteObject, component, function_argument, next_of
 
 __all__ = ["Dataset", "IterableDataset", "IterablePackingDataset", "LazyDataset", "PackingDataset", "Row"]
 
 Row = dict[str, Any]
 AnyMeta = DatasetMeta | MetaFields
+
+# Arguments of the `datasets` library that a server takes; it refuses values that would change how it works.
+
+
+class LoadOptions(TypedDict, total=False):
+    revision: str
+    token: str
+
+
+class MapOptions(TypedDict, total=False):
+    """``batched`` may be given and is always True."""
+
+    batch_size: int
+    batched: bool
+    desc: str
+    keep_in_memory: bool
+    load_from_cache_file: bool
+    num_proc: int  # 1
+    remove_columns: str | list[str]
+    writer_batch_size: int
+
+
+class FilterOptions(TypedDict, total=False):
+    """``batched`` may be given and is always False."""
+
+    batched: bool
+    desc: str
+    keep_in_memory: bool
+    load_from_cache_file: bool
+    num_proc: int  # 1
+    writer_batch_size: int
 
 
 class Dataset(RemoteObject):

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from twinkle_client.client.json_body import encode
 from twinkle_client.dataset.local_file import read_rows
 from twinkle_client.errors import InvalidRequestError, invalid
-from twinkle_client.wire_json import encode
+from twinkle_client.protocol.base import TYPE_KEY
 
 __all__ = ["DatasetMeta", "MetaFields", "is_meta", "own_meta"]
 
@@ -46,7 +47,7 @@ class DatasetMeta:
                 "split": self.split,
                 "data_slice": _slice(self.data_slice),
                 "data": None if data is None else _in_memory(data),
-                "_TWINKLE_TYPE_": "DatasetMeta",
+                TYPE_KEY: "DatasetMeta",
             }
         ).decode()
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import httpx
 
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.transport import error_of, needs_certificates
 from twinkle_client.errors import ConnectionLostError, InvalidRequestError
 from twinkle_client.http.settings import get_api_key, get_request_id, get_session_id
-from twinkle_client.transport import error_of, needs_certificates
-from twinkle_client.wire_json import encode
+from twinkle_client.protocol.base import SESSION_HEADER
 
 __all__ = ["http_delete", "http_get", "http_post"]
 
@@ -73,5 +74,5 @@ def _headers() -> dict[str, str]:
     bearer, session = f"Bearer {get_api_key()}", get_session_id()
     named = {"Authorization": bearer, "Twinkle-Authorization": bearer, "Content-Type": "application/json"}
     if session is not None:
-        named["X-Twinkle-Session-Id"] = session
+        named[SESSION_HEADER] = session
     return {**dict.fromkeys(_ROUTING, get_request_id()), **named}

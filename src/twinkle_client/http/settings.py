@@ -4,9 +4,9 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from twinkle_client.current_client import current_client
+from twinkle_client.client.current import current_client
+from twinkle_client.client.transport import with_api
 from twinkle_client.environment import read_environment
-from twinkle_client.transport import with_api
 
 __all__ = [
     "get_api_key",

@@ -1,57 +1,47 @@
 """LoRA adapters on a server's model, through the verbs of the library's own MultiLoraTransformersModel.
 
 Every verb is one request that returns when the server has done it. Verbs of one adapter run in the order in which they
-are called, whatever is lost on the way: see :mod:`twinkle_client.adapter_sequence`.
+are called, whatever is lost on the way: see :mod:`twinkle_client.client.adapter_sequence`.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.current_client import default_client
+from twinkle_client.client.current import default_client
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.errors import InvalidRequestError, ServerError, invalid, unknown
-from twinkle_client.lora_config import config_text, modules_of
-from twinkle_client.model.hub_upload import Upload
+from twinkle_client.model.lora_config import config_text, modules_of
 from twinkle_client.model.results import Number, Result, SaveResult, Text
-from twinkle_client.model_path import model_name, service_path
-from twinkle_client.remote import class_name, component
-from twinkle_client.server_decides import left_to_server
-from twinkle_client.types import (
+from twinkle_client.protocol.base import OkResponse
+from twinkle_client.protocol.verbs import (
+    AdapterOptions,
     AddAdapterResponse,
-    AddMetricResponse,
-    ApplyPatchResponse,
-    BackwardResponse,
     CalculateLossResponse,
     CalculateMetricResponse,
     ClipGradAndStepResponse,
     ClipGradNormResponse,
-    CreateResponse,
-    ForwardBackwardResponse,
-    ForwardResponse,
     GetStateDictResponse,
     GetTrainConfigsResponse,
-    LoadResponse,
-    LrStepResponse,
-    OkResponse,
-    RemoveAdapterResponse,
+    ModelResult,
     SaveResponse,
-    SetLossResponse,
-    SetLrSchedulerResponse,
-    SetOptimizerResponse,
-    SetProcessorResponse,
-    SetTemplateResponse,
-    StepResponse,
+    StepOptions,
     TrainingProgressResponse,
-    ZeroGradResponse,
+    UploadStatusResponse,
+    UploadToHubResponse,
+    WindowOptions,
 )
-from twinkle_client.wire_json import encode
+from twinkle_client.remote import class_name, component, left_to_server, model_name, service_path
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["MultiLoraTransformersModel"]
 
 logger = logging.getLogger(__name__)
 
-DoneT = TypeVar("DoneT", bound=OkResponse)
 Inputs = Any  # features or trajectories, one or several, or a RemoteBatch
 
 
@@ -118,7 +108,7 @@ class MultiLoraTransformersModel:
         self._adapters: dict[str, str] = {}  # the ids of their runs
         self._path = service_path("model", self.model_id)
         self.server_url = self.client.base_url + self._path
-        parsed(CreateResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
+        parsed(OkResponse, self.client.post(f"{self._path}/create", encode({})) or {}, self.server_url)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -142,9 +132,10 @@ class MultiLoraTransformersModel:
         body: dict[str, Any] = {
             "adapter_name": adapter_name,
             "config": config_text(config, self.target_modules),
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            **_given(seed=seed, save_dir=save_dir),
+            **_given(AdapterOptions(gradient_accumulation_steps=gradient_accumulation_steps, seed=seed)),
         }
+        if save_dir is not None:
+            body["save_dir"] = save_dir
         answer = self.client.post(f"{self._path}/add_adapter_to_model", encode(body))
         self._adapters[adapter_name] = parsed(AddAdapterResponse, answer, self.server_url).adapter_name
         self.adapter_name = adapter_name
@@ -156,7 +147,7 @@ class MultiLoraTransformersModel:
         """
         name = self._adapter(adapter_name)
         answer = self.client.post(f"{self._path}/remove_adapter", encode({"adapter_name": name}))
-        parsed(RemoveAdapterResponse, answer or {}, self.server_url)
+        parsed(OkResponse, answer or {}, self.server_url)
         del self._adapters[name]
         if self.adapter_name == name:
             self.adapter_name = next(reversed(self._adapters), None)
@@ -166,7 +157,7 @@ class MultiLoraTransformersModel:
     def forward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
         """The model's outputs; further keywords are temperature, return_logits, task, and those of the loss."""
         answer = self._verb("forward", adapter_name, _with_inputs("forward", inputs, kwargs))
-        return self._outputs("forward", parsed(ForwardResponse, answer, self.server_url).result)
+        return self._outputs("forward", parsed(ModelResult, answer, self.server_url).result)
 
     def forward_only(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
         """The same for evaluation, without gradients; ``disable_lora=True`` is the base model.
@@ -178,20 +169,20 @@ class MultiLoraTransformersModel:
             answer = self.client.post(f"{self._path}/forward_only", encode(body))
         else:
             answer = self._verb("forward_only", adapter_name, body)
-        return self._outputs("forward_only", parsed(ForwardResponse, answer, self.server_url).result)
+        return self._outputs("forward_only", parsed(ModelResult, answer, self.server_url).result)
 
     def forward_backward(self, inputs: Inputs, *, adapter_name: str | None = None, **kwargs: Any) -> Result:
         """forward, calculate_loss and backward; "loss" in the outputs is a number."""
         answer = self._verb("forward_backward", adapter_name, _with_inputs("forward_backward", inputs, kwargs))
-        return self._outputs("forward_backward", parsed(ForwardBackwardResponse, answer, self.server_url).result)
+        return self._outputs("forward_backward", parsed(ModelResult, answer, self.server_url).result)
 
     def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> Number:
         answer = self._verb("calculate_loss", adapter_name, kwargs)
         return Number(parsed(CalculateLossResponse, answer, self.server_url).result)
 
     def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
-        self._done(BackwardResponse, "backward", adapter_name, given)
+        options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
+        self._done("backward", adapter_name, _given(options))
 
     def clip_grad_norm(
         self,
@@ -203,8 +194,8 @@ class MultiLoraTransformersModel:
     ) -> Number | None:
         """The gradient's norm before clipping, or None inside a window of accumulated gradients."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
-        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
-        answer = self._verb("clip_grad_norm", adapter_name, {**body, **given})
+        options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
+        answer = self._verb("clip_grad_norm", adapter_name, {**body, **_given(options)})
         return _norm(parsed(ClipGradNormResponse, answer or {"result": ""}, self.server_url).result)
 
     def step(
@@ -214,16 +205,16 @@ class MultiLoraTransformersModel:
         gradient_accumulation_steps: int | None = None,
         optim_params: Mapping[str, Any] | None = None,
     ) -> None:
-        given = _given(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
-        self._done(StepResponse, "step", adapter_name, given)
+        options = StepOptions(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
+        self._done("step", adapter_name, _given(options))
 
     def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
-        self._done(ZeroGradResponse, "zero_grad", adapter_name, given)
+        options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
+        self._done("zero_grad", adapter_name, _given(options))
 
     def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
-        given = _given(gradient_accumulation_steps=gradient_accumulation_steps)
-        self._done(LrStepResponse, "lr_step", adapter_name, given)
+        options = WindowOptions(gradient_accumulation_steps=gradient_accumulation_steps)
+        self._done("lr_step", adapter_name, _given(options))
 
     def clip_grad_and_step(
         self,
@@ -236,15 +227,16 @@ class MultiLoraTransformersModel:
     ) -> Number | None:
         """clip_grad_norm, step, zero_grad and lr_step; the norm before clipping where the server says it."""
         body = {"max_grad_norm": max_grad_norm, "norm_type": norm_type}
-        given = _given(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
-        return _norm(self._done(ClipGradAndStepResponse, "clip_grad_and_step", adapter_name, {**body, **given}).result)
+        options = StepOptions(gradient_accumulation_steps=gradient_accumulation_steps, optim_params=optim_params)
+        answer = self._verb("clip_grad_and_step", adapter_name, {**body, **_given(options)})
+        return _norm(parsed(ClipGradAndStepResponse, answer or {}, self.server_url).result)
 
     # --- setting up ---------------------------------------------------------------------------------------------------
 
     def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """The name of one of the library's losses, with options of its constructor."""
         body = {"loss_cls": class_name("loss_cls", loss_cls), **options}
-        self._done(SetLossResponse, "set_loss", adapter_name, body)
+        self._done("set_loss", adapter_name, body)
 
     def set_optimizer(
         self,
@@ -256,34 +248,34 @@ class MultiLoraTransformersModel:
         **options: Any,
     ) -> None:
         """A name in ``torch.optim``; without lr and weight_decay they are the library's, 1e-5 and 0.01."""
-        given = _given(lr=lr, weight_decay=weight_decay)
+        given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
         body = {"optimizer_cls": class_name("optimizer_cls", optimizer_cls), **given, **options}
-        self._done(SetOptimizerResponse, "set_optimizer", adapter_name, body)
+        self._done("set_optimizer", adapter_name, body)
 
     def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         body = {"scheduler_cls": class_name("scheduler_cls", scheduler_cls), **options}
-        self._done(SetLrSchedulerResponse, "set_lr_scheduler", adapter_name, body)
+        self._done("set_lr_scheduler", adapter_name, body)
 
     def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         """What trajectories are encoded with: a name, or a template of :mod:`twinkle_client.template`."""
         name, options = component("template_cls", template_cls, options)
         body = {"template_cls": name, "model_id": self.model_id, **options}
-        self._done(SetTemplateResponse, "set_template", adapter_name, body)
+        self._done("set_template", adapter_name, body)
 
     def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         name, options = component("processor_cls", processor_cls, options)
-        self._done(SetProcessorResponse, "set_processor", adapter_name, {"processor_cls": name, **options})
+        self._done("set_processor", adapter_name, {"processor_cls": name, **options})
 
     def add_metric(
         self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
     ) -> None:
         """To training, to evaluation, or (None) to both."""
         body = {"metric_cls": class_name("metric_cls", metric_cls), "is_training": is_training}
-        self._done(AddMetricResponse, "add_metric", adapter_name, {**body, **options})
+        self._done("add_metric", adapter_name, {**body, **options})
 
     def apply_patch(self, patch_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
         body = {"patch_cls": class_name("patch_cls", patch_cls), **options}
-        self._done(ApplyPatchResponse, "apply_patch", adapter_name, body)
+        self._done("apply_patch", adapter_name, body)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -334,7 +326,7 @@ class MultiLoraTransformersModel:
 
     def load(self, name: str, *, adapter_name: str | None = None, load_optimizer: bool = False) -> None:
         """name: a checkpoint's address, or a hub's id."""
-        self._done(LoadResponse, "load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
+        self._done("load", adapter_name, {"name": str(name), "load_optimizer": load_optimizer})
 
     def resume_from_checkpoint(
         self, name: str, *, resume_only_model: bool = False, adapter_name: str | None = None
@@ -352,12 +344,28 @@ class MultiLoraTransformersModel:
         async_upload: bool = True,
         poll_interval: float = 5.0,
     ) -> None:
-        """Push a checkpoint to a repository, and wait until it is there.
+        """Push a checkpoint to a repository, and wait until it is there: the server is asked now and then.
 
-        async_upload: whether the server does it beside its other work; this call returns at the end either way.
+        checkpoint_dir: an address, or what :meth:`save` returned. async_upload: whether the server does it beside its
+        other work; this call returns at the end either way.
         """
-        upload = Upload(checkpoint_dir, hub_model_id, hub_token, async_upload)
-        upload.to_the_end(self.client, self._path, poll_interval)
+        body = {
+            "checkpoint_dir": str(checkpoint_dir) if isinstance(checkpoint_dir, str) else dict(checkpoint_dir),
+            "hub_model_id": hub_model_id,
+            "hub_token": hub_token,
+            "async_upload": async_upload,
+        }
+        answer = self.client.post(f"{self._path}/upload_to_hub", encode(body), once=True)
+        request_id = parsed(UploadToHubResponse, answer, self.server_url).request_id
+        logger.info("upload of %s to %s has begun", checkpoint_dir, hub_model_id)
+        while True:
+            answer = self.client.get(f"{self._path}/upload_status/{request_id}")
+            status = parsed(UploadStatusResponse, answer, self.server_url)
+            if status.status == "failed":
+                raise ServerError(200, f"upload_to_hub failed: {status.error}", self.server_url)
+            if status.status == "completed":
+                return
+            time.sleep(poll_interval)
 
     def log_metrics(
         self, values: Mapping[str, float], step: int | None = None, *, adapter_name: str | None = None
@@ -373,9 +381,9 @@ class MultiLoraTransformersModel:
         sequence = self.client.sequence(self.model_id, name)
         return sequence.send(f"{self._path}/{verb}", content, self.client.post)
 
-    def _done(self, kind: type[DoneT], verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> DoneT:
-        """Of a verb that returns nothing, which some servers say as null."""
-        return parsed(kind, self._verb(verb, adapter_name, body) or {}, self.server_url)
+    def _done(self, verb: str, adapter_name: str | None, body: Mapping[str, Any]) -> None:
+        """A verb that returns nothing, which some servers say as null."""
+        parsed(OkResponse, self._verb(verb, adapter_name, body) or {}, self.server_url)
 
     def _outputs(self, verb: str, result: object) -> Result:
         if not isinstance(result, dict):
@@ -391,9 +399,9 @@ class MultiLoraTransformersModel:
         return name
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    """What is not None: older servers need not know of the others."""
-    return {name: value for name, value in values.items() if value is not None}
+def _given(options: "DataclassInstance") -> dict[str, Any]:
+    """The options that are not None: older servers need not know of the others."""
+    return {name: value for name, value in vars(options).items() if value is not None}
 
 
 def _with_inputs(verb: str, inputs: Inputs, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from twinkle_client.data_format import sampling_fields
 from twinkle_client.errors import invalid
+from twinkle_client.protocol.sampling import SampledSequenceModel, SampleResponseModel
 from twinkle_client.rollout.bridge import IGNORE, BridgeTemplate, extend_with_bridge
-from twinkle_client.types import SampledSequenceModel, SampleResponseModel
 
 __all__ = ["ClientMultiTurnRollout", "RolloutTemplate", "SamplesFeatures"]
 

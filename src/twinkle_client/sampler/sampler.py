@@ -5,25 +5,23 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from twinkle_client.client import TwinkleClient, parsed
-from twinkle_client.current_client import default_client
+from twinkle_client.client.current import default_client
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.session import TwinkleClient, parsed
 from twinkle_client.data_format import sampling_fields
 from twinkle_client.errors import invalid
-from twinkle_client.lora_config import config_text
+from twinkle_client.model.lora_config import config_text
 from twinkle_client.model.multi_lora_model import MultiLoraTransformersModel
-from twinkle_client.model_path import model_name, service_path
-from twinkle_client.remote import class_name, component
-from twinkle_client.server_decides import left_to_server
-from twinkle_client.template import Template
-from twinkle_client.types import (
-    ApplyPatchResponse,
+from twinkle_client.protocol.base import OkResponse
+from twinkle_client.protocol.sampling import (
     SamplerAddAdapterResponse,
     SamplerCreateResponse,
     SampleResponseModel,
     SampleResponseModelList,
     SamplerSetTemplateResponse,
 )
-from twinkle_client.wire_json import encode
+from twinkle_client.remote import class_name, component, left_to_server, model_name, service_path
+from twinkle_client.template import Template
 
 __all__ = ["LocalSampler", "Sampler", "hand_over", "vLLMSampler"]
 
@@ -129,7 +127,7 @@ class Sampler:
         """By name, to the server's sampler; ours, which many share, refuses it and says so."""
         body = {"patch_cls": class_name("patch_cls", patch_cls), "adapter_name": self.adapter_name, **options}
         answer = self.client.post(f"{self._path}/apply_patch", encode(body))
-        parsed(ApplyPatchResponse, answer or {}, self.server_url)
+        parsed(OkResponse, answer or {}, self.server_url)
 
 
 class vLLMSampler(Sampler):  # noqa: N801 - the name that scripts use

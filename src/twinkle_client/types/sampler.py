@@ -1,64 +1,27 @@
-"""Sampling. ``inputs`` as for the model; ``sampling_params`` are the fields of twinkle's SamplingParams."""
+"""Where scripts look for the types of sampling: see :mod:`twinkle_client.protocol.sampling`."""
 
-from typing import Any, Literal
+from twinkle_client.protocol.sampling import (
+    SampledSequenceModel,
+    SamplerAddAdapterRequest,
+    SamplerAddAdapterResponse,
+    SamplerCreateResponse,
+    SampleRequest,
+    SampleResponseModel,
+    SampleResponseModelList,
+    SamplerSetTemplateRequest,
+    SamplerSetTemplateResponse,
+    StopReason,
+)
 
-from twinkle_client.types.wire import OpenWire, Wire
-
-StopReason = Literal["length", "stop", "abort", "error"]
-TokenLogprobs = list[tuple[int, float]]
-
-
-class SampleRequest(Wire):
-    """adapter_uri: an address twinkle://…; adapter_name: an adapter of this session as it is now; neither: the base.
-
-    ``num_samples`` is that of sampling_params where that says nothing.
-    """
-
-    inputs: Any
-    sampling_params: dict[str, Any] | None = None
-    adapter_name: str | None = ""
-    adapter_uri: str | None = None
-    num_samples: int | None = None
-
-
-class SampledSequenceModel(Wire):
-    """``logprobs``: for each token, (token, log-probability) of the drawn one, or of the k likeliest."""
-
-    stop_reason: StopReason
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
-    decoded: str | None = None
-    new_input_feature: dict[str, Any] | None = None
-
-
-class SampleResponseModel(Wire):
-    sequences: list[SampledSequenceModel]
-    prompt_logprobs: list[float | None] | None = None
-    topk_prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-
-class SampleResponseModelList(Wire):
-    samples: list[SampleResponseModel]
-
-
-class SamplerSetTemplateRequest(OpenWire):
-    template_cls: str
-    adapter_name: str | None = ""
-
-
-class SamplerAddAdapterRequest(OpenWire):
-    adapter_name: str
-    config: Any
-
-
-class SamplerCreateResponse(Wire):
-    status: str = "ok"
-
-
-class SamplerSetTemplateResponse(Wire):
-    status: str = "ok"
-
-
-class SamplerAddAdapterResponse(Wire):
-    status: str = "ok"
-    adapter_name: str
+__all__ = [
+    "SampleRequest",
+    "SampleResponseModel",
+    "SampleResponseModelList",
+    "SampledSequenceModel",
+    "SamplerAddAdapterRequest",
+    "SamplerAddAdapterResponse",
+    "SamplerCreateResponse",
+    "SamplerSetTemplateRequest",
+    "SamplerSetTemplateResponse",
+    "StopReason",
+]

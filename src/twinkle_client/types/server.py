@@ -1,40 +1,21 @@
-"""What a server says of itself."""
+"""Where scripts look for the types of what a server says of itself: see :mod:`twinkle_client.protocol.sessions`."""
 
-from typing import Any
+from twinkle_client.protocol.base import ErrorResponse
+from twinkle_client.protocol.sessions import (
+    CapacityInfoResponse,
+    DeepHealthResponse,
+    GetServerCapabilitiesResponse,
+    HealthResponse,
+    ServerWeightsInfoResponse,
+    SupportedModel,
+)
 
-from twinkle_client.types.wire import Wire
-
-
-class SupportedModel(Wire):
-    model_name: str
-
-
-class GetServerCapabilitiesResponse(Wire):
-    supported_models: list[SupportedModel]
-
-
-class HealthResponse(Wire):
-    status: str
-
-
-class DeepHealthResponse(Wire):
-    healthy: bool
-    models: dict[str, dict[str, Any]]
-
-
-class CapacityInfoResponse(Wire):
-    """Adapters that the asking tenant may have, has, and may still create."""
-
-    max_loras: int
-    used_loras: int
-    free_loras: int
-
-
-class ServerWeightsInfoResponse(Wire):
-    """For programs that name it: ``weights_info`` answers with a :class:`WeightsInfoResponse`."""
-
-    weights_info: Any
-
-
-class ErrorResponse(Wire):
-    detail: str
+__all__ = [
+    "CapacityInfoResponse",
+    "DeepHealthResponse",
+    "ErrorResponse",
+    "GetServerCapabilitiesResponse",
+    "HealthResponse",
+    "ServerWeightsInfoResponse",
+    "SupportedModel",
+]

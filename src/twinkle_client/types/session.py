@@ -1,31 +1,19 @@
-"""Sessions: a client's sign of life."""
+"""Where scripts look for the types of sessions: see :mod:`twinkle_client.protocol.sessions`."""
 
-from typing import Any
+from twinkle_client.protocol.sessions import (
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    FinishSessionResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+)
 
-from twinkle_client.types.wire import Wire
-
-
-class CreateSessionRequest(Wire):
-    metadata: dict[str, Any] | None = None
-
-
-class CreateSessionResponse(Wire):
-    session_id: str
-
-
-class SessionHeartbeatRequest(Wire):
-    session_id: str
-
-
-class SessionHeartbeatResponse(Wire):
-    pass
-
-
-class FinishSessionRequest(Wire):
-    """Its adapters leave the device and are kept as checkpoints; its processors end."""
-
-    session_id: str
-
-
-class FinishSessionResponse(Wire):
-    pass
+__all__ = [
+    "CreateSessionRequest",
+    "CreateSessionResponse",
+    "FinishSessionRequest",
+    "FinishSessionResponse",
+    "SessionHeartbeatRequest",
+    "SessionHeartbeatResponse",
+]

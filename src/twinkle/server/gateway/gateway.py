@@ -60,6 +60,7 @@ from twinkle.server.types import (
 )
 from twinkle.server.verbs.runs import NativeRuns
 from twinkle.server.wire.sampling import Encode
+from twinkle_client.protocol.base import SESSION_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -201,15 +202,14 @@ class Gateway:
     async def session(self, session_id: str, tenant_id: str) -> SessionRecord:
         record = await self.store.sessions.get(session_id)
         if record is None or record.tenant_id != tenant_id:
-            raise NotFoundError("session", session_id)
+            raise NotFoundError("session", session_id).with_code(SESSION_LOST)
         return record
 
     async def active_session(self, session_id: str, tenant_id: str) -> SessionRecord:
         record = await self.session(session_id, tenant_id)
         if record.state != "active":
-            raise InvalidInputError(
-                "session_id", session_id, f"a session that is active, this one is {record.state}: make a new client"
-            )
+            allowed = f"a session that is active, this one is {record.state}: make a new client"
+            raise InvalidInputError("session_id", session_id, allowed).with_code(SESSION_LOST)
         return record
 
     async def heartbeat(self, session_id: str, tenant_id: str) -> None:
@@ -217,7 +217,7 @@ class Gateway:
         record = await self.session(session_id, tenant_id)
         self._heartbeats[session_id] = time.time()
         if record.state != "active":
-            raise GoneError(f"session {record.session_id} is {record.state}")
+            raise GoneError(f"session {record.session_id} is {record.state}").with_code(SESSION_LOST)
 
     def last_seen(self, session: SessionRecord) -> float:
         """Return when a session was last heard of, as far as this process knows."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from twinkle.errors import NotFoundError, QuotaError, TwinkleError, UnknownCheckpointError
 from twinkle.server.tenancy.work_pools import FairPool
-from twinkle_client.types import UploadStatusResponse
+from twinkle_client.protocol.verbs import UploadStatusResponse
 
 logger = logging.getLogger(__name__)
 

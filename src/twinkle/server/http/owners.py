@@ -18,8 +18,8 @@ from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.peeking import text_field
 from twinkle.server.wire.training import decompress
 from twinkle.server.wire.training_json import is_json
+from twinkle_client.protocol.base import SESSION_HEADER
 
-SESSION_HEADER = "x-twinkle-session-id"  # of our own protocol
 _MODEL_ID = pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER
 
 

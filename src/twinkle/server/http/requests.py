@@ -229,7 +229,8 @@ def install_error_handlers(app: FastAPI) -> None:
         status = status_of(error)
         if status == 500:
             return await unexpected(request, error)
-        return json_response({"detail": str(error)}, status, when_to_retry(error, status))
+        code = {} if error.code is None else {"code": error.code}
+        return json_response({"detail": str(error), **code}, status, when_to_retry(error, status))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -21,7 +21,7 @@ from twinkle.server.backends.text_codec import CodecTemplate, max_characters, te
 from twinkle.server.types import NativePass, NativeVerb
 from twinkle.server.verbs.features import FIELDS
 from twinkle.server.verbs.templates import TemplateChoice, Templates
-from twinkle.server.verbs.verbs import NO_ADAPTER, SET_UP
+from twinkle.server.verbs.verbs import NO_ADAPTER, verb_named
 
 _MOST_METRICS = 32  # of one side of an adapter; all see every pass
 _STATE_DICT_NUMBERS = 2**20
@@ -141,7 +141,7 @@ class NativeAdapters:
     def run(self, run_id: str, asked: NativeVerb) -> object:
         """Run a verb that is no pass; return its result as JSON can say it."""
         result = self._call(run_id, asked.verb, asked.arguments)
-        if asked.verb in SET_UP:
+        if verb_named(asked.verb).sets_up:
             self._set_up[run_id].note(asked.verb, asked.arguments)
         if asked.verb == "clip_grad_norm":
             return "" if result is None else f"{result:.6f}"
@@ -159,25 +159,10 @@ class NativeAdapters:
         if "self" in arguments:
             raise InvalidInputError("arguments", "self", "keywords of the verb, of the loss and of the metrics")
         self.group(run_id)
-        library = self._library
-        methods: dict[str, Callable[..., Any]] = {
-            "calculate_loss": library.calculate_loss,
-            "clip_grad_norm": library.clip_grad_norm,
-            "clip_grad_and_step": library.clip_grad_and_step,
-            "step": library.step,
-            "zero_grad": library.zero_grad,
-            "lr_step": library.lr_step,
-            "set_loss": library.set_loss,
-            "set_optimizer": library.set_optimizer,
-            "set_lr_scheduler": library.set_lr_scheduler,
-            "set_processor": library.set_processor,
-            "add_metric": library.add_metric,
-            "calculate_metric": library.calculate_metric,
-            "get_train_configs": library.get_train_configs,
-            "get_state_dict": library.get_state_dict,
-        }
-        with chosen_by_tenant(verb) if verb in SET_UP else nullcontext():  # those construct what a tenant chose
-            return methods[verb](adapter_name=run_id, **arguments)
+        sets_up = verb_named(verb).sets_up  # a name of the table: no other attribute of the library's
+        method: Callable[..., Any] = getattr(self._library, verb)
+        with chosen_by_tenant(verb) if sets_up else nullcontext():  # those construct what a tenant chose
+            return method(adapter_name=run_id, **arguments)
 
     def _check_room_for_metric(self, run_id: str) -> None:
         group = self.group(run_id)

@@ -21,8 +21,9 @@ from twinkle.server.services.training.run_kind import UNLIMITED
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Payload, Refused, RunRecord, digest
 from twinkle.server.verbs.features import Row, as_rows, checked_rows
 from twinkle.server.verbs.settings import check_small, check_target_modules
-from twinkle.server.verbs.verbs import parse, payload_of, verb_named
+from twinkle.server.verbs.verbs import kind_of, parse, payload_of
 from twinkle.server.wire.errors import MalformedRequestError
+from twinkle_client.protocol.base import TYPE_KEY
 
 _MARK = b"\x00"
 _CREATE = "add_adapter_to_model"
@@ -63,12 +64,12 @@ class SentVerb:
         except UserError as error:
             payload = Refused(str(error))
         body = _body(self.verb, _written(self.fields) if self.text is None else self.text)
-        return Op(run_id, seq, verb_named(self.verb).kind, payload, body, self.digest)
+        return Op(run_id, seq, kind_of(self.verb), payload, body, self.digest)
 
     def refused(self, run_id: str, seq: int, message: str) -> Op:
         """Return an op that takes the place of a request which could not be understood."""
         body = _body(self.verb, _written({_REFUSED: message}))
-        return Op(run_id, seq, verb_named(self.verb).kind, Refused(message), body, self.digest)
+        return Op(run_id, seq, kind_of(self.verb), Refused(message), body, self.digest)
 
 
 def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:
@@ -122,7 +123,7 @@ def lora_config(sent: str | Mapping[str, Any] | None) -> dict[str, Any]:
         raise UserError("config: not JSON; allowed: the fields of a LoraConfig as JSON text") from None
     if not isinstance(config, dict):
         raise UserError("config: allowed: the fields of a LoraConfig as a JSON object")
-    kind = config.pop("_TWINKLE_TYPE_", "LoraConfig")
+    kind = config.pop(TYPE_KEY, "LoraConfig")
     if kind != "LoraConfig":
         raise UserError(f"config: got a {str(kind)[:40]}, allowed: a LoraConfig")
     check_small("config", config)

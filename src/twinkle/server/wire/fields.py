@@ -1,6 +1,7 @@
 """What the JSON requests are made of: strict field types with their bounds, and :func:`parse`."""
 
 import json
+from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -9,12 +10,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
 
 from twinkle.server.ids import CHECKPOINT_NAME
 from twinkle.server.wire.errors import MalformedRequestError
+from twinkle_client.protocol.verbs import only_keys_of
 
 MAX_STOPS = 256
 MAX_STOP_LENGTH = 1024  # characters: as much text is looked through after every token
@@ -111,6 +114,7 @@ class Parameters(BaseModel):
 
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
+T = TypeVar("T")
 
 
 def parse(request_type: type[RequestT], body: bytes) -> RequestT:
@@ -121,12 +125,26 @@ def parse(request_type: type[RequestT], body: bytes) -> RequestT:
         raise MalformedRequestError(_explain(error)) from None
 
 
-def check(request_type: type[RequestT], fields: object) -> RequestT:
-    """The same for what has been read from JSON already."""
+def check(request_type: type[T], fields: object) -> T:
+    """The same for what has been read from JSON already. A dataclass takes no keys that it does not name."""
     try:
-        return request_type.model_validate(fields)
+        read: T = adapter_of(request_type).validate_python(fields)
     except ValidationError as error:
         raise MalformedRequestError(_explain(error)) from None
+    return read
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}  # making one takes milliseconds
+
+
+def adapter_of(request_type: type[Any]) -> TypeAdapter[Any]:
+    """Return what reads and dumps objects of a type. Any thread may ask; two may make the same."""
+    if request_type not in _adapters:
+        read_as: Any = request_type
+        if is_dataclass(request_type):
+            read_as = Annotated[request_type, BeforeValidator(only_keys_of(request_type))]
+        _adapters[request_type] = TypeAdapter(read_as)
+    return _adapters[request_type]
 
 
 def _explain(error: ValidationError) -> str:

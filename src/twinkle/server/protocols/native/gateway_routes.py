@@ -20,14 +20,16 @@ from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
 from twinkle.server.http.requests import PREFIX, json_response
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.requests import ANY_KEY, IDEMPOTENCY_HEADER, services_of, wire_response
+from twinkle.server.protocols.native.requests import ANY_KEY, services_of, wire_response
 from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
 from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
 from twinkle.server.protocols.tinker.runs import Limit, Offset
 from twinkle.server.services.checkpoints.access import kind_of_checkpoint
 from twinkle.server.types import CheckpointRecord, MetricPoint, RunRecord, SessionRecord
 from twinkle.server.wire import fields
-from twinkle_client import types
+from twinkle_client.protocol import runs as run_types
+from twinkle_client.protocol import sessions as session_types
+from twinkle_client.protocol.base import IDEMPOTENCY_HEADER
 
 routes = Routes(key_prefix=ANY_KEY)
 
@@ -63,26 +65,26 @@ async def create_session(call: Call[CreateSessionRequest]) -> Response:
         user_metadata=metadata,
     )
     made = await call.gateway.create_session(session, _idempotency_key(call.request))
-    return wire_response(types.CreateSessionResponse(session_id=made.session_id))
+    return wire_response(session_types.CreateSessionResponse(session_id=made.session_id))
 
 
-@routes.post(f"{_TWINKLE}/session_heartbeat", anybody, json_body(types.SessionHeartbeatRequest), traced=False)
-async def heartbeat(call: Call[types.SessionHeartbeatRequest]) -> Response:
+@routes.post(f"{_TWINKLE}/session_heartbeat", anybody, json_body(session_types.SessionHeartbeatRequest), traced=False)
+async def heartbeat(call: Call[session_types.SessionHeartbeatRequest]) -> Response:
     await call.gateway.heartbeat(call.body.session_id, call.tenant_id)
-    return wire_response(types.SessionHeartbeatResponse())
+    return wire_response(session_types.SessionHeartbeatResponse())
 
 
-@routes.post(f"{_TWINKLE}/finish_session", anybody, json_body(types.FinishSessionRequest))
-async def finish_session(call: Call[types.FinishSessionRequest]) -> Response:
+@routes.post(f"{_TWINKLE}/finish_session", anybody, json_body(session_types.FinishSessionRequest))
+async def finish_session(call: Call[session_types.FinishSessionRequest]) -> Response:
     await call.gateway.finish_session(call.body.session_id, call.tenant_id)
-    return wire_response(types.FinishSessionResponse())
+    return wire_response(session_types.FinishSessionResponse())
 
 
 def _idempotency_key(request: Request) -> str | None:
     """Return the key, apart from those of Tinker's protocol: the same key there is another session."""
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and len(key) > _MAX_KEY:
-        raise InvalidInputError("X-Idempotency-Key header", f"{len(key)} characters", f"at most {_MAX_KEY}")
+        raise InvalidInputError(f"{IDEMPOTENCY_HEADER} header", f"{len(key)} characters", f"at most {_MAX_KEY}")
     return None if key is None else f"native:{key}"
 
 
@@ -107,7 +109,7 @@ async def serve_health(_call: Call[bytes]) -> Response:
 @routes.get(f"{_TWINKLE}/healthz", anybody, public=True, traced=False, any_host=True)
 async def health(call: Call[bytes]) -> Response:
     failure = failure_of(call.gateway)
-    return wire_response(types.HealthResponse(status=failure or "ok"), 200 if failure is None else 503)
+    return wire_response(session_types.HealthResponse(status=failure or "ok"), 200 if failure is None else 503)
 
 
 @routes.get(f"{PREFIX}/model/{{model:path}}/healthz", by_first_replica, public=True, traced=False)
@@ -134,8 +136,8 @@ def _health_response(health: dict[str, object]) -> Response:
 
 @routes.get(f"{_TWINKLE}/get_server_capabilities", anybody)
 async def capabilities(call: Call[bytes]) -> Response:
-    models = [types.SupportedModel(model_name=name) for name in await call.gateway.listed_models()]
-    return wire_response(types.GetServerCapabilitiesResponse(supported_models=models))
+    models = [session_types.SupportedModel(model_name=name) for name in await call.gateway.listed_models()]
+    return wire_response(session_types.GetServerCapabilitiesResponse(supported_models=models))
 
 
 @routes.get(f"{_TWINKLE}/capacity_info", anybody)
@@ -144,7 +146,7 @@ async def capacity_info(call: Call[bytes]) -> Response:
     most = call.gateway.tenants.limits(call.tenant_id).adapters
     used = sum(report.adapters.get(call.tenant_id, 0) for report in (await call.gateway.fleet.reports()).values())
     return wire_response(
-        types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),
+        session_types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),
     )
 
 
@@ -174,8 +176,8 @@ async def training_runs(call: Call[bytes], limit: Limit = 20, offset: Offset = 0
     """List the tenant's runs. Older clients send ``all_users`` to see all that they may see: here that is their own."""
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
     runs = [await _training_run(call.gateway, run) for run in page.items]
-    cursor = types.Cursor(limit=limit, offset=offset, total_count=page.total)
-    return wire_response(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
+    cursor = run_types.Cursor(limit=limit, offset=offset, total_count=page.total)
+    return wire_response(run_types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
 
 
 @routes.get(f"{_TWINKLE}/training_runs/{{run_id}}", anybody)
@@ -189,14 +191,14 @@ async def checkpoints_of_run(call: Call[bytes], run_id: str) -> Response:
     run = await call.gateway.run(run_id, call.tenant_id)
     records = await call.gateway.store.checkpoints.of_run(run_id)
     listed = [_checkpoint(record, run) for record in reversed(records)]
-    return wire_response(types.CheckpointsListResponse(checkpoints=listed))
+    return wire_response(run_types.CheckpointsListResponse(checkpoints=listed))
 
 
 @routes.delete(f"{_TWINKLE}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}", anybody)
 async def delete_checkpoint(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
     path = _path(run_id, checkpoint_id)
     await call.gateway.checkpoint_actions.delete(path, call.tenant_id)
-    return wire_response(types.DeleteCheckpointResponse(success=True, message=f"deleted {path.native}"))
+    return wire_response(run_types.DeleteCheckpointResponse(success=True, message=f"deleted {path.native}"))
 
 
 @routes.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}", anybody)
@@ -204,14 +206,14 @@ async def checkpoint_path(call: Call[bytes], run_id: str, checkpoint_id: str) ->
     """Return the address of a checkpoint under both names. Directories of the server are not told."""
     path = _path(run_id, checkpoint_id)
     await call.gateway.checkpoint(path, call.tenant_id)
-    return wire_response(types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
+    return wire_response(run_types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
 
 
-@routes.post(f"{_TWINKLE}/weights_info", anybody, json_body(types.WeightsInfoRequest))
-async def weights_info(call: Call[types.WeightsInfoRequest]) -> Response:
+@routes.post(f"{_TWINKLE}/weights_info", anybody, json_body(run_types.WeightsInfoRequest))
+async def weights_info(call: Call[run_types.WeightsInfoRequest]) -> Response:
     run = await call.gateway.run_of_checkpoint(call.body.twinkle_path, call.tenant_id, "twinkle_path")
     return wire_response(
-        types.WeightsInfoResponse(
+        run_types.WeightsInfoResponse(
             training_run_id=run.run_id,
             base_model=run.base_model,
             model_owner=run.tenant_id if run.tenant_id == call.tenant_id else _PUBLIC_OWNER,
@@ -225,10 +227,10 @@ def _path(run_id: str, checkpoint_id: str) -> CheckpointPath:
     return CheckpointPath.of([run_id, *checkpoint_id.split("/")], f"{run_id}/{checkpoint_id}", "checkpoint")
 
 
-async def _training_run(gateway: Gateway, run: RunRecord) -> types.TrainingRun:
+async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingRun:
     last = await gateway.store.checkpoints.latest(run.run_id)
     weights, sampler = last.get("weights"), last.get("sampler_weights")
-    return types.TrainingRun(
+    return run_types.TrainingRun(
         training_run_id=run.run_id,
         base_model=run.base_model,
         model_owner=run.tenant_id,
@@ -244,10 +246,10 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> types.TrainingRun:
     )
 
 
-def _checkpoint(record: CheckpointRecord, run: RunRecord) -> types.Checkpoint:
+def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoint:
     path = CheckpointPath(record.run_id, record.kind, record.name)
     by_kind = run.spec.target_modules is None  # else modules were named one by one
-    return types.Checkpoint(
+    return run_types.Checkpoint(
         checkpoint_id=path.checkpoint_id,
         checkpoint_type=kind_of_checkpoint(record.kind),
         time=_time(record.created_at),
@@ -281,12 +283,12 @@ async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Point
 
 
 # The replica that has the run knows its newest step.
-@routes.post(_METRICS, by_run_in_path, raw_body(types.LogMetricsRequest), traced=False)
+@routes.post(_METRICS, by_run_in_path, raw_body(run_types.LogMetricsRequest), traced=False)
 async def log_metrics(call: Call[bytes], run_id: str) -> Response:
     """Log values of the client's own, of a run that may have ended."""
     run = await call.gateway.run(run_id, call.tenant_id)
     logged = fields.parse(
-        types.LogMetricsRequest, call.raw
+        run_types.LogMetricsRequest, call.raw
     )  # after the run: a foreign one is unknown, whatever is sent
     for name in logged.values:
         if not name.isprintable():
@@ -300,10 +302,10 @@ async def log_metrics(call: Call[bytes], run_id: str) -> Response:
 
 def _response(points: Sequence[MetricPoint], since: int, more: bool) -> Response:
     last = points[-1].number if points else since
-    return wire_response(types.RunMetricsResponse(points=[_point(each) for each in points], next=last, more=more))
+    return wire_response(run_types.RunMetricsResponse(points=[_point(each) for each in points], next=last, more=more))
 
 
-def _point(point: MetricPoint) -> types.MetricPoint:
-    return types.MetricPoint(
+def _point(point: MetricPoint) -> run_types.MetricPoint:
+    return run_types.MetricPoint(
         number=point.number, time=point.time, source=point.source, step=point.step, values=dict(point.values)
     )

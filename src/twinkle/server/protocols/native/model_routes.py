@@ -18,8 +18,6 @@ from twinkle.server.processors.service import ProcessorService
 from twinkle.server.protocols.native import requests
 from twinkle.server.protocols.native.requests import (
     ANY_KEY,
-    IDEMPOTENCY_HEADER,
-    NUMBER_HEADER,
     ROWS_BYTES,
     services_of,
     session_of,
@@ -28,7 +26,14 @@ from twinkle.server.protocols.native.requests import (
 from twinkle.server.types import Outcome
 from twinkle.server.verbs.codec import SentVerb
 from twinkle.server.verbs.verbs import verb_named
-from twinkle_client import types
+from twinkle_client.protocol.base import IDEMPOTENCY_HEADER, NUMBER_HEADER, OkResponse
+from twinkle_client.protocol.verbs import (
+    AddAdapterRequest,
+    AddAdapterResponse,
+    RemoveAdapterRequest,
+    UploadToHubRequest,
+    UploadToHubResponse,
+)
 
 routes = Routes(PREFIX, key_prefix=ANY_KEY)
 
@@ -38,26 +43,26 @@ _MODEL = "/model/{model:path}/twinkle"
 @routes.post(f"{_MODEL}/create", by_base_model, raw_body())
 async def create(call: Call[bytes], model: str) -> Response:
     services_of(call.gateway, model)
-    return wire_response(types.CreateResponse())
+    return wire_response(OkResponse())
 
 
-@routes.post(f"{_MODEL}/add_adapter_to_model", by_new_adapter, json_body(types.AddAdapterRequest))
-async def add_adapter_to_model(call: Call[types.AddAdapterRequest], model: str) -> Response:
+@routes.post(f"{_MODEL}/add_adapter_to_model", by_new_adapter, json_body(AddAdapterRequest))
+async def add_adapter_to_model(call: Call[AddAdapterRequest], model: str) -> Response:
     session_id = await session_of(call)
     run_id, outcome = await requests.add_adapter(call.gateway, call.tenant_id, session_id, model, call.body)
-    return _answer(outcome) if outcome.failed else wire_response(types.AddAdapterResponse(adapter_name=run_id))
+    return _answer(outcome) if outcome.failed else wire_response(AddAdapterResponse(adapter_name=run_id))
 
 
-@routes.post(f"{_MODEL}/remove_adapter", by_adapter, json_body(types.RemoveAdapterRequest))
-async def remove_adapter(call: Call[types.RemoveAdapterRequest], model: str) -> Response:
+@routes.post(f"{_MODEL}/remove_adapter", by_adapter, json_body(RemoveAdapterRequest))
+async def remove_adapter(call: Call[RemoveAdapterRequest], model: str) -> Response:
     session_id = await session_of(call)
     await requests.remove_adapter(call.gateway, call.tenant_id, session_id, model, call.body.adapter_name)
-    return wire_response(types.RemoveAdapterResponse())
+    return wire_response(OkResponse())
 
 
 # What is being uploaded is known to the process that uploads it: on Ray the first replica.
-@routes.post(f"{_MODEL}/upload_to_hub", by_first_replica, json_body(types.UploadToHubRequest))
-async def upload_to_hub(call: Call[types.UploadToHubRequest], model: str) -> Response:
+@routes.post(f"{_MODEL}/upload_to_hub", by_first_replica, json_body(UploadToHubRequest))
+async def upload_to_hub(call: Call[UploadToHubRequest], model: str) -> Response:
     gateway, wanted = call.gateway, call.body
     services_of(gateway, model)
     address = wanted.checkpoint_dir
@@ -72,7 +77,7 @@ async def upload_to_hub(call: Call[types.UploadToHubRequest], model: str) -> Res
     request_id = gateway.uploads.start(
         call.tenant_id, key, directory, path.native, wanted.hub_model_id, wanted.hub_token
     )
-    return wire_response(types.UploadToHubResponse(request_id=request_id))
+    return wire_response(UploadToHubResponse(request_id=request_id))
 
 
 @routes.get(f"{_MODEL}/upload_status/{{request_id}}", by_first_replica)

@@ -21,7 +21,6 @@ from twinkle.model.peft_config import spec_from_peft
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.http.owners import SESSION_HEADER
 from twinkle.server.http.requests import SMALL_BODY
 from twinkle.server.http.routes import Call
 from twinkle.server.ids import RequestId
@@ -31,27 +30,21 @@ from twinkle.server.verbs.codec import SentVerb, create_op, lora_config
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.templates import SetTemplate
 from twinkle.server.wire.errors import MalformedRequestError
-from twinkle.server.wire.fields import Parameters, check
-from twinkle_client import types
+from twinkle.server.wire.fields import check
+from twinkle_client.protocol.base import SESSION_HEADER, TYPE_KEY
+from twinkle_client.protocol.verbs import AdapterOptions, AddAdapterRequest, BatchReference
 
-IDEMPOTENCY_HEADER = "x-idempotency-key"
-NUMBER_HEADER = "X-Twinkle-Seq-Id"  # of an answer: the number that the request has in its adapter's sequence
 # Of requests with rows. Parsing lets no other thread work: so much takes a quarter of a second, for two million tokens.
 ROWS_BYTES = 16 * 2**20
 ANY_KEY = ""  # with which keys of this protocol begin: any token is a tenant of its own, unless the server has keys
 _WAIT_SECONDS = 25.0
 
 
-class _AdapterOptions(Parameters):
-    gradient_accumulation_steps: int = 1
-    seed: int | None = None
-
-
 async def session_of(call: Call[Any]) -> str:
     """Return the id of the session that a request names, which must be the tenant's and active."""
     session_id = call.request.headers.get(SESSION_HEADER)
     if not session_id:
-        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "the id that create_session returned")
+        raise InvalidInputError(f"{SESSION_HEADER} header", session_id, "the id that create_session returned")
     await call.gateway.active_session(session_id, call.tenant_id)
     return session_id
 
@@ -69,16 +62,14 @@ def services_of(gateway: Gateway, model: str) -> Services:
 
 
 async def add_adapter(
-    gateway: Gateway, tenant_id: str, session_id: str, model: str, request: types.AddAdapterRequest
+    gateway: Gateway, tenant_id: str, session_id: str, model: str, request: AddAdapterRequest
 ) -> tuple[str, Outcome]:
     """Return the run's id, and how its creation ended. The same request again has the same answer."""
     services = services_of(gateway, model)
     run_id = ids.native_run_id(session_id, request.adapter_name)
     if not ids.is_native_run(run_id):
-        raise InvalidInputError("X-Twinkle-Session-Id header", session_id, "a session of twinkle/create_session")
-    options = check(_AdapterOptions, request.arguments)
-    if not 1 <= options.gradient_accumulation_steps <= 2**31:
-        raise InvalidInputError("gradient_accumulation_steps", options.gradient_accumulation_steps, "an integer ≥ 1")
+        raise InvalidInputError(f"{SESSION_HEADER} header", session_id, "a session of twinkle/create_session")
+    options = check(AdapterOptions, request.arguments)
     config = lora_config(request.config)
     spec = _spec(config, options.seed)
     check_adapter = partial(services.model.trainer.check_adapter, spec)
@@ -223,11 +214,11 @@ def _spec(config: Mapping[str, Any], seed: int | None) -> LoraSpec:
 
 async def _inputs(gateway: Gateway, tenant_id: str, session_id: str, inputs: object) -> object:
     """Return the inputs, or the batch that they name, which a dataloader on the server holds."""
-    if not isinstance(inputs, dict) or inputs.get("_TWINKLE_TYPE_") != "Batch":
+    if not isinstance(inputs, dict) or inputs.get(TYPE_KEY) != "Batch":
         return inputs
     if gateway.processors is None:
         raise UnsupportedError("inputs: this server has no processor service, and so no batches; send rows")
-    reference = check(types.BatchReference, inputs)
+    reference = check(BatchReference, inputs)
     return await gateway.processors.batch(tenant_id, session_id, reference.processor_id, reference.number)
 
 
@@ -251,5 +242,3 @@ async def _outcome(gateway: Gateway, run: RunRecord, request: RequestId) -> Outc
                 delivery.complete = True  # whoever misses the answer sends the request again, under its number
             return outcome
     raise ShuttingDownError
-
-

@@ -19,7 +19,7 @@ from twinkle.errors import (
 )
 from twinkle.server.backends.text_codec import max_characters
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.http.owners import SESSION_HEADER, always_streams, by_base_model, by_sampled_weights
+from twinkle.server.http.owners import always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.http.streams import LINES, begun, unless_gone
@@ -35,7 +35,8 @@ from twinkle.server.protocols.native.sampling import (
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.templates import SetTemplate
 from twinkle.server.wire import fields
-from twinkle_client import types
+from twinkle_client.protocol.base import SESSION_HEADER
+from twinkle_client.protocol.sampling import SamplerCreateResponse, SampleRequest, SamplerSetTemplateResponse
 
 logger = logging.getLogger(__name__)
 routes = Routes(f"{PREFIX}/sampler/{{model:path}}/twinkle", key_prefix=ANY_KEY)
@@ -50,7 +51,7 @@ _TRIES = 3
 async def create(call: Call[bytes], model: str) -> Response:
     """Tell a client that it will be answered: samplers are there from the beginning."""
     _services(call.gateway, model)
-    return wire_response(types.SamplerCreateResponse())
+    return wire_response(SamplerCreateResponse())
 
 
 @routes.post("/set_template", by_base_model, raw_body(SetTemplate))
@@ -62,11 +63,11 @@ async def set_template(call: Call[bytes], model: str) -> Response:
     await gateway.tenants.pools.text.in_thread(call.tenant_id, partial(services.native.templates.get, choice))
     session = await gateway.session(session_id, call.tenant_id)
     await choose_template(gateway.store, session, services.model, choice)
-    return wire_response(types.SamplerSetTemplateResponse())
+    return wire_response(SamplerSetTemplateResponse())
 
 
-@routes.post("/sample", by_sampled_weights, json_body(types.SampleRequest, ROWS_BYTES), ends_with_client=True)
-async def sample(call: Call[types.SampleRequest], model: str) -> Response:
+@routes.post("/sample", by_sampled_weights, json_body(SampleRequest, ROWS_BYTES), ends_with_client=True)
+async def sample(call: Call[SampleRequest], model: str) -> Response:
     asked = await AskedSamples.of_call(call, model)
     return Response(await unless_gone(call.request.receive, asked.answer()), media_type="application/json")
 
@@ -74,11 +75,11 @@ async def sample(call: Call[types.SampleRequest], model: str) -> Response:
 @routes.post(
     "/sample_stream",
     by_sampled_weights,
-    json_body(types.SampleRequest, ROWS_BYTES),
+    json_body(SampleRequest, ROWS_BYTES),
     ends_with_client=True,
     streams=always_streams,
 )
-async def sample_stream(call: Call[types.SampleRequest], model: str) -> Response:
+async def sample_stream(call: Call[SampleRequest], model: str) -> Response:
     """Send the text of one sample of one input as it comes: lines of JSON."""
     lines = (await AskedSamples.of_call(call, model)).lines()
     return await begun(call.request, lines, LINES, partial(_failed, call.request))
@@ -108,7 +109,7 @@ class AskedSamples:
         services: Services,
         tenant_id: str,
         session: SessionRecord | None,
-        wanted: types.SampleRequest,
+        wanted: SampleRequest,
     ) -> None:
         self._gateway = gateway
         self._services = services
@@ -118,7 +119,7 @@ class AskedSamples:
         self._params = sampling_params(wanted.sampling_params, wanted.num_samples)
 
     @classmethod
-    async def of_call(cls, call: Call[types.SampleRequest], model: str) -> "AskedSamples":
+    async def of_call(cls, call: Call[SampleRequest], model: str) -> "AskedSamples":
         """Find the sampler, and the session if one is named: only adapters and templates need one."""
         services = _services(call.gateway, model)
         session_id = call.request.headers.get(SESSION_HEADER)

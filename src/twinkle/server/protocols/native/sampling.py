@@ -25,7 +25,8 @@ from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord, SessionRecord
 from twinkle.server.verbs.templates import SamplingTemplate, TemplateChoice
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
-from twinkle_client.types import SampledSequenceModel, SampleResponseModel
+from twinkle_client.protocol.base import SESSION_HEADER
+from twinkle_client.protocol.sampling import SampledSequenceModel, SampleResponseModel
 
 Row = Mapping[str, Any]
 
@@ -157,7 +158,7 @@ async def target_of(
     if not adapter_name:
         return of_base_model(gateway, services, tenant_id, services.model.name)
     if session is None:
-        raise InvalidInputError("X-Twinkle-Session-Id header", None, f"the session of adapter {adapter_name!r}")
+        raise InvalidInputError(f"{SESSION_HEADER} header", None, f"the session of adapter {adapter_name!r}")
     return await _live(gateway, services, tenant_id, session, adapter_name)
 
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle_client.client import TwinkleClient
+from twinkle_client.client.session import TwinkleClient
 from twinkle_client.errors import InvalidRequestError, invalid
 
 __all__ = ["current_client", "default_client", "init_twinkle_client", "initialize"]

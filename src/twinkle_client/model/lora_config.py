@@ -8,10 +8,9 @@ from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from twinkle_client.errors import invalid
+from twinkle_client.protocol.base import TYPE_KEY
 
 __all__ = ["LoraConfig", "config_text", "is_lora_config", "modules_of"]
-
-_TYPE = "_TWINKLE_TYPE_"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def config_text(config: object, target_modules: str | Iterable[str]) -> str:
     said = _said("config", config)
     if said.get("target_modules") is None:
         said["target_modules"] = _value(target_modules)
-    return json.dumps({**said, _TYPE: "LoraConfig"}, allow_nan=False)
+    return json.dumps({**said, TYPE_KEY: "LoraConfig"}, allow_nan=False)
 
 
 def modules_of(config: object, default: str | Iterable[str]) -> str | Iterable[str]:

@@ -15,7 +15,11 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from twinkle_client.adapter_sequence import AdapterSequence
+from twinkle_client.client.adapter_sequence import AdapterSequence
+from twinkle_client.client.heartbeat import Heartbeat
+from twinkle_client.client.json_body import encode
+from twinkle_client.client.retries import RetryPolicy
+from twinkle_client.client.transport import Call, Transport
 from twinkle_client.environment import read_environment
 from twinkle_client.errors import (
     ConnectionLostError,
@@ -27,18 +31,13 @@ from twinkle_client.errors import (
     TwinkleClientError,
     invalid,
 )
-from twinkle_client.heartbeat import Heartbeat
-from twinkle_client.retries import RetryPolicy
-from twinkle_client.transport import Call, Transport
-from twinkle_client.types import (
-    CapacityInfoResponse,
+from twinkle_client.protocol.base import IDEMPOTENCY_HEADER, SESSION_HEADER, SESSION_LOST
+from twinkle_client.protocol.runs import (
     Checkpoint,
     CheckpointPathResponse,
     CheckpointsListResponse,
-    CreateSessionResponse,
     Cursor,
     DeleteCheckpointResponse,
-    GetServerCapabilitiesResponse,
     MetricPoint,
     ParsedCheckpointTwinklePath,
     RunMetricsResponse,
@@ -46,16 +45,18 @@ from twinkle_client.types import (
     TrainingRunsResponse,
     WeightsInfoResponse,
 )
-from twinkle_client.wire_json import encode
+from twinkle_client.protocol.sessions import (
+    CapacityInfoResponse,
+    CreateSessionResponse,
+    GetServerCapabilitiesResponse,
+)
 
-__all__ = ["TwinkleClient"]
+__all__ = ["TwinkleClient", "parsed"]
 
 logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
-_SESSION_HEADER = "X-Twinkle-Session-Id"
-_IDEMPOTENCY_HEADER = "X-Idempotency-Key"
 _NO_RETRIES = RetryPolicy(deadline=0.0)
 _BEAT_SECONDS = 10.0  # how long a sign of life, or the last one, may take
 # Requests that wait at the same time; threads that wait cost little.
@@ -292,12 +293,12 @@ class TwinkleClient:
         return self._parsed(kind, self._send(Call("GET", self._gateway(address), query=query or {})))
 
     def _session_headers(self) -> dict[str, str]:
-        return {} if self.session_id is None else {_SESSION_HEADER: self.session_id}
+        return {} if self.session_id is None else {SESSION_HEADER: self.session_id}
 
     def _send(self, call: Call, retries: RetryPolicy | None = None) -> Any:
         if self._closed:
             raise InvalidRequestError("this client was closed: make a new one with init_twinkle_client()")
-        if _SESSION_HEADER not in call.headers:
+        if SESSION_HEADER not in call.headers:
             return self._transport.send(call, retries)
         assert self.session_id is not None
         assert self._heartbeat is not None
@@ -306,14 +307,16 @@ class TwinkleClient:
         try:
             return self._transport.send(call, retries)
         except (InvalidRequestError, NotFoundError, GoneError) as error:
-            if not self._is_about_session(error.detail):
+            if not self._says_session_is_lost(error):
                 raise
             self._heartbeat.mark_lost(error.detail)
             raise SessionLostError(self.session_id, error.detail) from error
 
-    def _is_about_session(self, detail: str) -> bool:
-        """Whether an error names this session itself, not a run in it (``<session>-<adapter>``)."""
-        return bool(re.search(rf"{re.escape(str(self.session_id))}(?![\w-])", detail))
+    def _says_session_is_lost(self, error: InvalidRequestError | NotFoundError | GoneError) -> bool:
+        """By its code. Servers that send none name the session itself, not a run in it (``<session>-<adapter>``)."""
+        if error.code is not None:
+            return error.code == SESSION_LOST
+        return bool(re.search(rf"{re.escape(str(self.session_id))}(?![\w-])", error.detail))
 
     def _parsed(self, kind: type[AnswerT], answer: Any) -> AnswerT:
         return parsed(kind, answer, self.base_url)
@@ -330,4 +333,4 @@ def parsed(kind: type[AnswerT], answer: Any, url: str) -> AnswerT:
 
 
 def _one_key() -> dict[str, str]:
-    return {_IDEMPOTENCY_HEADER: uuid.uuid4().hex}
+    return {IDEMPOTENCY_HEADER: uuid.uuid4().hex}

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from twinkle_client.client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
 from twinkle_client.environment import has_tls_proxy
 from twinkle_client.errors import (
     AuthenticationError,
@@ -20,7 +21,7 @@ from twinkle_client.errors import (
     ServerError,
     TwinkleClientError,
 )
-from twinkle_client.retries import RETRIED_STATUSES, Backoff, RetryPolicy, retry_after_seconds
+from twinkle_client.protocol.base import NUMBER_HEADER
 
 __all__ = ["Call", "Transport", "error_of", "needs_certificates", "with_api"]
 
@@ -31,8 +32,6 @@ _LIMITS = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepal
 _CONNECT_SECONDS = 10.0
 # What a server that works would not do; the next try may find one that does.
 _RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-# On whatever a verb of an adapter came to: the number that the request has taken.
-_NUMBER_HEADER = "X-Twinkle-Seq-Id"
 _REFUSED = (400, 405, 409, 411, 413, 415, 422)
 
 
@@ -122,14 +121,16 @@ def needs_certificates(address: str) -> bool:
 
 
 def error_of(response: httpx.Response) -> TwinkleClientError:
-    error = _error_of(response)
-    number = response.headers.get(_NUMBER_HEADER, "")
+    """The error that an answer stands for, with what the server said of it for people and for programs."""
+    detail, code = _said(response)
+    error = _error_of(response.status_code, detail, str(response.url))
+    number = response.headers.get(NUMBER_HEADER, "")
     error.seq_id = int(number) if number.isascii() and number.isdigit() else None
+    error.code = code
     return error
 
 
-def _error_of(response: httpx.Response) -> TwinkleClientError:
-    status, detail, url = response.status_code, _detail(response), str(response.url)
+def _error_of(status: int, detail: str, url: str) -> TwinkleClientError:
     if status in (401, 403):
         return AuthenticationError(status, detail, url)
     if status == 404:
@@ -155,16 +156,16 @@ def _content(response: httpx.Response) -> Any:
         raise ServerError(response.status_code, f"the answer is not JSON: {text!r}", str(response.url)) from None
 
 
-def _detail(response: httpx.Response) -> str:
-    """The server's own words: the field ``detail``, else the text of a proxy in between."""
+def _said(response: httpx.Response) -> tuple[str, str | None]:
+    """The server's own words and its code: the fields ``detail`` and ``code``, else the text of a proxy in between."""
     try:
         content = json.loads(response.content)
     except ValueError:
-        return response.text.strip()[:500]
+        content = None
     if not isinstance(content, dict) or "detail" not in content:
-        return response.text.strip()[:500]
-    detail = content["detail"]
-    return detail if isinstance(detail, str) else json.dumps(detail)
+        return response.text.strip()[:500], None
+    detail, code = content["detail"], content.get("code")
+    return detail if isinstance(detail, str) else json.dumps(detail), code if isinstance(code, str) else None
 
 
 def _connection_lost(error: httpx.HTTPError, url: str, failures: int) -> ConnectionLostError:

@@ -1,0 +1,101 @@
+"""Sessions, what a server says of itself, and the objects that live in a session."""
+
+from typing import Any, Literal
+
+from twinkle_client.protocol.base import OkResponse, OpenWire, Wire
+
+# --- sessions: a client's sign of life --------------------------------------------------------------------------------
+
+
+class CreateSessionRequest(Wire):
+    metadata: dict[str, Any] | None = None
+
+
+class CreateSessionResponse(Wire):
+    session_id: str
+
+
+class SessionHeartbeatRequest(Wire):
+    session_id: str
+
+
+class SessionHeartbeatResponse(Wire):
+    pass
+
+
+class FinishSessionRequest(Wire):
+    """Its adapters leave the device and are kept as checkpoints; its processors end."""
+
+    session_id: str
+
+
+class FinishSessionResponse(Wire):
+    pass
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+class SupportedModel(Wire):
+    model_name: str
+
+
+class GetServerCapabilitiesResponse(Wire):
+    supported_models: list[SupportedModel]
+
+
+class HealthResponse(Wire):
+    status: str
+
+
+class DeepHealthResponse(Wire):
+    healthy: bool
+    models: dict[str, dict[str, Any]]
+
+
+class CapacityInfoResponse(Wire):
+    """Adapters that the asking tenant may have, has, and may still create."""
+
+    max_loras: int
+    used_loras: int
+    free_loras: int
+
+
+class ServerWeightsInfoResponse(Wire):
+    """For programs that name it: ``weights_info`` answers with a :class:`WeightsInfoResponse`."""
+
+    weights_info: Any
+
+
+# --- processors: datasets, dataloaders, templates, preprocessors and rewards on the server ----------------------------
+# Arguments that are ``pid:…`` mean the object of that id; DatasetMeta travels as JSON text.
+
+ProcessorType = Literal["dataset", "dataloader", "preprocessor", "processor", "reward", "template", "weight_loader"]
+
+
+class ProcessorCreateRequest(OpenWire):
+    processor_type: str
+    class_type: str
+
+
+class ProcessorCreateResponse(Wire):
+    processor_id: str
+
+
+class ProcessorCallRequest(OpenWire):
+    processor_id: str
+    function: str
+
+
+class ProcessorCallResponse(Wire):
+    result: Any = None
+
+
+class ProcessorHeartbeatRequest(Wire):
+    """For programs that name it: processors live as long as their session, and no route takes this."""
+
+    processor_id: str
+
+
+class ProcessorHeartbeatResponse(OkResponse):
+    pass
