@@ -78,7 +78,7 @@ def passed(journey: list[Step]) -> list[str]:
 
 def told(heading: str) -> list[tuple[str, str]]:
     """The steps of a journey in the map, up to the trainer: file and function."""
-    text = MAP.read_text().split(f"## Journey of a {heading}")[1].split("```")[1].split("\nTrainer.forward_backward")[0]
+    text = MAP.read_text().split(f"## Journey of a {heading}")[1].split("```")[1].split(" Trainer.forward_backward")[0]
     steps = re.findall(r"^ *([\w/]+\.py):([\w.]+)", text, re.MULTILINE)
     return [
         (file.removeprefix("twinkle/") if file.startswith("twinkle/") else f"server/{file}", f) for file, f in steps

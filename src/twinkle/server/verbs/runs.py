@@ -188,12 +188,12 @@ class NativeRuns(RunKind):
         series = {_SERIES: save.name or "latest"} if save.sampler else {}
         await checkpoints.write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
         if save.sampler:
-            await self._drop_older(run, series[_SERIES])
+            await self._delete_older(run, series[_SERIES])
         if "save_dir" in run.user_metadata:
             await self._copy_out(path, Path(run.user_metadata["save_dir"]))
         return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
 
-    async def _drop_older(self, run: RunRecord, series: str) -> None:
+    async def _delete_older(self, run: RunRecord, series: str) -> None:
         """A loop publishes after every step; the version before the last may still be in use."""
         of_run = await self._store.checkpoints.of_run(run.run_id)
         kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
