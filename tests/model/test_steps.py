@@ -104,6 +104,31 @@ def test_others_compute_and_step_in_the_middle_of_one_sequence(
         assert np.array_equal(gradient(stepped, "long"), gradient(whole, "long"))
 
 
+def test_others_have_the_other_half_of_the_memory(make_trainer: MakeTrainer) -> None:
+    """And may still send sequences that are longer than that."""
+    trainer = with_adapters(make_trainer, 40, 40)
+    sizes: list[int] = []
+    engine = trainer.engine
+    forward = engine.forward
+    longer = [random_datum(8) for _ in range(5)] + [random_datum(30)]
+
+    def measured(parts: Sequence[Any], give_way: Callable[[], None] | None = None) -> Any:
+        sizes.append(sum(sum(part.lengths) for part in parts))
+        return forward(parts, give_way)
+
+    def others() -> None:
+        if not sizes:
+            engine.forward = measured  # type: ignore[method-assign]
+            (result,) = trainer.forward([TrainItem("short", longer)])
+            assert isinstance(result, TrainResult)
+
+    item = TrainItem("long", [LONG_SEQUENCE])
+    finished(trainer.in_steps([item], train=True, limit=lambda: None, give_way=others))
+    assert sorted(sizes)[-1] == 30
+    assert all(size <= 20 for size in sizes if size != 30)
+    assert trainer._budget == Budget(40, 40)
+
+
 def test_adapters_that_leave_the_device_in_the_middle_of_a_pass_are_not_missed(make_trainer: MakeTrainer) -> None:
     """Others may need the room: its own adapter leaves, and its slot is another's."""
     whole, stepped = with_adapters(make_trainer), with_adapters(make_trainer)

@@ -80,6 +80,31 @@ def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: 
     ]
 
 
+def test_idle_time_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes after the pass has run alone for long gets as much as if it had just begun."""
+    clock = Clock()
+    monkeypatch.setattr(long_passes, "time", clock)
+    execution = FakeExecution(clock, parts=12, seconds=1.0)
+
+    async def main() -> None:
+        compute, scheduler = Compute(), Scheduler(100)
+
+        def waiting(lane: Lane) -> float:
+            if clock.now < 8.0 or lane is Lane.SAMPLING:
+                return 0.0
+            execution.took.append("other")
+            clock.now += 3.0
+            return 3.0
+
+        monkeypatch.setattr(compute, "run_waiting", waiting)
+        passes = LongPasses(compute, scheduler, cast("Execution", execution), LoopTurns())
+        await passes.run([op("long")], "tenant", beside=True)
+        compute.close()
+
+    asyncio.run(main())
+    assert execution.took == [*["long"] * 8, "other", "long", "other", "long", "long", "long"]
+
+
 def test_one_long_pass_takes_a_step_at_a_time() -> None:
     """A batch of the loop waits for one of them, however many there are."""
     running: list[str] = []

@@ -68,6 +68,12 @@ def test_requests_with_numbers_run_in_their_order(native):
         step_.result()
 
 
+def test_a_request_cannot_say_what_only_the_journal_says(native):
+    native.add_adapter("forger")
+    told = native.refusal("step", **{"adapter_name": "forger", "\x00refused": "never ran"})
+    assert told == "body: '\\x00refused' is no argument of step"
+
+
 def test_a_refused_request_takes_its_place_in_the_sequence(native):
     native.add_adapter("a", seed=1)
     assert "loss_cls" in native.refusal("set_loss", adapter_name="a", seq_id=1)

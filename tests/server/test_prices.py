@@ -216,7 +216,7 @@ def test_a_long_pass_goes_alone_in_steps_and_others_go_on_meanwhile() -> None:
 
 
 def test_nobody_waits_for_a_larger_pass_in_the_same_batch() -> None:
-    """Up to twice what others ask for it is not run in steps, but alone it is, whoever comes first."""
+    """Up to twice what others ask for it is not run in steps, but alone it is, whoever comes first: on a CPU."""
     for first, second in (("greedy", "honest"), ("honest", "greedy")):
         scheduler = Scheduler(4096, contended_tokens=0)
         for name in (first, second):
@@ -225,6 +225,14 @@ def test_nobody_waits_for_a_larger_pass_in_the_same_batch() -> None:
         batches = [scheduler.next_batch(), scheduler.next_batch()]
         assert [adapters_in(batch) for batch in batches] == [[first], [second]]
         assert not any(batch.long for batch in batches if batch is not None)
+
+
+def test_passes_of_about_the_same_size_share_a_batch_where_tokens_are_cheap() -> None:
+    scheduler = Scheduler(4096, contended_tokens=64)
+    for name, tokens in (("one", 200), ("other", 128)):
+        scheduler.add_adapter(name, name)
+        scheduler.submit(ticket(name, 0, tokens=tokens), 0.0)
+    assert sorted(adapters_in(scheduler.next_batch())) == ["one", "other"]
 
 
 def test_an_op_larger_than_a_batch_is_run_in_steps() -> None:

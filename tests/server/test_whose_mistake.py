@@ -7,23 +7,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from twinkle.server.verbs.host import NativeHost
 
 from twinkle.model.library_objective import LibraryObjective
 from twinkle.model.lora_requests import LoraRequests
 from twinkle.model.lora_verbs import LoraVerbs
 from twinkle.model.optimizer_group import OptimizerGroup
 from twinkle.model.types import LoraSpec
+from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.mock import mock_model
 from twinkle.server.services.training.execution import Execution
 from twinkle.server.services.training.measurements import RunMeasurements
+from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.telemetry.recording import TrainingRecorder
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import CreateNative, NativePass, NativeVerb, Op, OpKind, Outcome
-from twinkle.server.verbs.codec import verb_op
-from twinkle.server.verbs.templates import Templates
+from twinkle.server.verbs.codec import SentVerb
+from twinkle.server.verbs.runs import NativeRuns
 
 ROWS = ({"input_ids": np.arange(1, 5), "labels": np.array([-100, 3, 4, 5])},)
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def runs_of(model: ServedModel) -> NativeRuns:
+    return NativeRuns(model, None, None, None, Tenants())  # type: ignore[arg-type]  # nothing is stored here
 
 
 class Ops:
@@ -33,7 +39,7 @@ class Ops:
         model = mock_model()
         self._execution = Execution(
             model,
-            NativeHost(model, Templates(model)),
+            RunKinds([runs_of(model)]),
             RunMeasurements(None),  # type: ignore[arg-type]  # nothing is written here
             TrainingRecorder("mock"),
         )
@@ -44,7 +50,7 @@ class Ops:
 
     def run(self, verb: str, /, **fields: Any) -> Outcome:
         self._seq += 1
-        op = verb_op("r", self._seq, verb, {"adapter_name": "a", **fields}, b"")
+        op = SentVerb(verb, {"adapter_name": "a", **fields}, b"", b"").op("r", self._seq)
         run = self._execution.passes if op.kind.is_pass else self._execution.short_barriers
         return run([op])[0]
 
@@ -149,7 +155,7 @@ def test_what_a_tenant_chose_cannot_be_made(ops: Ops, verb: str, fields: dict[st
 def test_a_loss_goes_to_other_processes_as_it_is() -> None:
     """Where several processes share a batch, they send back the objective, which has counted the tokens."""
     model = mock_model()
-    native = NativeHost(model, Templates(model)).adapters
+    native = runs_of(model).adapters
     native.add("r", CONFIG)
     native.run("r", NativeVerb("set_loss", {"loss_cls": "GRPOLoss"}))
     prepared = native.prepare("r", NativePass("forward_backward", ROWS, {}, {"advantages": [1.0]}))

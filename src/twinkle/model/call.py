@@ -242,16 +242,17 @@ class Call:
             return None
 
     def _interruption(self, batch: MicroBatch) -> tuple[GiveWay | None, bool]:
-        """How others get a turn in the middle of a micro-batch, if so, and whether activations are recomputed.
+        """Return what interrupts this micro-batch (None: it is not interrupted) and whether activations are recomputed.
 
-        What others compute needs memory, too. A batch that leaves too little is rather recomputed than not interrupted.
+        Other calls need memory, too: if kept activations leave too little, they are recomputed; if that still leaves
+        too little, the batch is not interrupted.
         """
         if self._give_way is None:
             return None, batch.recompute
-        lean = dataclasses.replace(batch, recompute=True)
-        if not batch.recompute and self.budget.leaves_room(batch, train=self._train):
+        lean, padded = dataclasses.replace(batch, recompute=True), self._engine.architecture.padded
+        if not batch.recompute and self.budget.leaves_room(batch, train=self._train, padded=padded):
             return self._give_way, False
-        if self.budget.leaves_room(lean, train=self._train):
+        if self.budget.leaves_room(lean, train=self._train, padded=padded):
             return self._give_way, True
         return None, batch.recompute
 

@@ -344,8 +344,7 @@ class TwinkleModel(ABC):
         if group.processor is None:
             group.processor = build_processor("InputProcessor", {})
         with group.guard(type(group.processor).__name__):
-            batch = group.processor(features)
-        return split_batch(batch)
+            return split_batch(group.processor(features))
 
     def _keep_loss(self, status: TrainStatus, graph: Tensor | float, value: float, tokens: float) -> None:
         """A loss that is not finite on one rank is kept on none."""

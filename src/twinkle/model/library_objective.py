@@ -57,8 +57,8 @@ class LibraryObjective:
                 loss, self.num_tokens = loss_value(self._loss, batch.loss_inputs, outputs, self._kwargs)
                 if loss.requires_grad:
                     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        slopes = [batch.unpadded(torch.zeros_like(leaves[0]) if grad is None else grad) for grad in grads]
-        return ObjectiveValue(float(loss.detach()), slopes[0], slopes[1] if entropy else ())
+                slopes = [batch.unpadded(torch.zeros_like(leaves[0]) if grad is None else grad) for grad in grads]
+                return ObjectiveValue(float(loss.detach()), slopes[0], slopes[1] if entropy else ())
 
 
 def outputs_of(

@@ -53,21 +53,31 @@ class Budget:
 
     ``cells``: targets of all those tokens, where there are several a token. Each takes some 40 bytes.
     ``most_tokens``: as many as memory holds with all activations kept, if batches are smaller for other reasons.
+    ``longest_sequence``: that is accepted all the same, where only a part of the memory is free for now.
     """
 
     tokens: int
     tokens_recomputed: int
     cells: int = 2**20
     most_tokens: int = 0
+    longest_sequence: int = 0
 
-    def leaves_room(self, batch: MicroBatch, *, train: bool) -> bool:
+    def leaves_room(self, batch: MicroBatch, *, train: bool, padded: bool) -> bool:
         """Whether half of the memory for activations is left beside this micro-batch."""
         most = max(self.tokens, self.most_tokens) if train and not batch.recompute else self.tokens_recomputed
-        return 2 * batch.tokens <= most
+        rows = len(batch.sequences) * max(each.length for each in batch.sequences) if padded else batch.tokens
+        return 2 * rows <= most
+
+    def half(self) -> "Budget":
+        """What is left for others beside a batch that leaves room. Sequences may be as long as before."""
+        most = max(self.tokens, self.most_tokens) // 2
+        return Budget(
+            max(1, min(self.tokens, most)), max(1, self.tokens_recomputed // 2), self.cells, most, self.longest
+        )
 
     @property
     def longest(self) -> int:
-        return max(self.tokens, self.tokens_recomputed)
+        return max(self.tokens, self.tokens_recomputed, self.longest_sequence)
 
 
 def plan(

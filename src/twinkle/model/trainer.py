@@ -244,7 +244,7 @@ class Trainer:
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """As :meth:`forward` or :meth:`forward_backward`, a micro-batch at a time, each of at most ``limit()`` tokens.
 
-        Between them other calls are welcome, but for those that concern the same adapters. Several ranks take one step.
+        Other calls may run between micro-batches, except for the same adapters. With several ranks all is one step.
         On a CPU one long sequence takes seconds: ``give_way`` is called between its layers, and may make such calls.
         """
         if self._parallel.sharded or self._parallel.ranks.size > 1:
@@ -252,8 +252,12 @@ class Trainer:
 
         def let_others_compute() -> None:
             assert give_way is not None
-            with torch.enable_grad():  # whatever holds for this call
-                give_way()
+            budget, self._budget = self._budget, self._budget.half()  # this call holds as much
+            try:
+                with torch.enable_grad():  # whatever holds for this call
+                    give_way()
+            finally:
+                self._budget = budget
 
         interrupted = give_way is not None and self._engine.device.type == "cpu"
         call = Call(

@@ -89,6 +89,8 @@ class RequestId:
         owner, _, number = text.rpartition(":")
         if not owner or not number.isascii() or not number.isdigit() or len(number) > 19 or int(number) >= 2**63:
             return None
+        if number != str(int(number)):
+            return None
         return cls(owner, int(number))
 
     @classmethod

@@ -261,7 +261,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop(Refusal(429, f"pipelining: more than {_MAX_PIPELINED} requests", "pipelined_requests"))
         super().on_headers_complete()
-        self.headers = []  # for trailers, which follow a body: nobody reads them, and a late key is no key
+        # Trailers, which follow a body, are collected here and ignored: a key in a trailer must not count. uvicorn
+        # would look for an upgrade here, and we have none (ws="none").
+        self.headers = []
         self._in_head = False
         self._made_progress()
         self._registry.busy(self)

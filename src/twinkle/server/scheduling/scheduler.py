@@ -15,8 +15,8 @@ Which passes come first:
   nothing ready starts again where the least served of its priority is: idle time earns nothing.
 - While others have work, or had lately, a tenant fills no batch to the brim, for all would wait until it is done: it
   gets ``contended_tokens`` of it, or as many (by weight) as the largest of the others asks for, if that is more. A
-  single pass of more than that goes alone; one of more than twice that is also run in steps, between which others get
-  their turns.
+  single pass of more than twice that goes alone and is run in steps, between which others get their turns. Without
+  ``contended_tokens``, on a CPU, where every token costs others time, one of more than that goes alone, too.
 - Barriers are short and make passes ready, so all that are ready go before passes, but no more than twice in a row
   while a pass is ready: nobody keeps others waiting with steps alone.
 - A tenant's longest-ready pass is overdue when ``max_skips`` batches started without it, counted from when it became
@@ -136,9 +136,14 @@ class _Portions:
         return limit is not None and cost > _LONG * max(limit, _SMALLEST_STEP)
 
     def has_room(self, tenant: _Tenant, cost: int) -> bool:
-        """Return whether a pass may join a batch, beside what the tenant has in it already."""
-        limit = self.limit(tenant)
-        return limit is None or self._taken[tenant.tenant_id] + cost <= limit
+        """Return whether a pass may join a batch, beside what the tenant has in it already.
+
+        Where tokens are cheap, on a GPU, a tenant's first pass may be larger than that, unless it is long.
+        """
+        taken, limit = self._taken[tenant.tenant_id], self.limit(tenant)
+        if not taken and self._contended_tokens:
+            return not self.is_long(tenant, cost)
+        return limit is None or taken + cost <= limit
 
     def take(self, tenant: _Tenant, cost: int) -> None:
         self._taken[tenant.tenant_id] += cost

@@ -65,8 +65,8 @@ class BaseModelPasses:
         """Conversations go through the model's plain template: the chosen ones are those of adapters."""
         rows, text = as_rows(inputs), self._tenants.pools.text
         if not are_encoded(rows):
-            encode = partial(self._adapters().encode, NO_ADAPTER, rows, max_tokens)
-            rows = await text.in_thread(tenant_id, encode)
+            sent = rows  # the first one who asks for the adapters imports torch: not on the event loop
+            rows = await text.in_thread(tenant_id, lambda: self._adapters().encode(NO_ADAPTER, sent, max_tokens))
         return await text.in_thread(tenant_id, partial(checked_rows, rows, max_tokens))
 
     def _computed(self, asked: NativePass) -> Outcome:

@@ -55,6 +55,14 @@ class SentVerb:
     def read(cls, verb: str, text: bytes) -> "SentVerb":
         return cls(verb, read_fields(text), text, digest(text))
 
+    @classmethod
+    def received(cls, verb: str, text: bytes) -> "SentVerb":
+        """Return the request that a client sent: it may not say what only the journal says."""
+        sent = cls.read(verb, text)
+        if _REFUSED in sent.fields:
+            raise MalformedRequestError(f"body: {_REFUSED!r} is no argument of {verb}")
+        return sent
+
     def op(self, run_id: str, seq: int) -> Op:
         """Return the op, refused if something is wrong. With a million tokens to be written this takes a second."""
         payload: Payload

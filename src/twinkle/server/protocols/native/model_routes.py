@@ -91,7 +91,7 @@ async def upload_status(call: Call[bytes], model: str, request_id: str) -> Respo
 async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
     gateway, tenant_id, session_id = call.gateway, call.tenant_id, await session_of(call)
     body = await body_of(call.request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
-    sent = await decoded(call.request, body, partial(SentVerb.read, verb))
+    sent = await decoded(call.request, body, partial(SentVerb.received, verb))
     if requests.is_of_base_model(sent):
         return _answer(await requests.forward_base(gateway, tenant_id, session_id, model, sent.fields))
     number, outcome = await requests.run_verb(gateway, tenant_id, session_id, model, sent)

@@ -123,9 +123,13 @@ class _LongRun:
         for lane in Lane:
             if self._others_seconds[lane] <= self.own_seconds:
                 self._others_turns[lane] = _TURNS if lane is Lane.TRAINING else 1
-            if self._others_turns[lane] and (seconds := self._compute.run_waiting(lane)):
+            if not self._others_turns[lane]:
+                continue
+            if seconds := self._compute.run_waiting(lane):
                 self._others_turns[lane] -= 1
                 self._others_seconds[lane] += seconds
+            else:  # idle time earns nothing
+                self._others_seconds[lane] = max(self._others_seconds[lane], self.own_seconds)
         self._resumed_at = time.perf_counter()
 
     def _count_own_time(self) -> None:
