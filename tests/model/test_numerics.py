@@ -277,7 +277,7 @@ def count_batches(trainer: Trainer) -> list[bool]:
     calls: list[bool] = []
     inner = trainer._engine.forward_backward
 
-    def counted(parts: object, *, recompute: bool) -> object:
+    def counted(parts: object, *, recompute: bool, give_way: object = None) -> object:
         calls.append(recompute)
         return inner(parts, recompute=recompute)
 
