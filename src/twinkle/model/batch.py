@@ -103,7 +103,7 @@ def build_batch(
     recompute: bool,
     give_way: GiveWay | None = None,
 ) -> DeviceBatch:
-    """``give_way``: while others compute, adapters of this batch may leave the device, so it has copies of them."""
+    """Build one micro-batch. With ``give_way`` it copies adapters: other calls may page them out during the pass."""
     data = [datum for part in parts for datum in part.data]
     lengths = tuple(len(datum.tokens) for datum in data)
     rows_per_sequence = max(lengths) if architecture.padded else None

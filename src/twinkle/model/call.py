@@ -113,7 +113,7 @@ class Call:
         ranks: Ranks = ALONE,
         give_way: GiveWay | None = None,
     ) -> None:
-        """give_way: called in the middle of micro-batches that leave memory for others; these may compute in it."""
+        """give_way: called between layers of micro-batches that leave enough memory; other calls may run in it."""
         self.budget = budget
         self._give_way = give_way
         self._engine = engine

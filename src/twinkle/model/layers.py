@@ -100,7 +100,7 @@ def _run_eagerly(inner: nn.Module, linears: Sequence[LoraLinear], *rest: Any) ->
 
 
 def _giving_way(hidden_states: Tensor, give_way: GiveWay, train: bool) -> Tensor:
-    """The same; it has given way now, and does so once more when the backward pass is here."""
+    """Return hidden_states. Calls give_way now, and once more when the backward pass is here."""
     give_way()
     given: Tensor = _GiveWay.apply(hidden_states, give_way) if train else hidden_states
     return given

@@ -52,7 +52,7 @@ class Budget:
     """Tokens a forward and backward pass may hold, with all activations kept and with them recomputed.
 
     ``cells``: targets of all those tokens, where there are several a token. Each takes some 40 bytes.
-    ``most_tokens``: as many as memory holds with all activations kept, if batches are smaller for other reasons.
+    ``most_tokens``: how many fit in memory with all activations kept; ``tokens`` may be fewer, as configured.
     ``longest_sequence``: that is accepted all the same, where only a part of the memory is free for now.
     """
 

@@ -121,7 +121,7 @@ class Route:
 
 
 class _PlainRoute(APIRoute):
-    """A route whose endpoint asks for the request alone is called with it: FastAPI has nothing to find out for it."""
+    """Calls an endpoint whose only parameter is the request directly, without FastAPI's parsing of parameters."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if list(inspect.signature(self.endpoint).parameters) == ["request"]:

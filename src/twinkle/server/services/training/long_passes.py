@@ -1,7 +1,7 @@
 """Passes that take long. They run in steps, and batches of other tenants get their turns between and within these.
 
-One long pass takes a step at a time. Before the step the loop of the service has its turns; where a step can be
-interrupted, others get as much time in the middle of it as it had itself.
+One long pass at a time takes a step. Before each step the service loop gets two turns. Where a step can be interrupted,
+on a CPU, training and sampling of others may each use as much time inside a pass as the pass itself.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class LongPasses:
             self._count -= 1
 
     async def run(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> tuple[list[Outcome], float]:
-        """Return the outcomes, and the seconds that the device was at it. ``beside``: the loop does not wait for it."""
+        """Return the outcomes and the seconds of this pass alone. ``beside``: the service loop does not wait for it."""
         run = _LongRun(self._compute, self._scheduler, tenant_id)
         steps = self._execution.passes_in_steps(ops, run)
         outcomes: list[Outcome] | None = None
@@ -118,7 +118,7 @@ class _LongRun:
 
     @compute_thread
     def give_way(self) -> None:
-        """Run what waits: training and sampling have their turns whenever this pass has had as much time as they."""
+        """Run what waits in each lane, unless that lane has had more time inside this pass than the pass itself."""
         self._count_own_time()
         for lane in Lane:
             if self._others_seconds[lane] <= self.own_seconds:
