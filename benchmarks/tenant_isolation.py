@@ -58,12 +58,13 @@ def main() -> None:
         times = asyncio.run(measure(args, url))
     medians = {name: statistics.median(each) for name, each in times.items()}
     report["step_s"] = medians
-    report["flood_over_share"] = medians["flood"] / medians["neighbour"]
-    report["flood_over_alone"] = medians["flood"] / medians["alone"]
-    report["neighbour_over_alone"] = medians["neighbour"] / medians["alone"]
     report["step_p99_s"] = {name: percentile_99(each) for name, each in times.items()}
-    report["greedy_over_alone_p50"] = medians["greedy"] / medians["alone"]
-    report["greedy_over_alone_p99"] = percentile_99(times["greedy"]) / percentile_99(times["alone"])  # at most 5
+    for name in times.keys() - {"alone"}:
+        report[f"{name}_over_alone"] = medians[name] / medians["alone"]
+    if {"flood", "neighbour"} <= times.keys():
+        report["flood_over_share"] = medians["flood"] / medians["neighbour"]
+    if "greedy" in times:
+        report["greedy_over_alone_p99"] = percentile_99(times["greedy"]) / percentile_99(times["alone"])  # at most 5
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--len", type=int, default=128, dest="length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="of the quiet tenant in each situation of a round")
+    parser.add_argument("--beside", nargs="+", choices=tuple(OTHERS), default=list(OTHERS), help="situations")
     parser.add_argument("--adapters", type=int, default=16, help="that a tenant may have")
     parser.add_argument("--queue", type=int, default=128, help="ops that a tenant may have waiting")
     parser.add_argument("--seed", type=int, default=0, help="of the greedy tenant's requests")
@@ -85,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
-    others: dict[str, Other | None] = {"alone": None, "neighbour": neighbour, "flood": flood, "greedy": greedy}
+    others: dict[str, Other | None] = {"alone": None} | {name: OTHERS[name] for name in args.beside}
     times: dict[str, list[float]] = {name: [] for name in others}
     async with Client(url, "tml-quiet", args) as client:
         model = await client.model(0)
@@ -98,7 +100,9 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
                     elif other is not None:
                         await client.until_busy(args.adapters if name == "flood" else 1)
                     number = await steps(client, model, number, args.steps, times[name])
-                say(f"round {turn + 1} of {args.rounds}, {name}: {_seconds(times[name][-args.steps :])}")
+                latest = times[name][-args.steps :]
+                say(f"round {turn + 1} of {args.rounds}, {name}: {_seconds(latest)}")
+                say("  " + " ".join(f"{each:.2f}" for each in latest))
                 await client.until_idle()
     return times
 
@@ -165,6 +169,9 @@ async def flood(args: argparse.Namespace, url: str, key: str) -> None:
 
 async def greedy(args: argparse.Namespace, url: str, key: str) -> None:
     await greedy_client.greedy(url, key, args.model, args.seed, 86_400.0)
+
+
+OTHERS: dict[str, Other] = {"neighbour": neighbour, "flood": flood, "greedy": greedy}
 
 
 async def train_without_end(client: "Client", model: str, fronts: int) -> None:

@@ -127,3 +127,25 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
 
     asyncio.run(main())
     assert done == ["begin", "train", "sample", "end"]
+
+
+def test_a_piece_that_comes_soon_is_waited_for() -> None:
+    """The event loop sends an optimizer step a moment after the pass before it has ended."""
+
+    async def main() -> tuple[float, float]:
+        compute = Compute()
+        loop, coming = asyncio.get_running_loop(), threading.Event()
+
+        def long() -> tuple[float, float]:
+            asyncio.run_coroutine_threadsafe(compute.run(lambda: None, Lane.SAMPLING), loop)
+            asyncio.run_coroutine_threadsafe(compute.run(coming.set), loop)
+            return compute.run_waiting(Lane.TRAINING, 10.0), compute.run_waiting(Lane.TRAINING, 0.01)
+
+        seconds = await compute.run(long)
+        assert coming.is_set()
+        compute.close()
+        return seconds
+
+    ran, nothing = asyncio.run(main())
+    assert ran > 0
+    assert nothing == 0

@@ -72,10 +72,12 @@ class Compute:
         self._lanes: dict[Lane, deque[tuple[Callable[[], Any], Future[Any]]]] = {lane: deque() for lane in Lane}
         self._next_lane = Lane.TRAINING  # of the compute thread
         self._step_began: float | None = None  # written by the compute thread, read by others
+        self._work_came = threading.Event()
 
     async def run(self, work: Callable[[], T], lane: Lane = Lane.TRAINING) -> T:
         done: Future[T] = Future()
         self._lanes[lane].append((work, done))
+        self._work_came.set()
         self._executor.submit(self._run_one)  # one call a piece; which piece is decided when the thread is free
         return await asyncio.wrap_future(done)
 
@@ -86,10 +88,16 @@ class Compute:
         return 0.0 if began is None else time.monotonic() - began
 
     @compute_thread
-    def run_waiting(self, lane: Lane) -> float:
-        """Run the next piece of work of a lane in the middle of the present one. Returns the seconds it took."""
-        if not self._lanes[lane]:
-            return 0.0
+    def run_waiting(self, lane: Lane, patience: float = 0.0) -> float:
+        """Run the next piece of work of a lane in the middle of the present one. Returns the seconds it took.
+
+        ``patience``: how many seconds to wait for such a piece.
+        """
+        until = time.monotonic() + patience
+        while not self._lanes[lane]:
+            self._work_came.clear()
+            if not self._lanes[lane] and not self._work_came.wait(max(0.0, until - time.monotonic())):
+                return 0.0
         began, started = self._step_began, time.monotonic()
         self._run_next(lane)
         seconds = time.monotonic() - started

@@ -16,6 +16,7 @@ from twinkle.server.types import Op, Outcome
 
 _TURNS = 2  # of the loop at a time: a pass, and the optimizer step that waits for it
 _MOST = 4  # at once: each holds what it has computed so far
+_SOON = 0.02  # seconds until the loop has sent the optimizer step that waits for a pass
 
 
 class LoopTurns:
@@ -123,12 +124,12 @@ class _LongRun:
         for lane in Lane:
             if self._others_seconds[lane] <= self.own_seconds:
                 self._others_turns[lane] = _TURNS if lane is Lane.TRAINING else 1
-            if not self._others_turns[lane]:
-                continue
-            if seconds := self._compute.run_waiting(lane):
+            patience = 0.0
+            while self._others_turns[lane] and (seconds := self._compute.run_waiting(lane, patience)):
                 self._others_turns[lane] -= 1
                 self._others_seconds[lane] += seconds
-            else:  # idle time earns nothing
+                patience = _SOON
+            if self._others_turns[lane]:  # idle time earns nothing
                 self._others_seconds[lane] = max(self._others_seconds[lane], self.own_seconds)
         self._resumed_at = time.perf_counter()
 
