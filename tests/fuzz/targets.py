@@ -21,7 +21,6 @@ from twinkle.errors import UserError
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
-from twinkle.server.protocols.openai.requests import parse as parse_openai
 from twinkle.server.types import Op, OpKind, Refused
 from twinkle.server.verbs import codec
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
@@ -172,7 +171,7 @@ def _lora_config(body: bytes) -> object:
 def _openai(body: bytes) -> object:
     for kind in (ChatRequest, CompletionRequest):
         try:
-            parse_openai(kind, body)
+            parse(kind, body)
         except UserError:
             continue
     return None

@@ -1,6 +1,7 @@
 """What the JSON requests are made of: strict field types with their bounds, and :func:`parse`."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -122,7 +123,7 @@ def parse(request_type: type[RequestT], body: bytes) -> RequestT:
     try:
         return request_type.model_validate_json(body)
     except ValidationError as error:
-        raise MalformedRequestError(_explain(error)) from None
+        raise _malformed(error, request_type.model_fields) from None
 
 
 def check(request_type: type[T], fields: object) -> T:
@@ -130,7 +131,7 @@ def check(request_type: type[T], fields: object) -> T:
     try:
         read: T = adapter_of(request_type).validate_python(fields)
     except ValidationError as error:
-        raise MalformedRequestError(_explain(error)) from None
+        raise _malformed(error) from None
     return read
 
 
@@ -147,14 +148,17 @@ def adapter_of(request_type: type[Any]) -> TypeAdapter[Any]:
     return _adapters[request_type]
 
 
-def _explain(error: ValidationError) -> str:
+def _malformed(error: ValidationError, known: Iterable[str] = ()) -> MalformedRequestError:
+    """Return the first mistake. ``known``: the fields of the request, for one that takes no others."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     path = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"  # keys may be as long as the body
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("missing", "json_invalid"):
-        return f"{path or 'body'}: {message}"
-    return f"{path or 'body'}: got {short(first['input'])}, {message}"
+    if first["type"] == "extra_forbidden":
+        message = "unknown field" + (f"; known: {', '.join(known)}" if len(first["loc"]) == 1 else "")
+    elif first["type"] not in ("missing", "json_invalid"):
+        message = f"got {short(first['input'])}, {message}"
+    return MalformedRequestError(f"{path or 'body'}: {message}", path, first["type"])
 
 
 def short(value: object) -> str:
