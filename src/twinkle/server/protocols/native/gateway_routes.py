@@ -12,15 +12,15 @@ from typing import Annotated
 from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from twinkle.errors import InvalidInputError, NotFoundError
+from twinkle.errors import InvalidInputError
 from twinkle.server import ids
 from twinkle.server.gateway.fleet import report_of
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
 from twinkle.server.http.requests import PREFIX, json_response
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.requests import ANY_KEY, services_of, wire_response
+from twinkle.server.protocols.native.requests import ANY_KEY, sampling_services_of, services_of, wire_response
 from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
 from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
 from twinkle.server.protocols.tinker.runs import Limit, Offset
@@ -120,14 +120,9 @@ async def health_of_model(call: Call[bytes], model: str) -> Response:
 
 @routes.get(f"{PREFIX}/sampler/{{model:path}}/healthz", by_first_replica, public=True, traced=False)
 async def sampler_health(call: Call[bytes], model: str) -> Response:
-    return _health_response(_sampler_health(services_of(call.gateway, model), model))
-
-
-def _sampler_health(entry: Services, name: str) -> dict[str, object]:
-    if entry.sampling is None:
-        raise NotFoundError("sampler", name)
-    alive = entry.sampling.alive
-    return {"healthy": alive, "detail": "samples" if alive else "sampling has stopped"}
+    sampling = sampling_services_of(call.gateway, model).sampling
+    alive = sampling is not None and sampling.alive
+    return _health_response({"healthy": alive, "detail": "samples" if alive else "sampling has stopped"})
 
 
 def _health_response(health: dict[str, object]) -> Response:

@@ -1,4 +1,4 @@
-"""Sampling in our own protocol, below HTTP: inputs, the session's template, the weights that are meant, the answer."""
+"""Sampling in our own protocol, below HTTP: inputs, the session's template, the answer."""
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -9,23 +9,20 @@ from typing import Any, cast
 import numpy as np
 
 from twinkle.data_format import SampledSequence, SamplingParams
-from twinkle.errors import InvalidInputError, NotFoundError
+from twinkle.errors import InvalidInputError
 from twinkle.model.types import IntArray
 from twinkle.sampler.features import engine_request, refuse_unsupported, response_of, sequence_of
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.text_codec import TextCodec, text_groups
-from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
-from twinkle.server.ids import CheckpointPath, native_run_id
+from twinkle.server.backends.text_codec import text_groups
+from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.protocols.openai.choices import Choice
-from twinkle.server.services.sampling.sampler_service import SamplerService
-from twinkle.server.state import Store
 from twinkle.server.tenancy.work_pools import FairPool
-from twinkle.server.types import SamplingSessionRecord, SessionRecord
+from twinkle.server.types import SessionRecord
+from twinkle.server.verbs.codec import finite
+from twinkle.server.verbs.features import are_encoded
 from twinkle.server.verbs.templates import SamplingTemplate, TemplateChoice
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
-from twinkle_client.protocol.base import SESSION_HEADER
 from twinkle_client.protocol.sampling import SampledSequenceModel, SampleResponseModel
 
 Row = Mapping[str, Any]
@@ -59,10 +56,7 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
     if len(rows) * params.num_samples > MAX_SEQUENCES:
         allowed = f"{MAX_SEQUENCES} sequences in all, here for each of {len(rows)} inputs"
         raise InvalidInputError("num_samples", params.num_samples, allowed)
-    kinds = {"input_ids" in row for row in rows}
-    if len(kinds) > 1:
-        raise InvalidInputError("inputs", "some encoded and some not", "InputFeatures or Trajectories, not both")
-    if kinds == {True}:
+    if are_encoded(rows):
         return [_feature(row, f"inputs[{index}]") for index, row in enumerate(rows)]
     for index, row in enumerate(rows):
         if not isinstance(row.get("messages"), list):
@@ -117,17 +111,6 @@ def _integers(values: object, field: str) -> IntArray:
     return column.astype(np.int64)
 
 
-def plain(value: object) -> object:
-    """Return a value with arrays as lists, all the way down: what JSON can hold."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(each) for each in value]
-    return value
-
-
 # In the user_metadata of a session: choices by the name of the model.
 TEMPLATES_KEY = "twinkle.sampler_templates"
 
@@ -140,46 +123,6 @@ def chosen_template(session: SessionRecord | None, model: ServedModel) -> Templa
     return TemplateChoice() if choice is None else TemplateChoice.model_validate(choice)
 
 
-async def choose_template(store: Store, session: SessionRecord, model: ServedModel, choice: TemplateChoice) -> None:
-    await store.sessions.note(session.session_id, TEMPLATES_KEY, model.name, choice.model_dump())
-
-
-async def target_of(
-    gateway: Gateway,
-    services: Services,
-    tenant_id: str,
-    session: SessionRecord | None,
-    adapter_uri: str | None,
-    adapter_name: str | None,
-) -> Target:
-    """Return the weights that a request means. ``session``: that of its header, None where it has none."""
-    if adapter_uri:
-        return await _addressed(gateway, services, tenant_id, adapter_uri)
-    if not adapter_name:
-        return of_base_model(gateway, services, tenant_id, services.model.name)
-    if session is None:
-        raise InvalidInputError(f"{SESSION_HEADER} header", None, f"the session of adapter {adapter_name!r}")
-    return await _live(gateway, services, tenant_id, session, adapter_name)
-
-
-async def _addressed(gateway: Gateway, services: Services, tenant_id: str, uri: str) -> Target:
-    path = CheckpointPath.parse(uri, "adapter_uri")
-    if path.kind not in SAMPLED_KINDS:
-        raise InvalidInputError("adapter_uri", uri, f"a checkpoint of kind {' or '.join(SAMPLED_KINDS)}")
-    target = await of_checkpoint(gateway, await gateway.checkpoint(path, tenant_id), tenant_id)
-    if target.services is not services:
-        raise InvalidInputError("adapter_uri", uri, f"a checkpoint of {services.model.name}")
-    return target
-
-
-async def _live(gateway: Gateway, services: Services, tenant_id: str, session: SessionRecord, name: str) -> Target:
-    run = services.training.run(native_run_id(session.session_id, name))
-    live = None if run is None or run.tenant_id != tenant_id else await of_live_run(gateway, run, tenant_id)
-    if live is None:
-        raise NotFoundError("adapter", name)
-    return live
-
-
 _CELL_BYTES = 28  # of a token and its log-probability in JSON, about
 
 
@@ -189,8 +132,7 @@ class FeatureSampling:
 
     request_id: str
     text: FairPool
-    sampling: SamplerService
-    session: SamplingSessionRecord
+    target: Target
     template: SamplingTemplate
     features: Sequence[Row]
     params: SamplingParams
@@ -200,20 +142,21 @@ class FeatureSampling:
         """Return the JSON of a SampleResponseModelList."""
         requests = self._requests(stream=False)
         self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
-        results = await self.sampling.results(self.session, requests)
+        results = await self.target.sampling.results(self.target.session, requests)
         parts: list[bytes] = []
         size = 0
         # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
         for feature, result in zip(self.features, results, strict=True):
             encode = partial(self._encode, feature, result, size)
-            parts.append(await self.text.in_thread(self.session.tenant_id, encode))
+            parts.append(await self.text.in_thread(self.target.session.tenant_id, encode))
             size += len(parts[-1])
         return b'{"samples":[' + b",".join(parts) + b"]}"
 
-    async def lines(self, codec: TextCodec) -> AsyncGenerator[Mapping[str, object], None]:
+    async def lines(self) -> AsyncGenerator[Mapping[str, object], None]:
         """Yield the text of the only input's only sample, as it becomes final."""
-        choice = Choice(codec, self.params.stop_strings, tools=False)
-        async with aclosing(self.sampling.generate(self.session, self._requests(stream=True))) as items:
+        choice = Choice(self.target.codec, self.params.stop_strings, tools=False)
+        generated = self.target.sampling.generate(self.target.session, self._requests(stream=True))
+        async with aclosing(generated) as items:
             async for _, item in items:
                 if isinstance(item, SampleResult):
                     continue
@@ -222,7 +165,7 @@ class FeatureSampling:
                     yield {"delta": delta.text, "finish_reason": delta.finish_reason}
 
     def _requests(self, *, stream: bool) -> list[SampleRequest]:
-        version = self.session.version_id
+        version = self.target.session.version_id
         return [
             engine_request(feature, self.params, index, version, f"{self.request_id}-{index}", stream=stream)
             for index, feature in enumerate(self.features)
@@ -265,6 +208,6 @@ def _sequence(sequence: SampledSequence) -> bytes:
         tokens=sequence.tokens,
         logprobs=cast("list[list[tuple[int, float]] | None] | None", sequence.logprobs),
         decoded=sequence.decoded,
-        new_input_feature=cast("dict[str, Any]", plain(sequence.new_input_feature)),
+        new_input_feature=cast("dict[str, Any]", finite(sequence.new_input_feature)),
     )
     return model.model_dump_json().encode()
