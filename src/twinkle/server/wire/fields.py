@@ -100,6 +100,13 @@ class Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class Sequenced(Request):
+    """A call with a place in a model's sequence. Its number is used up even when something else in it is wrong."""
+
+    model_id: Id
+    seq_id: SequenceNumber
+
+
 class Parameters(BaseModel):
     """Hyper-parameters: a key that nobody knows is an error here."""
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from twinkle.errors import InvalidInputError, UserError
 from twinkle.model.types import Datum, IntArray
 from twinkle.server.types import Op, OpKind, Refused, TrainPass
-from twinkle.server.wire.fields import Id, Request, SequenceNumber, TokenIds, parse
+from twinkle.server.wire.fields import Id, Request, Sequenced, TokenIds, parse
 from twinkle.server.wire.reference_passes import named_pass
 from twinkle.server.wire.training import (
     CUSTOM,
@@ -58,18 +58,11 @@ class _Pass(Request):
     loss_fn_config: dict[Id, float] | None = None
 
 
-class _Sequenced(Request):
-    """Its place; what else it says is read afterwards, so that a mistake there uses up its number."""
-
-    model_id: Id
-    seq_id: SequenceNumber
-
-
-class _ForwardBackward(_Sequenced):
+class _ForwardBackward(Sequenced):
     forward_backward_input: _Pass
 
 
-class _Forward(_Sequenced):
+class _Forward(Sequenced):
     forward_input: _Pass
 
 
@@ -87,7 +80,7 @@ def decode_json_pass(
     max_targets: int = MAX_TARGETS,
 ) -> Op:
     """As :func:`~twinkle.server.wire.training.decode_forward_backward`."""
-    place = parse(_Sequenced, body)
+    place = parse(Sequenced, body)
     payload: TrainPass | Refused
     try:
         if kind is OpKind.FORWARD:

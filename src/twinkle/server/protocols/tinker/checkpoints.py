@@ -23,8 +23,7 @@ from twinkle.server.services.checkpoints.access import expired
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.state.files.file_checksums import CHECKSUMS
 from twinkle.server.types import CheckpointRecord
-from twinkle.server.wire.checkpoint_requests import CopyWeightsRequest, SetTtlRequest
-from twinkle.server.wire.requests import check_access_token
+from twinkle.server.wire.requests import CopyWeightsRequest, SetTtlRequest, check_access_token
 
 routes = Routes(PREFIX)
 

@@ -25,11 +25,12 @@ from twinkle.server.types import (
     RunRecord,
     SaveWeights,
 )
-from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
+    CreateFromRequest,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SequencedRequest,
