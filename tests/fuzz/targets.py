@@ -28,7 +28,7 @@ from twinkle.server.wire import requests
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.custom_losses import decode_custom_loss
 from twinkle.server.wire.fields import parse
-from twinkle.server.wire.sample_requests import AsampleRequest, RetrieveFuturesRequest, to_sample_request
+from twinkle.server.wire.sampling import AsampleRequest, RetrieveFuturesRequest, to_sample_request
 from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import decode_json_pass
 from twinkle_client.protocol.verbs import VERBS

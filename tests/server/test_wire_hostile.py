@@ -31,7 +31,7 @@ from twinkle.server.wire.requests import (
     SetTtlRequest,
     to_op,
 )
-from twinkle.server.wire.sample_requests import AsampleRequest, to_sample_request
+from twinkle.server.wire.sampling import AsampleRequest, to_sample_request
 from twinkle.server.wire.training import decode_forward_backward, decompress
 
 

@@ -38,7 +38,7 @@ from twinkle.server.wire.requests import (
     names_session,
     to_op,
 )
-from twinkle.server.wire.sample_requests import (
+from twinkle.server.wire.sampling import (
     CancelFutureRequest,
     CreateSamplingSessionRequest,
     RetrieveFutureRequest,

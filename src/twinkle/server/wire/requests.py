@@ -3,7 +3,7 @@
 JSON types are taken strictly: ``"1"`` and ``1.0`` are not integers. Keys of a request that we do not know are ignored,
 because a newer SDK may send more of them; keys that we know and do not offer are refused unless they are at their
 default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused: ignoring one would
-train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sample_requests`.
+train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sampling`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

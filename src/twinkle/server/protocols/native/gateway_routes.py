@@ -282,9 +282,8 @@ async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Point
 async def log_metrics(call: Call[bytes], run_id: str) -> Response:
     """Log values of the client's own, of a run that may have ended."""
     run = await call.gateway.run(run_id, call.tenant_id)
-    logged = fields.parse(
-        run_types.LogMetricsRequest, call.raw
-    )  # after the run: a foreign one is unknown, whatever is sent
+    # After the run: a foreign one is unknown, whatever is sent.
+    logged = fields.parse(run_types.LogMetricsRequest, call.raw)
     for name in logged.values:
         if not name.isprintable():
             raise InvalidInputError("values", name, "names of printable characters")

@@ -18,7 +18,7 @@ from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire.errors import JsonTooLargeError
 from twinkle.server.wire.json_results import estimated_json_bytes, json_pieces
-from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+from twinkle.server.wire.sampling import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
 routes = Routes(PREFIX)
 

@@ -91,9 +91,8 @@ async def sessions(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, acc
 async def assign_project(call: Call[bytes], session_id: str) -> Response:
     """Assign a session to a project, also one that is over: projects are labels to find things by."""
     session = await call.gateway.session(session_id, call.tenant_id)
-    wanted = fields.parse(
-        requests.AssignProjectRequest, call.raw
-    )  # after the session: a foreign one is unknown, whatever is sent
+    # After the session: a foreign one is unknown, whatever is sent.
+    wanted = fields.parse(requests.AssignProjectRequest, call.raw)
     await call.gateway.store.sessions.set_project(session, wanted.project_id, time.time())
     return json_response({})
 
