@@ -19,7 +19,7 @@ from twinkle.server.protocols.native import overview as native_overview
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.protocols.openai import routes as openai
 from twinkle.server.protocols.operator import accounts, pages, system
-from twinkle.server.protocols.tinker import checkpoints, futures, runs, sampling, sessions, training
+from twinkle.server.protocols.tinker import futures, runs, sampling, sessions, training
 from twinkle.server.telemetry.http import ObservedRequests
 
 # One flat list, the busiest areas first: routes are tried in order.
@@ -32,7 +32,6 @@ ROUTES = RouteTable(
         sessions.routes,
         system.routes,
         runs.routes,
-        checkpoints.routes,
         accounts.routes,
         native_model.routes,
         native_sampler.routes,

@@ -5,7 +5,6 @@ Runs and checkpoints are those of all protocols: what was trained with Tinker's 
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated
 
@@ -23,8 +22,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.protocols.native.requests import ANY_KEY, sampling_services_of, services_of, wire_response
 from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
 from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
-from twinkle.server.protocols.tinker.runs import Limit, Offset
-from twinkle.server.services.checkpoints.access import kind_of_checkpoint
+from twinkle.server.protocols.tinker.runs import Limit, Offset, checkpoint_body, run_body
 from twinkle.server.types import CheckpointRecord, MetricPoint, RunRecord, SessionRecord
 from twinkle.server.wire import fields
 from twinkle_client.protocol import runs as run_types
@@ -225,44 +223,31 @@ def _path(run_id: str, checkpoint_id: str) -> CheckpointPath:
 async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingRun:
     last = await gateway.store.checkpoints.latest(run.run_id)
     weights, sampler = last.get("weights"), last.get("sampler_weights")
-    return run_types.TrainingRun(
-        training_run_id=run.run_id,
-        base_model=run.base_model,
-        model_owner=run.tenant_id,
-        # Of a run of Tinker's protocol it is a label like others: nothing is written there.
-        save_dir=run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
-        is_lora=True,
-        corrupted=run.state == "failed",
-        lora_rank=run.spec.rank,
-        last_request_time=_time(run.last_request_at),
-        last_checkpoint=None if weights is None else _checkpoint(weights, run).model_dump(mode="json"),
-        last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler, run).model_dump(mode="json"),
-        user_metadata=dict(run.user_metadata),
+    return run_types.TrainingRun.model_validate(
+        {
+            **run_body(run),
+            # Of a run of Tinker's protocol it is a label like others: nothing is written there.
+            "save_dir": run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
+            "last_checkpoint": None if weights is None else _checkpoint(weights, run).model_dump(mode="json"),
+            "last_sampler_checkpoint": None if sampler is None else _checkpoint(sampler, run).model_dump(mode="json"),
+        }
     )
 
 
 def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoint:
-    path = CheckpointPath(record.run_id, record.kind, record.name)
     by_kind = run.spec.target_modules is None  # else modules were named one by one
-    return run_types.Checkpoint(
-        checkpoint_id=path.checkpoint_id,
-        checkpoint_type=kind_of_checkpoint(record.kind),
-        time=_time(record.created_at),
-        size_bytes=record.size_bytes,
-        public=record.public,
-        twinkle_path=path.native,
-        base_model=run.base_model,
-        is_lora=True,
-        lora_rank=run.spec.rank,
-        train_unembed=run.spec.train_unembed if by_kind else None,
-        train_mlp=run.spec.train_mlp if by_kind else None,
-        train_attn=run.spec.train_attn if by_kind else None,
-        user_metadata=dict(record.user_metadata),
+    return run_types.Checkpoint.model_validate(
+        {
+            **checkpoint_body(record),
+            "twinkle_path": CheckpointPath(record.run_id, record.kind, record.name).native,
+            "base_model": run.base_model,
+            "is_lora": True,
+            "lora_rank": run.spec.rank,
+            "train_unembed": run.spec.train_unembed if by_kind else None,
+            "train_mlp": run.spec.train_mlp if by_kind else None,
+            "train_attn": run.spec.train_attn if by_kind else None,
+        }
     )
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 # --- curves of runs: what the server measured, and what clients log beside it -----------------------------------------

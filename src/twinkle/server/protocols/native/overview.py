@@ -12,8 +12,7 @@ from twinkle.server.http.owners import anybody
 from twinkle.server.http.requests import PREFIX, json_response, listing
 from twinkle.server.http.routes import Call, Routes
 from twinkle.server.protocols.native.requests import ANY_KEY
-from twinkle.server.protocols.tinker.checkpoints import archive_title, tar_response
-from twinkle.server.protocols.tinker.runs import Limit, Offset, path_of
+from twinkle.server.protocols.tinker.runs import Limit, Offset, archive_title, path_of, tar_response
 from twinkle.server.services.training.adapters import AdapterStatus, Residency
 from twinkle.server.types import RunRecord, SessionRecord
 
