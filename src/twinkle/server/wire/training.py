@@ -62,21 +62,27 @@ def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
     return body
 
 
-def decode_forward_backward(
-    body: bytes,
-    *,
-    max_datums: int = MAX_DATUMS,
-    max_tokens: int = MAX_TOKENS,
-    max_width: int = _MAX_WIDTH,
-    max_targets: int = MAX_TARGETS,
-) -> Op:
+@dataclass
+class Allowance:
+    """What is left of a request's limits while its datums are read, by the shapes that it declares.
+
+    ``targets`` are those of all tokens, ``width`` those of each.
+    """
+
+    tokens: int = MAX_TOKENS
+    targets: int = MAX_TARGETS
+    width: int = _MAX_WIDTH
+    datums: int = MAX_DATUMS
+
+
+def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
     """Read a request far enough to know its place in the sequence, or raise :class:`MalformedRequestError`.
 
-    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same. max_width is
-    of targets a token, max_targets of all targets of the request; both are decided by the shapes that it declares.
+    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same.
     """
+    left = left or Allowance()
     if len(body) > _SMALL_BODY:
-        _check_parts(body, max_datums * _PARTS_PER_DATUM)
+        _check_parts(body, left.datums * _PARTS_PER_DATUM)
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -89,16 +95,16 @@ def decode_forward_backward(
         raise MalformedRequestError(f"seq_id: got {request.seq_id}, allowed: 1 and up")
     payload: TrainPass | Refused
     try:
-        payload = _train_pass(request, max_datums, Allowance(max_tokens, max_targets, max_width))
+        payload = _train_pass(request, left)
     except UserError as error:
         payload = Refused.because(error)
     kind = OpKind.FORWARD if request.forward_only else OpKind.FORWARD_BACKWARD
     return Op(request.model_id, request.seq_id, kind, payload, body)
 
 
-def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, left: "Allowance") -> TrainPass:
-    if len(request.data) > max_datums:
-        raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {max_datums} in one request")
+def _train_pass(request: pb.ForwardBackwardRequest, left: Allowance) -> TrainPass:
+    if len(request.data) > left.datums:
+        raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {left.datums} in one request")
     for name in (request.loss_fn, *request.loss_fn_config, *request.loss_fn_config_v2):
         if len(name) > _MAX_NAME:  # names are repeated in errors
             raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
@@ -109,7 +115,7 @@ def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, left: "Allo
     return named_pass(data, request.loss_fn, config, trains=not request.forward_only)
 
 
-def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: "Allowance") -> TrainPass:
+def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: Allowance) -> TrainPass:
     data, inputs = [], []
     for index, datum in enumerate(request.data):
         where = f"data[{index}]"
@@ -125,15 +131,6 @@ def _loss_id(request: pb.ForwardBackwardRequest) -> str:
     if set(config) != {LOSS_ID} or not 1 <= len(config[LOSS_ID]) <= _MAX_NAME:
         raise InvalidInputError("loss_fn_config", config, f"{LOSS_ID}, as create_custom_loss returned it, alone")
     return config[LOSS_ID]
-
-
-@dataclass
-class Allowance:
-    """What is left of a request's limits while its datums are read; ``width`` is each token's."""
-
-    tokens: int
-    targets: int
-    width: int
 
 
 def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:

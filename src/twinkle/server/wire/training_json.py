@@ -14,8 +14,6 @@ from twinkle.server.wire.reference_passes import named_pass
 from twinkle.server.wire.training import (
     CUSTOM,
     MAX_DATUMS,
-    MAX_TARGETS,
-    MAX_TOKENS,
     Allowance,
     AnyArray,
     check_input_name,
@@ -71,16 +69,9 @@ def is_json(body: bytes) -> bool:
     return body.startswith(b"{")
 
 
-def decode_json_pass(
-    body: bytes,
-    kind: OpKind,
-    *,
-    max_tokens: int = MAX_TOKENS,
-    max_width: int = MAX_TARGETS,
-    max_targets: int = MAX_TARGETS,
-) -> Op:
+def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -> Op:
     """As :func:`~twinkle.server.wire.training.decode_forward_backward`."""
-    place = parse(Sequenced, body)
+    place, left = parse(Sequenced, body), left or Allowance()
     payload: TrainPass | Refused
     try:
         if kind is OpKind.FORWARD:
@@ -89,7 +80,6 @@ def decode_json_pass(
             asked = parse(_ForwardBackward, body).forward_backward_input
         if asked.loss_fn == CUSTOM:
             raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
-        left = Allowance(max_tokens, max_targets, max_width)
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
         trains = kind is OpKind.FORWARD_BACKWARD
         payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)

@@ -13,7 +13,7 @@ from twinkle.server.types import Op, OpKind
 from twinkle.server.wire import fields, requests
 from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, Place
 from twinkle.server.wire.errors import BodyTooLargeError
-from twinkle.server.wire.training import decode_forward_backward, decompress
+from twinkle.server.wire.training import Allowance, decode_forward_backward, decompress
 from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
 
 routes = Routes(PREFIX)
@@ -44,13 +44,8 @@ async def _pass(call: Call[bytes], kind: OpKind) -> Response:
         as_json = kind is OpKind.FORWARD or is_json(body)
         if as_json and len(body) > MOST_BYTES:
             raise BodyTooLargeError(MOST_BYTES)
-        decode_pass = partial(decode_json_pass, kind=kind) if as_json else decode_forward_backward
-        op = decode_pass(
-            body,
-            max_tokens=limits.max_tokens_per_request,
-            max_width=limits.max_targets_per_token,
-            max_targets=limits.max_targets_per_request,
-        )
+        left = Allowance(limits.max_tokens_per_request, limits.max_targets_per_request, limits.max_targets_per_token)
+        op = decode_json_pass(body, kind, left) if as_json else decode_forward_backward(body, left)
         _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
         return op
 
@@ -58,22 +53,11 @@ async def _pass(call: Call[bytes], kind: OpKind) -> Response:
 
 
 @routes.post("/optim_step", by_model_id, _op(requests.OptimStepRequest), soon=True)
-async def optim_step(call: Call[Op]) -> Response:
-    return await _submit(call, call.body)
-
-
 @routes.post("/save_weights", by_model_id, _op(requests.SaveWeightsRequest), soon=True)
-async def save_weights(call: Call[Op]) -> Response:
-    return await _submit(call, call.body)
-
-
 @routes.post("/save_weights_for_sampler", by_model_id, _op(requests.SaveWeightsForSamplerRequest), soon=True)
-async def save_weights_for_sampler(call: Call[Op]) -> Response:
-    return await _submit(call, call.body)
-
-
 @routes.post("/save_weights_external", by_model_id, _op(requests.SaveWeightsExternalRequest), soon=True)
-async def save_weights_external(call: Call[Op]) -> Response:
+async def submit_op(call: Call[Op]) -> Response:
+    """Submit what needs no more than its place in the sequence."""
     return await _submit(call, call.body)
 
 
