@@ -19,8 +19,13 @@ from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
 from twinkle.server.http.requests import PREFIX, json_response
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.requests import ANY_KEY, sampling_services_of, services_of, wire_response
-from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
+from twinkle.server.protocols.native.requests import (
+    ANY_KEY,
+    TEMPLATES_KEY,
+    sampling_services_of,
+    services_of,
+    wire_response,
+)
 from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
 from twinkle.server.protocols.tinker.runs import Limit, Offset, checkpoint_body, run_body
 from twinkle.server.types import CheckpointRecord, MetricPoint, RunRecord, SessionRecord

@@ -37,6 +37,8 @@ from twinkle_client.protocol.verbs import AdapterOptions, AddAdapterRequest, Bat
 ROWS_BYTES = 16 * 2**20
 ANY_KEY = ""  # with which keys of this protocol begin: any token is a tenant of its own, unless the server has keys
 _WAIT_SECONDS = 25.0
+# In the user_metadata of a session: choices by the name of the model.
+TEMPLATES_KEY = "twinkle.sampler_templates"
 
 
 async def session_of(call: Call[Any]) -> str:
