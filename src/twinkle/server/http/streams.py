@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -65,7 +65,7 @@ class JsonStream(Response):
 
 async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnError) -> JsonStream:
     """Wait for the first body, then return the stream. So what is refused at once is refused by its status code."""
-    first = await unless_gone(request.receive, _next(bodies))
+    first = await unless_gone(request.receive, anext(bodies))
     return JsonStream(to_the_end(first, bodies, failed), framing)
 
 
@@ -80,17 +80,13 @@ async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
             yield failed(error)
 
 
-async def _next(bodies: Bodies) -> Json:
-    return await anext(bodies)
-
-
 async def _send_part(send: Send, part: bytes, *, more: bool = True) -> None:
     """Send a part. The server waits in here while the client reads more slowly than we write: TimeoutError."""
     async with asyncio.timeout(UNREAD_SECONDS):
         await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of ``work``. If the client leaves first, it is cancelled and ClientDisconnect raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(receive))

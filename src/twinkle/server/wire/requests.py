@@ -6,6 +6,7 @@ default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown
 train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sampling`.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AwareDatetime, Field
@@ -169,17 +170,10 @@ class CreateModelRequest(Request):
                 "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
             )
         check_optimizer(self.optimizer_config)
-        lora = self.lora_config
-        seed = lora.seed
-        if seed is not None and seed >= 2**63:
-            seed -= 2**64  # the same 64 bits, read with a sign as the trainer does
-        return LoraSpec(
-            rank=lora.rank,
-            seed=seed,
-            train_attn=lora.train_attn,
-            train_mlp=lora.train_mlp,
-            train_unembed=lora.train_unembed,
-        )
+        spec = LoraSpec(**self.lora_config.model_dump())
+        if spec.seed is not None and spec.seed >= 2**63:
+            return replace(spec, seed=spec.seed - 2**64)  # the same 64 bits, read with a sign as the trainer does
+        return spec
 
 
 def check_optimizer(config: OptimizerConfig | None) -> None:

@@ -23,6 +23,7 @@ from twinkle.server.wire.reference_passes import REF_LOGPS, named_pass
 from twinkle.server.wire.tensors import decode_tensor, read_array
 
 TARGETS = "target_tokens"
+_TARGETS_FIELD = f".loss_fn_inputs[{TARGETS!r}]"
 WEIGHTS = "weights"
 CUSTOM = "custom"  # a loss that the tenant created: its inputs have names of the tenant's choice
 LOSS_ID = "loss_id"
@@ -169,31 +170,23 @@ def datum_of(tokens: IntArray, arrays: dict[str, AnyArray | Csr], where: str, le
     """tokens (T,); ``arrays``: the loss's inputs by name."""
     left.tokens -= len(tokens)
     if left.tokens < 0:
-        raise LimitExceededError(
-            f"{where}.model_input",
-            f"{len(tokens)} tokens",
-            f"{left.tokens + len(tokens)}: what is left of the request's limit",
-            "max_tokens_per_request",
-        )
+        raise _beyond_limit(f"{where}.model_input", "tokens", len(tokens), left.tokens, "max_tokens_per_request")
     if TARGETS not in arrays:
-        raise InvalidInputError(
-            f"{where}.loss_fn_inputs[{TARGETS!r}]", None, "int64 (N,) or (N, K): every loss needs it"
-        )
+        raise InvalidInputError(where + _TARGETS_FIELD, None, "int64 (N,) or (N, K): every loss needs it")
     targets = arrays.pop(TARGETS)
     if targets.dtype.kind != "i":
-        raise InvalidInputError(
-            f"{where}.loss_fn_inputs[{TARGETS!r}].dtype", str(targets.dtype), "token ids: int64 or int32"
-        )
+        raise InvalidInputError(f"{where}{_TARGETS_FIELD}.dtype", str(targets.dtype), "token ids: int64 or int32")
     left.targets -= targets.size
     if left.targets < 0:
-        raise LimitExceededError(
-            f"{where}.loss_fn_inputs[{TARGETS!r}]",
-            f"{targets.size} targets",
-            f"{left.targets + targets.size}: what is left of the request's limit",
-            "max_targets_per_request",
-        )
+        field = where + _TARGETS_FIELD
+        raise _beyond_limit(field, "targets", targets.size, left.targets, "max_targets_per_request")
     floats = {name: _as(array, np.float32) for name, array in arrays.items()}
     return Datum(tokens, _as(targets, np.int64), floats.pop(WEIGHTS, None), floats)
+
+
+def _beyond_limit(field: str, what: str, count: int, left: int, key: str) -> LimitExceededError:
+    """``left`` of a request's limit after ``count`` were taken from it: a negative number."""
+    return LimitExceededError(field, f"{count} {what}", f"{left + count}: what is left of the request's limit", key)
 
 
 def _as(array: AnyArray | Csr, dtype: type[np.generic]) -> Any:

@@ -290,6 +290,4 @@ def _response(points: Sequence[MetricPoint], since: int, more: bool) -> Response
 
 
 def _point(point: MetricPoint) -> run_types.MetricPoint:
-    return run_types.MetricPoint(
-        number=point.number, time=point.time, source=point.source, step=point.step, values=dict(point.values)
-    )
+    return run_types.MetricPoint.model_validate(point, from_attributes=True)
