@@ -15,7 +15,6 @@ from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
 from twinkle.server.http.routes import RouteTable
 from twinkle.server.protocols.native import gateway_routes as native_gateway
 from twinkle.server.protocols.native import model_routes as native_model
-from twinkle.server.protocols.native import overview as native_overview
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.protocols.openai import routes as openai
 from twinkle.server.protocols.operator import accounts, pages, system
@@ -36,7 +35,6 @@ ROUTES = RouteTable(
         native_model.routes,
         native_sampler.routes,
         native_gateway.routes,
-        native_overview.routes,
         pages.routes,
     )
 )

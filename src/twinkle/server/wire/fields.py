@@ -61,16 +61,21 @@ def _checkpoint_name(name: str) -> str:
     return name
 
 
+def are_token_ids(values: list[object]) -> bool:
+    return all(type(value) is int and 0 <= value <= _MAX_TOKEN_ID for value in values)
+
+
+def are_stop_texts(values: list[object]) -> bool:
+    return all(isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH for value in values)
+
+
 def _stops(value: object) -> object:
     """One text is a list of one; the list is either all text or all token ids."""
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return None
-    if isinstance(stops, list) and len(stops) <= MAX_STOPS:
-        if all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-            return stops
-        if all(type(stop) is int and 0 <= stop <= _MAX_TOKEN_ID for stop in stops):
-            return stops
+    if isinstance(stops, list) and len(stops) <= MAX_STOPS and (are_stop_texts(stops) or are_token_ids(stops)):
+        return stops
     raise ValueError(
         f"allowed: null, a text, or at most {MAX_STOPS} texts or token ids; texts of 1 to {MAX_STOP_LENGTH} characters"
     )

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainVa
 
 from twinkle.errors import InvalidInputError
 from twinkle.sampler.types import SamplingParams
-from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Request, Seed, short
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Request, Seed, are_stop_texts, are_token_ids, short
 
 
 class Fields(Request):
@@ -117,7 +117,6 @@ MAX_SAMPLES = 128
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 4
-_MAX_TOKEN_ID = 2**31 - 1
 _COMPLETION_TOKENS = 16  # what OpenAI gives to a text completion that names no number
 
 Prompt = str | list[int]
@@ -129,21 +128,13 @@ def _stops(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return ()
-    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(map(_is_stop, stops)):
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not are_stop_texts(stops):
         raise ValueError(f"allowed: null, or at most {_MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(stops)
 
 
-def _is_stop(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH
-
-
 def _is_tokens(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in value)
-    )
+    return isinstance(value, list) and bool(value) and are_token_ids(value)
 
 
 def _prompts(value: object) -> list[Prompt]:
