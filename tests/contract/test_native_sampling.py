@@ -17,7 +17,7 @@ from serving import ALIAS, MODEL, SAMPLER, SdkServer, key_of, sequences, tinker_
 from twinkle.data_format import SamplingParams
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.sampler import LocalSampler
-from twinkle.server.protocols.native.sampling import plain
+from twinkle.server.verbs.codec import finite
 
 pytestmark = pytest.mark.skipif(SAMPLER != "torch", reason="LocalSampler samples with torch")
 NAME = MODEL.rpartition("://")[2]  # clients leave the scheme out of addresses
@@ -59,7 +59,7 @@ def assert_same(served: list[dict[str, Any]], expected: list[Any]) -> None:
             assert sequence["tokens"] == local.tokens
             assert sequence["stop_reason"] == local.stop_reason
             assert sequence["decoded"] == local.decoded
-            assert sequence["new_input_feature"] == plain(local.new_input_feature)
+            assert sequence["new_input_feature"] == finite(local.new_input_feature)
             assert flat(sequence["logprobs"]) == approximately(flat(local.logprobs))
 
 

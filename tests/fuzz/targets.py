@@ -21,7 +21,6 @@ from twinkle.errors import UserError
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest
-from twinkle.server.protocols.openai.requests import parse as parse_openai
 from twinkle.server.types import Op, OpKind, Refused
 from twinkle.server.verbs import codec
 from twinkle.server.verbs.features import are_encoded, as_rows, checked_rows
@@ -29,7 +28,7 @@ from twinkle.server.wire import requests
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.custom_losses import decode_custom_loss
 from twinkle.server.wire.fields import parse
-from twinkle.server.wire.sample_requests import AsampleRequest, RetrieveFuturesRequest, to_sample_request
+from twinkle.server.wire.sampling import AsampleRequest, RetrieveFuturesRequest, to_sample_request
 from twinkle.server.wire.training import decode_forward_backward, decompress
 from twinkle.server.wire.training_json import decode_json_pass
 from twinkle_client.protocol.verbs import VERBS
@@ -172,7 +171,7 @@ def _lora_config(body: bytes) -> object:
 def _openai(body: bytes) -> object:
     for kind in (ChatRequest, CompletionRequest):
         try:
-            parse_openai(kind, body)
+            parse(kind, body)
         except UserError:
             continue
     return None

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import uvicorn
 import uvloop
+from starlette.types import Receive, Scope, Send
 
-from twinkle.server.http.asgi_relay import Receive, Scope, Send
 from twinkle.server.http.connections import (
     BoundedProtocol,
     ConnectionLimits,

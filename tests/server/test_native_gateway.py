@@ -268,7 +268,7 @@ def test_every_route_wants_a_token(server: Server) -> None:
     routes = [route.endpoint for area in (native_gateway, native_sampler) for route in area.routes.declared]
     answers = set()
     for route in routes:
-        path = route.path_format.format(model=MODEL, run_id="r", checkpoint_id="weights/x")
+        path = route.path_format.format(model=MODEL, run_id="r", checkpoint_id="weights/x", kind="weights", name="x")
         method = next(iter(route.methods))
         answer = httpx.request(method, f"{server.url}{path}", content=b"{", trust_env=False)
         if route.path_format in PUBLIC:

@@ -14,6 +14,7 @@ import pytest
 from native_caller import Caller
 from running import MODEL, Server, Tenant, key_for, mock_config, sample_body
 
+from twinkle.data_format import SamplingParams
 from twinkle.errors import GoneError
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.wire import tinker_pb2 as pb
@@ -249,7 +250,7 @@ def test_a_live_adapter_as_it_is_now(caller: Caller, stranger: Caller) -> None:
 
 def test_weights_that_are_gone_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter that trains fast may leave its weights behind before a request reaches the sampler."""
-    asked_again = native_sampler.AskedSamples(None, None, "tenant", None, types.SampleRequest(inputs=[]))
+    asked_again = native_sampler.AskedSamples(None, None, None, SamplingParams())
     answers: list[Exception | bytes] = [GoneError("it trained on"), GoneError("again"), b"{}"]
 
     class Sampling:
@@ -259,10 +260,10 @@ def test_weights_that_are_gone_are_asked_for_again(monkeypatch: pytest.MonkeyPat
                 raise said
             return said
 
-    async def understood() -> Sampling:
+    async def understood(_asked: native_sampler.AskedSamples) -> Sampling:
         return Sampling()
 
-    monkeypatch.setattr(asked_again, "_understood", understood)
+    monkeypatch.setattr(native_sampler.AskedSamples, "understood", understood)
     assert asyncio.run(asked_again.answer()) == b"{}"
     answers += [GoneError("it trained on")] * 3
     with pytest.raises(GoneError):

@@ -16,7 +16,7 @@ from twinkle.server.scheduling.sequence import Ticket
 from twinkle.server.services.sampling.jobs import price_of
 from twinkle.server.types import CustomLossUse, NativePass, Op, OpKind, Price, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
-from twinkle.server.wire.training import decode_forward_backward
+from twinkle.server.wire.training import Allowance, decode_forward_backward
 from twinkle.server.wire.training_json import decode_json_pass
 
 BACKWARD = OpKind.FORWARD_BACKWARD
@@ -50,7 +50,7 @@ def narrow(tokens: int) -> pb.Datum:
 def decoded(sent: bytes, **limits: int) -> Op:
     """With no memory to speak of."""
     tracemalloc.start()
-    op = decode_forward_backward(sent, **limits)
+    op = decode_forward_backward(sent, Allowance(**limits))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 * len(sent) + 262_144, peak
@@ -72,33 +72,33 @@ def test_sparse_stays_sparse_and_its_price_is_what_it_takes() -> None:
 
 def test_a_width_beyond_the_limit_is_refused_by_name() -> None:
     for sent, shape in ((body(wide(2**22), narrow(299)), (1, 2**22)), (body(wide(1025)), (1, 1025))):
-        op = decoded(sent, max_width=1024)
+        op = decoded(sent, width=1024)
         assert op.payload == Refused(
             f"data[0].loss_fn_inputs['target_tokens'].shape: got {shape}, "
             "allowed: at most 1024 numbers a token (max_targets_per_token)",
             "max_targets_per_token",
         )
         assert op.price == Price(held_bytes=op.price.held_bytes)
-    assert isinstance(decoded(body(wide(1024)), max_width=1024).payload, TrainPass)
+    assert isinstance(decoded(body(wide(1024)), width=1024).payload, TrainPass)
 
 
 def test_the_width_of_dense_tensors_and_of_json_is_limited_too() -> None:
     dense = pb.Datum(model_input=[chunk(1)], loss_fn_inputs={"target_tokens": tensor(np.ones(20), "i8", [1, 20])})
-    op = decoded(body(dense), max_width=10)
+    op = decoded(body(dense), width=10)
     assert isinstance(op.payload, Refused)
     assert op.payload.limit == "max_targets_per_token"
     inputs = {"target_tokens": {"data": [1] * 20, "dtype": "int64", "shape": [1, 20]}}
     row = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "loss_fn_inputs": inputs}
     asked = {"data": [row], "loss_fn": "cross_entropy"}
     sent = json.dumps({"model_id": "m", "seq_id": 1, "forward_backward_input": asked}).encode()
-    refused = decode_json_pass(sent, BACKWARD, max_width=10).payload
+    refused = decode_json_pass(sent, BACKWARD, Allowance(width=10)).payload
     assert isinstance(refused, Refused)
     assert refused.limit == "max_targets_per_token"
     assert isinstance(decode_json_pass(sent, BACKWARD).payload, TrainPass)
 
 
 def test_the_targets_of_a_whole_request_are_limited() -> None:
-    op = decoded(body(wide(1000, 100), wide(1000, 100)), max_targets=150_000)
+    op = decoded(body(wide(1000, 100), wide(1000, 100)), targets=150_000)
     assert isinstance(op.payload, Refused)
     assert "data[1].loss_fn_inputs['target_tokens']: got '100000 targets', allowed: 50000" in op.payload.message
     assert op.payload.limit == "max_targets_per_request"

@@ -23,7 +23,7 @@ from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
-from twinkle.server.wire.training import decode_forward_backward
+from twinkle.server.wire.training import Allowance, decode_forward_backward
 
 BUDGET = 64  # tokens: a batch has room for a dozen passes
 STEPS = 15
@@ -92,7 +92,7 @@ async def adapters(counted: Counted, tenant_id: str, count: int) -> list[str]:
 def step(run_id: str, seq: int) -> tuple[Op, Op]:
     """A forward_backward and the optim_step after it."""
     update = Op(run_id, seq + 1, OpKind.OPTIM_STEP, OptimStep(AdamParams(0.1)), b"step")
-    return decode_forward_backward(training_body(run_id, seq), max_tokens=1000), update
+    return decode_forward_backward(training_body(run_id, seq), Allowance(tokens=1000)), update
 
 
 async def flood(counted: Counted, run_id: str, refused: list[str]) -> None:

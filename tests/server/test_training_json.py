@@ -10,7 +10,7 @@ import pytest
 from twinkle.server.types import OpKind, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import MalformedRequestError
-from twinkle.server.wire.training import decode_forward_backward
+from twinkle.server.wire.training import Allowance, decode_forward_backward
 from twinkle.server.wire.training_json import decode_json_pass
 
 JSON_ONLY = {"Accept": "application/json"}
@@ -96,7 +96,7 @@ def test_what_has_no_place_in_a_sequence(body):
 
 
 def test_too_many_tokens_are_refused():
-    op = decode_json_pass(json.dumps(request("m", 1)).encode(), OpKind.FORWARD_BACKWARD, max_tokens=2)
+    op = decode_json_pass(json.dumps(request("m", 1)).encode(), OpKind.FORWARD_BACKWARD, Allowance(tokens=2))
     assert isinstance(op.payload, Refused)
 
 

@@ -15,25 +15,23 @@ from twinkle.errors import InvalidInputError, UserError
 from twinkle.server.state.files.export import check_recipients
 from twinkle.server.types import Op, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
-from twinkle.server.wire.checkpoint_requests import (
-    CopyWeightsRequest,
-    CreateFromRequest,
-    SaveWeightsExternalRequest,
-    SetTtlRequest,
-)
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
+    CopyWeightsRequest,
+    CreateFromRequest,
     CreateModelRequest,
     CreateSessionRequest,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
+    SearchSessionsRequest,
+    SetTtlRequest,
     to_op,
 )
-from twinkle.server.wire.sample_requests import AsampleRequest, to_sample_request
-from twinkle.server.wire.session_requests import SearchSessionsRequest
+from twinkle.server.wire.sampling import AsampleRequest, to_sample_request
 from twinkle.server.wire.training import decode_forward_backward, decompress
 
 

@@ -20,11 +20,11 @@ from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as Sd
 from twinkle.errors import UnknownNameError, UnsupportedError
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.types import LoadWeights, OpKind, OptimStep, PublishSampler, Refused, SaveWeights
-from twinkle.server.wire.checkpoint_requests import CreateFromRequest, names_session
 from twinkle.server.wire.errors import MalformedRequestError
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
     ClientConfigRequest,
+    CreateFromRequest,
     CreateModelRequest,
     CreateSessionRequest,
     FinishSessionRequest,
@@ -35,9 +35,10 @@ from twinkle.server.wire.requests import (
     SaveWeightsRequest,
     SessionHeartbeatRequest,
     WeightsInfoRequest,
+    names_session,
     to_op,
 )
-from twinkle.server.wire.sample_requests import (
+from twinkle.server.wire.sampling import (
     CancelFutureRequest,
     CreateSamplingSessionRequest,
     RetrieveFutureRequest,

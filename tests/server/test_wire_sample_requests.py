@@ -16,7 +16,7 @@ from tinker.types.sample_request import SampleRequest as SdkSample
 from twinkle.errors import UserError
 from twinkle.sampler.types import SampledSequence, SampleResult, SamplingParams, TopLogprobs
 from twinkle.server.wire.fields import parse
-from twinkle.server.wire.sample_requests import (
+from twinkle.server.wire.sampling import (
     AsampleRequest,
     JoinSamplingSessionRequest,
     RetrieveFuturesRequest,

@@ -18,7 +18,14 @@ from twinkle.model.types import TrainResult
 from twinkle.server.types import Encoding, OpKind, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
-from twinkle.server.wire.training import EXTRAS, WEIGHTS, decode_forward_backward, decompress, encode_training_result
+from twinkle.server.wire.training import (
+    EXTRAS,
+    WEIGHTS,
+    Allowance,
+    decode_forward_backward,
+    decompress,
+    encode_training_result,
+)
 
 
 def _body(data, loss="cross_entropy", config=None, model_id="s:train:0", seq=1, forward_only=False):
@@ -33,13 +40,13 @@ def _datum(tokens, **inputs):
 
 
 def _decoded(body, **limits):
-    op = decode_forward_backward(body, **limits)
+    op = decode_forward_backward(body, Allowance(**limits))
     assert isinstance(op.payload, TrainPass), op.payload
     return op
 
 
 def _refusal(body, **limits):
-    op = decode_forward_backward(body, **limits)
+    op = decode_forward_backward(body, Allowance(**limits))
     assert isinstance(op.payload, Refused), op.payload
     assert (op.adapter_id, op.seq) == ("s:train:0", 1)
     return op.payload.message
@@ -172,9 +179,9 @@ class TestRequestsOfTheSdk:
 
     def test_limits(self):
         data = [_datum([1, 2], target_tokens=[2, 3])] * 3
-        assert len(_decoded(_body(data), max_datums=3, max_tokens=6).payload.data) == 3
-        assert "3 datums" in _refusal(_body(data), max_datums=2)
-        assert "data[2].model_input" in _refusal(_body(data), max_tokens=5)
+        assert len(_decoded(_body(data), datums=3, tokens=6).payload.data) == 3
+        assert "3 datums" in _refusal(_body(data), datums=2)
+        assert "data[2].model_input" in _refusal(_body(data), tokens=5)
 
 
 def test_every_loss_input_is_known():

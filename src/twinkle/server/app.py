@@ -15,11 +15,10 @@ from twinkle.server.http.requests import RefuseRebinding, install_error_handlers
 from twinkle.server.http.routes import RouteTable
 from twinkle.server.protocols.native import gateway_routes as native_gateway
 from twinkle.server.protocols.native import model_routes as native_model
-from twinkle.server.protocols.native import overview as native_overview
 from twinkle.server.protocols.native import sampler_routes as native_sampler
 from twinkle.server.protocols.openai import routes as openai
 from twinkle.server.protocols.operator import accounts, pages, system
-from twinkle.server.protocols.tinker import checkpoints, futures, runs, sampling, sessions, training
+from twinkle.server.protocols.tinker import futures, runs, sampling, sessions, training
 from twinkle.server.telemetry.http import ObservedRequests
 
 # One flat list, the busiest areas first: routes are tried in order.
@@ -32,12 +31,10 @@ ROUTES = RouteTable(
         sessions.routes,
         system.routes,
         runs.routes,
-        checkpoints.routes,
         accounts.routes,
         native_model.routes,
         native_sampler.routes,
         native_gateway.routes,
-        native_overview.routes,
         pages.routes,
     )
 )

@@ -3,9 +3,12 @@
 import time
 from dataclasses import dataclass
 
+from twinkle.errors import UnsupportedError
+from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import version_of
+from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord, SamplingSessionRecord
 
 # Of checkpoints that can be sampled from.
@@ -18,10 +21,19 @@ class Target:
 
     services: Services
     session: SamplingSessionRecord
+    sampling: SamplerService
 
     @property
     def weights(self) -> str:
         return self.session.version_id or self.session.model_name
+
+    @property
+    def codec(self) -> TextCodec:
+        """Return what turns text into the model's tokens and back; UnsupportedError if there is nothing."""
+        model = self.services.model
+        if model.text is None:
+            raise UnsupportedError(f"{model.name} has no tokenizer, and without one there is no text")
+        return model.text
 
 
 def of_base_model(gateway: Gateway, services: Services, tenant_id: str, name: str) -> Target:
@@ -63,5 +75,4 @@ def _target(
         directory=directory,
         created_at=time.time(),
     )
-    gateway.sampler_of(session)  # refuses what is served for training only
-    return Target(services, session)
+    return Target(services, session, gateway.sampler_of(session))  # refuses what is served for training only

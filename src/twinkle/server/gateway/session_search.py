@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from twinkle.errors import InvalidInputError
 from twinkle.server.state import Store
 from twinkle.server.types import SessionRecord
-from twinkle.server.wire.session_requests import SearchCursor, SearchSessionsRequest, Status
+from twinkle.server.wire.requests import SearchCursor, SearchSessionsRequest, Status
 
 IsSilent = Callable[[SessionRecord], bool]
 

@@ -18,8 +18,7 @@ from twinkle.server.services.checkpoints.access import loadable_checkpoint, vers
 from twinkle.server.state import CheckpointExistsError, StorageFullError
 from twinkle.server.state.files.data_dir import copy_whole
 from twinkle.server.types import CheckpointRecord, CreateFromCheckpoint, Op, OpKind, RunRecord, SessionRecord
-from twinkle.server.wire.checkpoint_requests import CopyWeightsRequest, CreateFromRequest
-from twinkle.server.wire.requests import check_access_token
+from twinkle.server.wire.requests import CopyWeightsRequest, CreateFromRequest, check_access_token
 
 _NOTE = "this run holds copies of checkpoints; create a training client from one of them"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

@@ -4,17 +4,14 @@ So a request that reached one process is answered in another, by the same applic
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.types import ASGIApp, Message, Receive, Scope
+
 ResultT = TypeVar("ResultT")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
@@ -69,7 +66,7 @@ async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     return await asyncio.shield(task)
 
 
-async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:
+async def answer(app: ASGIApp, request: HttpRequest) -> HttpReply:
     """Return the whole answer. Cancelling this tells the application that the client has left."""
     async with aclosing(stream(app, request)) as parts:
         head = await anext(parts)
@@ -77,7 +74,7 @@ async def answer(app: AsgiApp, request: HttpRequest) -> HttpReply:
         return HttpReply(head, b"".join([part async for part in parts if isinstance(part, bytes)]))
 
 
-async def stream(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
+async def stream(app: ASGIApp, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
     """Yield the head, then the body as it comes."""
     parts: asyncio.Queue[HttpHead | bytes | None] = asyncio.Queue(maxsize=16)
     is_whole = False

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import Owner, Streams, anybody, never_streams
@@ -97,15 +98,13 @@ class Call(Generic[T]):
 
 
 Handler = Callable[Concatenate[Call[T], P], Awaitable[Response]]
+AnswerError = Callable[[Request, Exception], Response]
 
 
 class Decorator(Protocol[T]):
     """Declares a handler, which it returns as it is."""
 
     def __call__(self, handler: Handler[T, P], /) -> Handler[T, P]: ...
-
-
-EndpointT = TypeVar("EndpointT", bound=Callable[..., Awaitable[Response]])
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,15 @@ class Routes:
     query, as FastAPI reads them.
     """
 
-    def __init__(self, prefix: str = "", *, key_prefix: str = "tml-") -> None:
-        """``key_prefix``: what keys begin with where any key is a tenant of its own."""
+    def __init__(self, prefix: str = "", *, key_prefix: str = "tml-", answer_error: AnswerError | None = None) -> None:
+        """``key_prefix``: what keys begin with where any key is a tenant of its own.
+
+        ``answer_error``: answers errors in the form of this area; None: the application answers them.
+        """
         self.declared: list[Route] = []
         self._router = APIRouter(prefix=prefix, route_class=_PlainRoute)
         self._key_prefix = key_prefix
+        self._answer_error = answer_error
 
     def get(
         self, path: str, owner: Owner, *, public: bool = False, traced: bool = True, any_host: bool = False
@@ -173,34 +176,31 @@ class Routes:
         facts = RouteFacts(owner, body.schema, body.limit, ends_with_client, soon, streams, traced)
         return self._handling("POST", path, facts, body, public)
 
-    def endpoint(self, method: str, path: str, facts: RouteFacts) -> Callable[[EndpointT], EndpointT]:
-        """Declare an endpoint of FastAPI's own form, which finds its tenant and reads its body itself."""
-
-        def declare(endpoint: EndpointT) -> EndpointT:
-            self._router.add_api_route(path, endpoint, methods=[method])
-            added = self._router.routes[-1]
-            assert isinstance(added, APIRoute)
-            self.declared.append(Route(added, facts))
-            return endpoint
-
-        return declare
-
     def _handling(
         self, method: str, path: str, facts: RouteFacts, body: Body[Any] | None, public: bool
     ) -> Decorator[Any]:
         def declare(handler: Handler[Any, P]) -> Handler[Any, P]:
             async def endpoint(request: Request, *args: P.args, **parameters: P.kwargs) -> Response:
-                tenant_id = "" if public else await tenant_of(request, self._key_prefix)
-                raw = b"" if body is None or body.by_handler else await body_of(request, body.limit)
-                content = raw if body is None or body.read is None else await decoded(request, raw, body.read)
-                return await handler(Call(request, gateway_of(request), tenant_id, raw, content), *args, **parameters)
+                try:
+                    tenant_id = "" if public else await tenant_of(request, self._key_prefix)
+                    raw = b"" if body is None or body.by_handler else await body_of(request, body.limit)
+                    content = raw if body is None or body.read is None else await decoded(request, raw, body.read)
+                    call = Call(request, gateway_of(request), tenant_id, raw, content)
+                    return await handler(call, *args, **parameters)
+                except Exception as error:
+                    if self._answer_error is None or isinstance(error, ClientDisconnect):
+                        raise
+                    return self._answer_error(request, error)
 
             update_wrapper(endpoint, handler)
             # FastAPI asks for parameters by their names and annotations: the handler's, with the request for its call.
             first, *others = inspect.signature(handler).parameters.values()
             of_request = first.replace(name="request", annotation=Request)
             endpoint.__signature__ = inspect.Signature([of_request, *others], return_annotation=Response)  # type: ignore[attr-defined]
-            self.endpoint(method, path, facts)(endpoint)
+            self._router.add_api_route(path, endpoint, methods=[method])
+            added = self._router.routes[-1]
+            assert isinstance(added, APIRoute)
+            self.declared.append(Route(added, facts))
             return handler
 
         return declare

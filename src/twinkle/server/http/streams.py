@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -57,14 +57,15 @@ class JsonStream(Response):
         async with aclosing(self._bodies) as bodies:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for body in bodies:
-                await _send_part(send, f"{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}")
+                text = f"{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}"
+                await _send_part(send, text.encode())
                 await asyncio.sleep(0)  # many that are ready at once must not keep the event loop from others
-        await _send_part(send, framing.last, more=False)
+        await _send_part(send, framing.last.encode(), more=False)
 
 
 async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnError) -> JsonStream:
     """Wait for the first body, then return the stream. So what is refused at once is refused by its status code."""
-    first = await unless_gone(request.receive, _next(bodies))
+    first = await unless_gone(request.receive, anext(bodies))
     return JsonStream(to_the_end(first, bodies, failed), framing)
 
 
@@ -79,22 +80,19 @@ async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
             yield failed(error)
 
 
-async def _next(bodies: Bodies) -> Json:
-    return await anext(bodies)
-
-
-async def _send_part(send: Send, text: str, *, more: bool = True) -> None:
+async def _send_part(send: Send, part: bytes, *, more: bool = True) -> None:
+    """Send a part. The server waits in here while the client reads more slowly than we write: TimeoutError."""
     async with asyncio.timeout(UNREAD_SECONDS):
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+        await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of ``work``. If the client leaves first, it is cancelled and ClientDisconnect raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        if leaving.done():  # also of both at once: nobody is there to read the result
             raise ClientDisconnect
         return working.result()
     finally:
@@ -122,71 +120,59 @@ def undelivered() -> Delivering:
     return nullcontext(Delivery())
 
 
-class SentResult(Response):
-    """A whole body. ``delivering`` is entered when sending begins and told whether it was completed."""
-
-    def __init__(self, body: bytes, media_type: str, delivering: Delivering) -> None:
-        super().__init__(None, media_type=media_type)
-        self.headers["content-length"] = str(len(body))
-        self._result = body
-        self._delivering = delivering
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        with self._delivering as delivery:
-            if len(self._result) > _SMALL:
-                delivery.complete = await _send_parts(start, _parts_of(self._result), receive, send)
-                return
-            await send(start)
-            await send({"type": "http.response.body", "body": self._result, "more_body": False})
-            delivery.complete = True
-
-
 class StreamedResult(Response):
-    """A body that is made while it is sent, so that its length is not known."""
+    """A body that is sent as fast as the client reads. ``size`` of it, None where it is made while it is sent.
 
-    def __init__(self, parts: AsyncIterator[bytes], media_type: str, delivering: Delivering) -> None:
+    ``delivering`` is entered when sending begins and told whether it was completed.
+    """
+
+    def __init__(
+        self, parts: AsyncIterator[bytes], media_type: str, delivering: Delivering, size: int | None = None
+    ) -> None:
         super().__init__(None, media_type=media_type)
         del self.headers["content-length"]
+        if size is not None:
+            self.headers["content-length"] = str(size)
         self._parts = parts
         self._delivering = delivering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        with self._delivering as delivery, suppress(ClientDisconnect, TimeoutError):
+            # A client that has left is written to without a word: so it is looked for meanwhile.
+            await unless_gone(receive, self._send(send))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            delivery.complete = True
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._parts:
+            await _send_part(send, part)
+            await asyncio.sleep(0)
+        await _send_part(send, b"")  # sending nothing waits for the buffer
+        await asyncio.sleep(0)
+
+
+class SentResult(Response):
+    """A whole body, which is small enough for the buffer: it is sent in one piece."""
+
+    def __init__(self, body: bytes, media_type: str, delivering: Delivering) -> None:
+        super().__init__(body, media_type=media_type)
+        self._delivering = delivering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._delivering as delivery:
-            delivery.complete = await _send_parts(start, self._parts, receive, send)
+            await super().__call__(scope, receive, send)
+            delivery.complete = True
+
+
+def sent_result(body: bytes, media_type: str, delivering: Delivering) -> Response:
+    """Return what sends a whole body: at once if it is small, otherwise in pieces."""
+    if len(body) <= _SMALL:
+        return SentResult(body, media_type, delivering)
+    return StreamedResult(_parts_of(body), media_type, delivering, len(body))
 
 
 async def _parts_of(body: bytes) -> AsyncIterator[bytes]:
     view = memoryview(body)
     for place in range(0, len(body), _PART):
         yield bytes(view[place : place + _PART])
-
-
-async def _send_parts(start: dict[str, object], parts: AsyncIterator[bytes], receive: Receive, send: Send) -> bool:
-    """Return whether the client stayed to the end. One that reads nothing for a minute is gone, too."""
-    leaving = asyncio.ensure_future(left(receive))
-
-    async def stays_for(part: bytes) -> bool:
-        # The server waits in here while the client reads more slowly than we write; a client that has left is written
-        # to without a word.
-        async with asyncio.timeout(UNREAD_SECONDS):
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await asyncio.sleep(0)
-        return not leaving.done()
-
-    try:
-        await send(start)
-        async for part in parts:
-            if not await stays_for(part):
-                return False
-        if not await stays_for(b""):  # sending nothing waits for the buffer
-            return False
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return True
-    except TimeoutError:
-        return False
-    finally:
-        leaving.cancel()
-        with suppress(asyncio.CancelledError):
-            await leaving

@@ -5,7 +5,7 @@ that a graph may hold is bounded, so that keeping one, reading it and walking it
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -127,26 +127,24 @@ def _check_placeholder(node: _Node, inputs: Sequence[LossInput], number: int, wh
 
 def _needed(calls: Sequence[Call], loss: Argument, metrics: Mapping[str, Argument]) -> tuple[Call, ...]:
     """Without the calls whose value nobody reads."""
-    read = {name for argument in (loss, *metrics.values()) for name in _references(argument)}
+    read = set(_references((loss, *metrics.values())))
     kept = []
     for call in reversed(calls):
         if call.name in read:
             kept.append(call)
-            for argument in (*call.arguments, *call.keywords.values()):
-                read.update(_references(argument))
+            read.update(_references((*call.arguments, *call.keywords.values())))
     return tuple(reversed(kept))
 
 
-def _references(argument: Argument) -> list[str]:
-    match argument:
-        case Ref(name):
-            return [name]
-        case Items(values):
-            return [name for value in values for name in _references(value)]
-        case Slice(start, stop, step):
-            return [name for value in (start, stop, step) for name in _references(value)]
-        case _:
-            return []
+def _references(arguments: Iterable[Argument]) -> Iterator[str]:
+    for argument in arguments:
+        match argument:
+            case Ref(name):
+                yield name
+            case Items(values):
+                yield from _references(values)
+            case Slice(start, stop, step):
+                yield from _references((start, stop, step))
 
 
 class _Reader:

@@ -4,7 +4,15 @@ from twinkle.errors import UserError
 
 
 class MalformedRequestError(UserError):
-    """The body cannot be read, or not far enough to know what it is about: HTTP 400."""
+    """The body cannot be read, or not far enough to know what it is about: HTTP 400.
+
+    ``field``: the path of what is wrong, empty if that is the whole body. ``problem``: what pydantic calls the mistake.
+    """
+
+    def __init__(self, message: str, field: str = "", problem: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.problem = problem
 
 
 class BodyTooLargeError(UserError):

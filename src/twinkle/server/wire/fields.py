@@ -1,6 +1,7 @@
 """What the JSON requests are made of: strict field types with their bounds, and :func:`parse`."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -60,16 +61,21 @@ def _checkpoint_name(name: str) -> str:
     return name
 
 
+def are_token_ids(values: list[object]) -> bool:
+    return all(type(value) is int and 0 <= value <= _MAX_TOKEN_ID for value in values)
+
+
+def are_stop_texts(values: list[object]) -> bool:
+    return all(isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH for value in values)
+
+
 def _stops(value: object) -> object:
     """One text is a list of one; the list is either all text or all token ids."""
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return None
-    if isinstance(stops, list) and len(stops) <= MAX_STOPS:
-        if all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-            return stops
-        if all(type(stop) is int and 0 <= stop <= _MAX_TOKEN_ID for stop in stops):
-            return stops
+    if isinstance(stops, list) and len(stops) <= MAX_STOPS and (are_stop_texts(stops) or are_token_ids(stops)):
+        return stops
     raise ValueError(
         f"allowed: null, a text, or at most {MAX_STOPS} texts or token ids; texts of 1 to {MAX_STOP_LENGTH} characters"
     )
@@ -99,6 +105,13 @@ class Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class Sequenced(Request):
+    """A call with a place in a model's sequence. Its number is used up even when something else in it is wrong."""
+
+    model_id: Id
+    seq_id: SequenceNumber
+
+
 class Parameters(BaseModel):
     """Hyper-parameters: a key that nobody knows is an error here."""
 
@@ -122,7 +135,7 @@ def parse(request_type: type[RequestT], body: bytes) -> RequestT:
     try:
         return request_type.model_validate_json(body)
     except ValidationError as error:
-        raise MalformedRequestError(_explain(error)) from None
+        raise _malformed(error, request_type.model_fields) from None
 
 
 def check(request_type: type[T], fields: object) -> T:
@@ -130,7 +143,7 @@ def check(request_type: type[T], fields: object) -> T:
     try:
         read: T = adapter_of(request_type).validate_python(fields)
     except ValidationError as error:
-        raise MalformedRequestError(_explain(error)) from None
+        raise _malformed(error) from None
     return read
 
 
@@ -147,14 +160,17 @@ def adapter_of(request_type: type[Any]) -> TypeAdapter[Any]:
     return _adapters[request_type]
 
 
-def _explain(error: ValidationError) -> str:
+def _malformed(error: ValidationError, known: Iterable[str] = ()) -> MalformedRequestError:
+    """Return the first mistake. ``known``: the fields of the request, for one that takes no others."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     path = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"  # keys may be as long as the body
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("missing", "json_invalid"):
-        return f"{path or 'body'}: {message}"
-    return f"{path or 'body'}: got {short(first['input'])}, {message}"
+    if first["type"] == "extra_forbidden":
+        message = "unknown field" + (f"; known: {', '.join(known)}" if len(first["loc"]) == 1 else "")
+    elif first["type"] not in ("missing", "json_invalid"):
+        message = f"got {short(first['input'])}, {message}"
+    return MalformedRequestError(f"{path or 'body'}: {message}", path, first["type"])
 
 
 def short(value: object) -> str:

@@ -5,7 +5,6 @@ pieces of a few thousand numbers, straight from the encoded result: neither is e
 """
 
 import json
-import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.peeking import message_fields, varints
 
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
-_FLOAT, _INT, _OFFSET = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<i8")
+_FLOAT, _DOUBLE, _INT, _OFFSET = (np.dtype(name) for name in ("<f4", "<f8", "<i4", "<i8"))
 _NUMBERS = 4096  # of one piece: some 3 ms of work
 _PIECE = 2**16  # characters; what is shorter is sent together with what follows
 # A float of four bytes takes 20 characters or so, and a comma.
@@ -62,36 +61,23 @@ def _joined(texts: Iterable[str]) -> Iterator[bytes]:
 
 
 def _training(body: memoryview) -> Iterator[str]:
-    kind, metrics = "", {}
-    for number, value in message_fields(body):
-        if number == _Output.LOSS_FN_OUTPUT_TYPE_FIELD_NUMBER:
-            kind = _text(value)
-        elif number == _Output.METRICS_FIELD_NUMBER:
-            entry = dict(message_fields(_view(value)))
-            metrics[_text(entry[_KEY])] = (
-                float(struct.unpack("<d", _view(entry[_VALUE]))[0]) if _VALUE in entry else 0.0
-            )
+    entries = _messages(body, _Output.METRICS_FIELD_NUMBER)
+    metrics = {entry.text(_KEY): float(entry.array(_VALUE, _DOUBLE).sum()) for entry in entries}  # 0 is not written
+    kind = _Message(body).text(_Output.LOSS_FN_OUTPUT_TYPE_FIELD_NUMBER)
     yield f'{{"loss_fn_output_type":{_dumps(kind)},"loss_fn_outputs":['
     comma = ""
-    for number, value in message_fields(body):
-        if number == _Output.LOSS_FN_OUTPUTS_FIELD_NUMBER:
-            for text in _entries(_view(value)):
-                yield comma + text if text.startswith("{") else text
-                comma = ","
+    for record in _messages(body, _Output.LOSS_FN_OUTPUTS_FIELD_NUMBER):
+        for text in _entries(record):
+            yield comma + text if text.startswith("{") else text
+            comma = ","
     yield f'],"metrics":{_dumps(metrics)}}}'
 
 
-def _entries(record: memoryview) -> Iterator[str]:
+def _entries(record: "_Message") -> Iterator[str]:
     """Yield one object a datum, with the fields that the record has for all of them. An object begins a text."""
-    count, tensors = 0, {}
-    for number, value in message_fields(record):
-        if number == _Record.NUM_DATUMS_FIELD_NUMBER:
-            assert isinstance(value, int)
-            count = value
-        elif number == _Record.FIELDS_FIELD_NUMBER:
-            entry = dict(message_fields(_view(value)))
-            tensors[_text(entry[_KEY])] = _Rows(_view(entry[_VALUE]))
-    for datum in range(count):
+    entries = _messages(record.body, _Record.FIELDS_FIELD_NUMBER)
+    tensors = {entry.text(_KEY): _Rows(_Message(entry.view(_VALUE))) for entry in entries}
+    for datum in range(record.integer(_Record.NUM_DATUMS_FIELD_NUMBER)):
         opening = "{"
         for name, rows in tensors.items():
             values = rows.values(datum)
@@ -105,12 +91,10 @@ def _entries(record: memoryview) -> Iterator[str]:
 class _Rows:
     """A tensor with a part for every datum, as it lies in the encoded result."""
 
-    def __init__(self, body: memoryview) -> None:
-        fields = dict(message_fields(body))
-        nothing = memoryview(b"")
-        self._data = _view(fields.get(_Tensor.DATA_FIELD_NUMBER, nothing))
-        self._offsets = np.frombuffer(_view(fields.get(_Tensor.OFFSETS_FIELD_NUMBER, nothing)), _OFFSET)
-        self._trailing = varints(_view(fields.get(_Tensor.TRAILING_SHAPE_FIELD_NUMBER, nothing)))
+    def __init__(self, tensor: "_Message") -> None:
+        self._data = tensor.view(_Tensor.DATA_FIELD_NUMBER)
+        self._offsets = tensor.array(_Tensor.OFFSETS_FIELD_NUMBER, _OFFSET)
+        self._trailing = varints(tensor.view(_Tensor.TRAILING_SHAPE_FIELD_NUMBER))
 
     def values(self, datum: int) -> Array:
         start, stop = self._offsets[datum], self._offsets[datum + 1]
@@ -124,43 +108,33 @@ class _Rows:
 
 
 def _sample(body: memoryview) -> Iterator[str]:
-    fields = dict(message_fields(body))
+    result = _Message(body)
     yield '{"type":"sample","sequences":['
     comma = ""
-    for number, value in message_fields(body):
-        if number == _Sample.SEQUENCES_FIELD_NUMBER:
-            yield comma
-            yield from _sequence(dict(message_fields(_view(value))))
-            comma = ","
+    for sequence in _messages(body, _Sample.SEQUENCES_FIELD_NUMBER):
+        reason = _STOP_REASONS[sequence.integer(_Sequence.STOP_REASON_FIELD_NUMBER)]  # type: ignore[index]
+        yield f'{comma}{{"stop_reason":{_dumps(reason)},"tokens":'
+        yield from _list(sequence.array(_Sequence.TOKENS_FIELD_NUMBER, _INT))
+        yield ',"logprobs":'
+        yield from _list(sequence.array(_Sequence.LOGPROBS_FIELD_NUMBER, _FLOAT))
+        yield "}"
+        comma = ","
     yield '],"prompt_logprobs":'
-    logprobs = _array(fields, _Sample.PROMPT_LOGPROBS_FIELD_NUMBER, _FLOAT)
+    logprobs = result.array(_Sample.PROMPT_LOGPROBS_FIELD_NUMBER, _FLOAT)
     yield from _list(logprobs) if len(logprobs) else ("null",)
     yield ',"topk_prompt_logprobs":'
-    top = fields.get(_Sample.TOPK_PROMPT_LOGPROBS_FIELD_NUMBER)
-    yield from ("null",) if top is None else _tops(dict(message_fields(_view(top))))
+    yield from _tops(_Message(result.view(_Sample.TOPK_PROMPT_LOGPROBS_FIELD_NUMBER)))
     yield "}"
 
 
-def _sequence(fields: dict[int, int | memoryview]) -> Iterator[str]:
-    reason = fields.get(_Sequence.STOP_REASON_FIELD_NUMBER, 0)
-    assert isinstance(reason, int)
-    yield f'{{"stop_reason":{_dumps(_STOP_REASONS[reason])},"tokens":'  # type: ignore[index]
-    yield from _list(_array(fields, _Sequence.TOKENS_FIELD_NUMBER, _INT))
-    yield ',"logprobs":'
-    yield from _list(_array(fields, _Sequence.LOGPROBS_FIELD_NUMBER, _FLOAT))
-    yield "}"
-
-
-def _tops(fields: dict[int, int | memoryview]) -> Iterator[str]:
+def _tops(table: "_Message") -> Iterator[str]:
     """Yield a list of (token, log-probability) for each position; of the first position nothing is known."""
-    length, k = fields.get(_Top.LENGTH_FIELD_NUMBER, 0), fields.get(_Top.K_FIELD_NUMBER, 0)
-    assert isinstance(length, int)
-    assert isinstance(k, int)
+    length, k = table.integer(_Top.LENGTH_FIELD_NUMBER), table.integer(_Top.K_FIELD_NUMBER)
     if not length:
         yield "null"
         return
-    ids = _array(fields, _Top.TOKEN_IDS_FIELD_NUMBER, _INT).reshape(length, k)
-    values = _array(fields, _Top.LOGPROBS_FIELD_NUMBER, _FLOAT).reshape(length, k)
+    ids = table.array(_Top.TOKEN_IDS_FIELD_NUMBER, _INT).reshape(length, k)
+    values = table.array(_Top.LOGPROBS_FIELD_NUMBER, _FLOAT).reshape(length, k)
     yield "[null"
     for position in range(1, length):
         yield ",["
@@ -172,7 +146,39 @@ def _tops(fields: dict[int, int | memoryview]) -> Iterator[str]:
     yield "]"
 
 
-# --- arrays -----------------------------------------------------------------------------------------------------------
+# --- messages and arrays ----------------------------------------------------------------------------------------------
+
+
+class _Message:
+    """A message that we wrote, as it lies in the encoded result. What is not there is empty, or 0."""
+
+    def __init__(self, body: memoryview) -> None:
+        self.body = body
+        self._fields = dict(message_fields(body))
+
+    def integer(self, number: int) -> int:
+        value = self._fields.get(number, 0)
+        assert isinstance(value, int), "the field is written as an integer"
+        return value
+
+    def view(self, number: int) -> memoryview:
+        value = self._fields.get(number, memoryview(b""))
+        assert isinstance(value, memoryview), "the field is written as bytes"
+        return value
+
+    def text(self, number: int) -> str:
+        return str(self.view(number), "utf-8")
+
+    def array(self, number: int, dtype: np.dtype[Any]) -> Array:
+        return np.frombuffer(self.view(number), dtype)
+
+
+def _messages(body: memoryview, number: int) -> Iterator[_Message]:
+    """Yield the messages of a repeated field."""
+    for each, value in message_fields(body):
+        if each == number:
+            assert isinstance(value, memoryview), "the field is written as bytes"
+            yield _Message(value)
 
 
 def _list(values: Array) -> Iterator[str]:
@@ -193,19 +199,6 @@ def _finite(values: Array) -> list[float | None]:
     if np.isfinite(values).all():
         return numbers
     return [number if finite else None for number, finite in zip(numbers, np.isfinite(values), strict=True)]
-
-
-def _array(fields: dict[int, int | memoryview], number: int, dtype: np.dtype[Any]) -> Array:
-    return np.frombuffer(_view(fields.get(number, memoryview(b""))), dtype)
-
-
-def _view(value: int | memoryview) -> memoryview:
-    assert isinstance(value, memoryview), "the field is written as bytes"
-    return value
-
-
-def _text(value: int | memoryview) -> str:
-    return str(_view(value), "utf-8")
 
 
 def _dumps(value: object) -> str:

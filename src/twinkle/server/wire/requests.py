@@ -3,17 +3,20 @@
 JSON types are taken strictly: ``"1"`` and ``1.0`` are not integers. Keys of a request that we do not know are ignored,
 because a newer SDK may send more of them; keys that we know and do not offer are refused unless they are at their
 default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused: ignoring one would
-train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sample_requests`.
+train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sampling`.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, AwareDatetime, Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
 from twinkle.model.adam_params import check_adam_params
 from twinkle.model.types import AdamParams, LoraSpec
+from twinkle.server.state.files.export import check_recipients
 from twinkle.server.types import (
+    ExportWeights,
     LoadWeights,
     Op,
     OpKind,
@@ -23,7 +26,7 @@ from twinkle.server.types import (
     Refused,
     SaveWeights,
 )
-from twinkle.server.wire.errors import MalformedRequestError
+from twinkle.server.types import FinishReason as Reason
 from twinkle.server.wire.fields import (
     AnyMetadata,
     CheckpointName,
@@ -35,13 +38,14 @@ from twinkle.server.wire.fields import (
     Parameters,
     Request,
     Seed,
-    SequenceNumber,
+    Sequenced,
     Tags,
     Text,
     TimeToLive,
     parse,
 )
 
+Name = Annotated[Text, Field(min_length=1)]  # of a model or a project, or an address
 _KEPT_DETAIL = 4096  # characters
 MAX_TELEMETRY_BYTES = 4 * 2**20
 
@@ -75,7 +79,7 @@ def _beginning(text: str) -> str:
 
 
 class FinishReason(Request):
-    type: Literal["success", "errored", "interrupted"]
+    type: Reason
 
 
 class FinishSessionRequest(Request):
@@ -95,6 +99,43 @@ class UnloadModelRequest(Request):
 
 class WeightsInfoRequest(Request):
     tinker_path: Text
+
+
+# --- looking for sessions ---------------------------------------------------------------------------------------------
+
+
+class AssignProjectRequest(Request):
+    project_id: Annotated[Label, Field(min_length=1)]
+
+
+class Owner(Request):
+    """Whose sessions: here there are only one's own. ``owner_urns``: tenants, as summaries name them."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: Annotated[list[Text], Field(max_length=10)] | None = None
+
+
+class Status(Request):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[list[Reason], Field(min_length=1)] | None = None
+
+
+class SearchCursor(Request):
+    """The last session of the page before. JSON has no times: they are read from text."""
+
+    last_created_at: Annotated[AwareDatetime, Field(strict=False)]
+    last_session_id: Id
+
+
+class SearchSessionsRequest(Request):
+    session_id: Id | None = None
+    project_ids: Annotated[list[Text], Field(max_length=100)] | None = None
+    user_metadata: Annotated[Metadata, Field(default_factory=dict)]
+    display_name: Name | None = None
+    owner: Annotated[Owner, Field(default_factory=Owner)]
+    statuses: Annotated[list[Status], Field(min_length=1, max_length=10)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SearchCursor | None = None
 
 
 # --- create_model -----------------------------------------------------------------------------------------------------
@@ -117,7 +158,7 @@ class OptimizerConfig(Request):
 class CreateModelRequest(Request):
     session_id: Id
     model_seq_id: Number
-    base_model: Annotated[Text, Field(min_length=1)]
+    base_model: Name
     user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -129,17 +170,10 @@ class CreateModelRequest(Request):
                 "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
             )
         check_optimizer(self.optimizer_config)
-        lora = self.lora_config
-        seed = lora.seed
-        if seed is not None and seed >= 2**63:
-            seed -= 2**64  # the same 64 bits, read with a sign as the trainer does
-        return LoraSpec(
-            rank=lora.rank,
-            seed=seed,
-            train_attn=lora.train_attn,
-            train_mlp=lora.train_mlp,
-            train_unembed=lora.train_unembed,
-        )
+        spec = LoraSpec(**self.lora_config.model_dump())
+        if spec.seed is not None and spec.seed >= 2**63:
+            return replace(spec, seed=spec.seed - 2**64)  # the same 64 bits, read with a sign as the trainer does
+        return spec
 
 
 def check_optimizer(config: OptimizerConfig | None) -> None:
@@ -157,12 +191,8 @@ def check_access_token(token: object) -> None:
 # --- calls with a place in a model's sequence -------------------------------------------------------------------------
 
 
-class SequencedRequest(Request):
-    """A call whose number is used up even when something else in it is wrong."""
-
+class SequencedRequest(Sequenced):
     kind: ClassVar[OpKind]
-    model_id: Id
-    seq_id: SequenceNumber
 
     def payload(self) -> Payload:
         raise NotImplementedError
@@ -228,9 +258,22 @@ class SaveWeightsForSamplerRequest(SequencedRequest):
         return PublishSampler(self.path, self.sampling_session_seq_id, self.ttl_seconds, self.user_metadata or {})
 
 
+class SaveWeightsExternalRequest(SequencedRequest):
+    kind: ClassVar = OpKind.EXPORT
+    path: CheckpointName
+    ttl_seconds: TimeToLive | None = None
+    age_encryption_recipients: list[Text] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+    def payload(self) -> ExportWeights:
+        if self.age_encryption_recipients is not None:
+            check_recipients(self.age_encryption_recipients, "age_encryption_recipients")
+        return ExportWeights(self.path, self.ttl_seconds, tuple(self.age_encryption_recipients or ()))
+
+
 class LoadWeightsRequest(SequencedRequest):
     kind: ClassVar = OpKind.LOAD
-    path: Annotated[Text, Field(min_length=1)]
+    path: Name
     optimizer: bool
     optimizer_config: OptimizerConfig | None = None
     # Known, and refused unless they are null:
@@ -250,25 +293,64 @@ class LoadWeightsRequest(SequencedRequest):
         return LoadWeights(self.path, self.optimizer)
 
 
-class _Place(Request):
-    """The part of a sequenced call that must be readable."""
-
-    model_id: Id | None = None
-    seq_id: SequenceNumber | None = None
-
-
 def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
     """Read one of the sequenced calls above.
 
     Without a readable model_id and seq_id it raises :class:`MalformedRequestError`; whatever else is wrong makes the op
     :class:`Refused`, so that the model's sequence goes on.
     """
-    place = parse(_Place, body)
-    if place.model_id is None or place.seq_id is None:
-        raise MalformedRequestError(f"{'model_id' if place.model_id is None else 'seq_id'}: Field required")
+    place = parse(Sequenced, body)
     payload: Payload
     try:
         payload = parse(request_type, body).payload()
     except UserError as error:
         payload = Refused(str(error))
     return Op(place.model_id, place.seq_id, request_type.kind, payload, body)
+
+
+# --- checkpoints beyond saving and loading: beginning from one, copying, expiry ---------------------------------------
+
+
+class CreateFromRequest(Request):
+    """load_weights that names a session: the model does not exist yet, and the checkpoint says what it is like."""
+
+    session_id: Id
+    model_seq_id: Number
+    path: Name
+    optimizer: bool
+    base_model: Name | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: Any = None
+    type: Literal["load_weights"] = "load_weights"
+
+    def check(self) -> None:
+        """Raises for what is known and not offered."""
+        check_access_token(self.weights_access_token)
+        check_optimizer(self.optimizer_config)
+
+
+class _Nameing(Request):
+    model_id: Any = None
+    session_id: Any = None
+
+
+def names_session(body: bytes) -> bool:
+    """Whether a load_weights is to create its model. One that names both is about a model that exists, and wrong."""
+    addressing = parse(_Nameing, body)
+    return addressing.model_id is None and addressing.session_id is not None
+
+
+class CopyWeightsRequest(Request):
+    source_path: Name
+    destination_project_id: Name | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    ttl_seconds: TimeToLive | None = None
+    weights_access_token: Any = None
+
+
+class SetTtlRequest(Request):
+    """null: for ever. The field itself must be there."""
+
+    ttl_seconds: TimeToLive | None

@@ -1,14 +1,34 @@
-"""Samples on the wire: results become protobuf."""
+"""Samples on the wire: JSON requests become the sampler's, results become protobuf.
+
+Strict as in :mod:`twinkle.server.wire.requests`.
+"""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from twinkle.model.types import FloatArray
-from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.types import FloatArray, IntArray
+from twinkle.sampler.types import (
+    DrawnTokens,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    TopLogprobs,
+)
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import tinker_pb2 as pb
+from twinkle.server.wire.fields import Id, Number, Parameters, Request, Seed, Stops, Text, TokenIds, short
 from twinkle.server.wire.tensors import CsrLayout, encode_csr, encode_tensor
+
+MAX_SAMPLES = 1024
+_MAX_CHUNKS = 4096
+_MAX_RETRIEVED = 2**16
+_MAX_TARGETS = 2**22  # cells of a request's target_prompt_logprobs as the sampler reads them: 32 MiB
 
 Encode = Callable[[SampleResult], Outcome]
 
@@ -16,6 +36,190 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 # How the protocol writes a cell of a top-k table that holds nothing.
 _NO_TOKEN = 0
 _NO_LOGPROB = -99999.0
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Counts = Annotated[list[Count], Field(fail_fast=True)]
+
+
+class CreateSamplingSessionRequest(Request):
+    """``model_path`` wins where both are given."""
+
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: Text | None = None
+    model_path: Text | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class JoinSamplingSessionRequest(Request):
+    sampling_session_id: Id
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+# --- futures ----------------------------------------------------------------------------------------------------------
+
+
+class RetrieveFutureRequest(Request):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class FuturesTarget(Request):
+    """One client of a sampling session: 0 is the original, copies of it have other numbers."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: Id
+    cloned_sampler_id: Number = 0
+
+
+class RetrieveFuturesRequest(Request):
+    target: FuturesTarget
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: Annotated[list[Id], Field(default_factory=list, max_length=_MAX_RETRIEVED, fail_fast=True)]
+
+
+class CancelFutureRequest(Request):
+    request_id: Id
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+class SamplingConfig(Parameters):
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    seed: Seed | None = None
+    stop: Stops = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def params(self) -> SamplingParams:
+        """No ``stop``: the model's own end token ends a sequence. An empty list: nothing does but its length."""
+        if self.top_k == 0:
+            raise InvalidInputError("sampling_params.top_k", 0, "-1 (off) or at least 1")
+        stops = self.stop or []
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop_tokens=tuple(stop for stop in stops if isinstance(stop, int)),
+            stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
+            stop_at_eos=self.stop != [],
+        )
+
+
+class Chunk(Request):
+    """Text; other kinds are read only so far that they can be refused by name."""
+
+    type: str = "encoded_text"
+    tokens: Annotated[TokenIds, Field(default_factory=list)]
+
+
+class ModelInput(Request):
+    chunks: Annotated[list[Chunk], Field(max_length=_MAX_CHUNKS, fail_fast=True)]
+
+    def tokens(self) -> IntArray:
+        """(T,): the text chunks one after another."""
+        for number, chunk in enumerate(self.chunks):
+            if chunk.type != "encoded_text":
+                raise UnsupportedError(
+                    f"prompt.chunks[{number}].type: got {short(chunk.type)}, allowed: 'encoded_text'"
+                    " (the models served here read text only)"
+                )
+        return np.array([token for chunk in self.chunks for token in chunk.tokens], np.int64)
+
+
+class TargetTokens(Request):
+    """A TensorData of token ids, a row for each token of the prompt after the first. −1, or not listed: no token."""
+
+    data: Annotated[list[Annotated[int, Field(ge=-1, lt=2**31)]], Field(fail_fast=True)]
+    dtype: Literal["int64"]
+    shape: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: Counts | None = None
+    sparse_col_indices: Counts | None = None
+
+    def layout(self) -> CsrLayout | None:
+        """None: dense."""
+        if self.sparse_crow_indices is None and self.sparse_col_indices is None:
+            return None
+        rows, columns = self.shape
+        crow, col = (np.array(each or [], np.int64) for each in (self.sparse_crow_indices, self.sparse_col_indices))
+        return CsrLayout.checked(rows, columns, crow, col, len(self.data), "target_prompt_logprobs")
+
+    def tokens(self, layout: CsrLayout | None) -> IntArray:
+        """(rows, K), −1 where nothing is named; of a sparse one only what is listed, moved to the left."""
+        rows, columns = self.shape[0], self.shape[1] if layout is None else layout.width
+        if rows * columns > _MAX_TARGETS:
+            raise InvalidInputError("target_prompt_logprobs", f"{rows} × {columns} cells", f"at most {_MAX_TARGETS}")
+        values = np.array(self.data, np.int64)
+        if values.max(initial=-1) < 0:
+            raise InvalidInputError("target_prompt_logprobs", "no token", "a token id at least")
+        if layout is not None:
+            return layout.padded(values, -1)
+        if len(values) != rows * columns:
+            raise InvalidInputError("target_prompt_logprobs.data", f"{len(values)} values", f"{rows * columns}")
+        return values.reshape(rows, columns)
+
+
+class AsampleRequest(Request):
+    sampling_session_id: Id
+    seq_id: Number
+    prompt: ModelInput
+    sampling_params: SamplingConfig
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count | None = None
+    target_prompt_logprobs: TargetTokens | None = None
+    prompt_alt_tokens_k: Count | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    # Accepted: it asks for numbers that only one loss of the hosted service reads.
+    record_stability_info: bool | None = None
+    # Known, and refused unless they are null: the sampling session says it.
+    base_model: Any = None
+    model_path: Any = None
+    type: Literal["sample"] = "sample"
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.sampling_session_id}:{self.seq_id}"
+
+
+def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[SampleRequest, Encode]:
+    """The request, and how its result is to be written: as the request was.
+
+    ``version_id``: the weights that the sampling session is pinned to, None for the base model.
+    """
+    for field in ("base_model", "model_path"):
+        if vars(request)[field] is not None:
+            raise UnsupportedError(f"{field}: got {short(vars(request)[field])}, which this server does not offer")
+    prompt = request.prompt.tokens()
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not request.prompt_logprobs:
+        raise InvalidInputError("prompt_logprobs_last_n", last_n, "null without prompt_logprobs")
+    if last_n is not None and last_n >= len(prompt):
+        raise InvalidInputError("prompt_logprobs_last_n", last_n, f"at most {len(prompt) - 1}, all after the first")
+    targets = request.target_prompt_logprobs
+    layout = None if targets is None else targets.layout()
+    sample = SampleRequest(
+        request_id=request.request_id,
+        version_id=version_id,
+        prompt=prompt,
+        params=request.sampling_params.params(),
+        num_samples=request.num_samples,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs_last_n=last_n,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        target_prompt_logprobs=None if targets is None else targets.tokens(layout),
+        prompt_alt_tokens=request.prompt_alt_tokens_k or 0,
+        topk_sample_logprobs=request.topk_sample_logprobs or 0,
+    )
+    return sample, partial(encode_sample_result, targets=layout)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def encode_sample_result(result: SampleResult, targets: CsrLayout | None = None) -> Outcome:

@@ -81,7 +81,7 @@ def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str) -> Csr:
     values = read_array(csr.values, dtype, f"{field}.values")
     crow = read_array(csr.crow_indices, _INDEX, f"{field}.crow_indices")
     col = read_array(csr.col_indices, _INDEX, f"{field}.col_indices")
-    _cells(shape[0], shape[1], crow, col, len(values), field)
+    _check_cells(shape[0], shape[1], crow, col, len(values), field)
     return Csr((shape[0], shape[1]), crow, col, values)
 
 
@@ -97,7 +97,7 @@ class CsrLayout:
     @classmethod
     def checked(cls, rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> "CsrLayout":
         """``count`` values are listed; ``field`` names the tensor in errors."""
-        _cells(rows, columns, crow, col, count, field)
+        _check_cells(rows, columns, crow, col, count, field)
         return cls(rows, columns, crow, col)
 
     @property
@@ -134,8 +134,8 @@ def encode_csr(values: Array, layout: CsrLayout, dtype: pb.DType) -> pb.Tensor:
     return pb.Tensor(sparse_csr=csr, dtype=dtype, shape=(layout.rows, layout.columns))
 
 
-def _cells(rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> Array:
-    """Where each listed value lies in the flattened matrix, (count,)."""
+def _check_cells(rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> None:
+    """Refuse ``count`` values of a matrix whose places do not fit together."""
     if len(crow) != rows + 1:
         raise InvalidInputError(f"{field}.crow_indices", f"{len(crow)} entries", f"{rows + 1}: one a row and one more")
     if len(col) != count:
@@ -149,7 +149,6 @@ def _cells(rows: int, columns: int, crow: Array, col: Array, count: int, field: 
     cells = np.repeat(np.arange(rows, dtype=np.int64) * columns, crow[1:] - crow[:-1]) + col
     if (cells[1:] <= cells[:-1]).any():
         raise InvalidInputError(f"{field}.col_indices", "a column out of order or twice", "increasing within a row")
-    return cells
 
 
 def _widened(bfloat16: Array) -> Array:

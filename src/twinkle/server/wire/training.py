@@ -23,6 +23,7 @@ from twinkle.server.wire.reference_passes import REF_LOGPS, named_pass
 from twinkle.server.wire.tensors import decode_tensor, read_array
 
 TARGETS = "target_tokens"
+_TARGETS_FIELD = f".loss_fn_inputs[{TARGETS!r}]"
 WEIGHTS = "weights"
 CUSTOM = "custom"  # a loss that the tenant created: its inputs have names of the tenant's choice
 LOSS_ID = "loss_id"
@@ -62,21 +63,27 @@ def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
     return body
 
 
-def decode_forward_backward(
-    body: bytes,
-    *,
-    max_datums: int = MAX_DATUMS,
-    max_tokens: int = MAX_TOKENS,
-    max_width: int = _MAX_WIDTH,
-    max_targets: int = MAX_TARGETS,
-) -> Op:
+@dataclass
+class Allowance:
+    """What is left of a request's limits while its datums are read, by the shapes that it declares.
+
+    ``targets`` are those of all tokens, ``width`` those of each.
+    """
+
+    tokens: int = MAX_TOKENS
+    targets: int = MAX_TARGETS
+    width: int = _MAX_WIDTH
+    datums: int = MAX_DATUMS
+
+
+def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
     """Read a request far enough to know its place in the sequence, or raise :class:`MalformedRequestError`.
 
-    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same. max_width is
-    of targets a token, max_targets of all targets of the request; both are decided by the shapes that it declares.
+    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same.
     """
+    left = left or Allowance()
     if len(body) > _SMALL_BODY:
-        _check_parts(body, max_datums * _PARTS_PER_DATUM)
+        _check_parts(body, left.datums * _PARTS_PER_DATUM)
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -89,16 +96,16 @@ def decode_forward_backward(
         raise MalformedRequestError(f"seq_id: got {request.seq_id}, allowed: 1 and up")
     payload: TrainPass | Refused
     try:
-        payload = _train_pass(request, max_datums, Allowance(max_tokens, max_targets, max_width))
+        payload = _train_pass(request, left)
     except UserError as error:
         payload = Refused.because(error)
     kind = OpKind.FORWARD if request.forward_only else OpKind.FORWARD_BACKWARD
     return Op(request.model_id, request.seq_id, kind, payload, body)
 
 
-def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, left: "Allowance") -> TrainPass:
-    if len(request.data) > max_datums:
-        raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {max_datums} in one request")
+def _train_pass(request: pb.ForwardBackwardRequest, left: Allowance) -> TrainPass:
+    if len(request.data) > left.datums:
+        raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {left.datums} in one request")
     for name in (request.loss_fn, *request.loss_fn_config, *request.loss_fn_config_v2):
         if len(name) > _MAX_NAME:  # names are repeated in errors
             raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
@@ -109,7 +116,7 @@ def _train_pass(request: pb.ForwardBackwardRequest, max_datums: int, left: "Allo
     return named_pass(data, request.loss_fn, config, trains=not request.forward_only)
 
 
-def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: "Allowance") -> TrainPass:
+def _custom_pass(request: pb.ForwardBackwardRequest, loss_id: str, left: Allowance) -> TrainPass:
     data, inputs = [], []
     for index, datum in enumerate(request.data):
         where = f"data[{index}]"
@@ -125,15 +132,6 @@ def _loss_id(request: pb.ForwardBackwardRequest) -> str:
     if set(config) != {LOSS_ID} or not 1 <= len(config[LOSS_ID]) <= _MAX_NAME:
         raise InvalidInputError("loss_fn_config", config, f"{LOSS_ID}, as create_custom_loss returned it, alone")
     return config[LOSS_ID]
-
-
-@dataclass
-class Allowance:
-    """What is left of a request's limits while its datums are read; ``width`` is each token's."""
-
-    tokens: int
-    targets: int
-    width: int
 
 
 def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
@@ -172,31 +170,23 @@ def datum_of(tokens: IntArray, arrays: dict[str, AnyArray | Csr], where: str, le
     """tokens (T,); ``arrays``: the loss's inputs by name."""
     left.tokens -= len(tokens)
     if left.tokens < 0:
-        raise LimitExceededError(
-            f"{where}.model_input",
-            f"{len(tokens)} tokens",
-            f"{left.tokens + len(tokens)}: what is left of the request's limit",
-            "max_tokens_per_request",
-        )
+        raise _beyond_limit(f"{where}.model_input", "tokens", len(tokens), left.tokens, "max_tokens_per_request")
     if TARGETS not in arrays:
-        raise InvalidInputError(
-            f"{where}.loss_fn_inputs[{TARGETS!r}]", None, "int64 (N,) or (N, K): every loss needs it"
-        )
+        raise InvalidInputError(where + _TARGETS_FIELD, None, "int64 (N,) or (N, K): every loss needs it")
     targets = arrays.pop(TARGETS)
     if targets.dtype.kind != "i":
-        raise InvalidInputError(
-            f"{where}.loss_fn_inputs[{TARGETS!r}].dtype", str(targets.dtype), "token ids: int64 or int32"
-        )
+        raise InvalidInputError(f"{where}{_TARGETS_FIELD}.dtype", str(targets.dtype), "token ids: int64 or int32")
     left.targets -= targets.size
     if left.targets < 0:
-        raise LimitExceededError(
-            f"{where}.loss_fn_inputs[{TARGETS!r}]",
-            f"{targets.size} targets",
-            f"{left.targets + targets.size}: what is left of the request's limit",
-            "max_targets_per_request",
-        )
+        field = where + _TARGETS_FIELD
+        raise _beyond_limit(field, "targets", targets.size, left.targets, "max_targets_per_request")
     floats = {name: _as(array, np.float32) for name, array in arrays.items()}
     return Datum(tokens, _as(targets, np.int64), floats.pop(WEIGHTS, None), floats)
+
+
+def _beyond_limit(field: str, what: str, count: int, left: int, key: str) -> LimitExceededError:
+    """``left`` of a request's limit after ``count`` were taken from it: a negative number."""
+    return LimitExceededError(field, f"{count} {what}", f"{left + count}: what is left of the request's limit", key)
 
 
 def _as(array: AnyArray | Csr, dtype: type[np.generic]) -> Any:

@@ -9,13 +9,11 @@ from pydantic import BeforeValidator, Field
 from twinkle.errors import InvalidInputError, UserError
 from twinkle.model.types import Datum, IntArray
 from twinkle.server.types import Op, OpKind, Refused, TrainPass
-from twinkle.server.wire.fields import Id, Request, SequenceNumber, TokenIds, parse
+from twinkle.server.wire.fields import Id, Request, Sequenced, TokenIds, parse
 from twinkle.server.wire.reference_passes import named_pass
 from twinkle.server.wire.training import (
     CUSTOM,
     MAX_DATUMS,
-    MAX_TARGETS,
-    MAX_TOKENS,
     Allowance,
     AnyArray,
     check_input_name,
@@ -58,18 +56,11 @@ class _Pass(Request):
     loss_fn_config: dict[Id, float] | None = None
 
 
-class _Sequenced(Request):
-    """Its place; what else it says is read afterwards, so that a mistake there uses up its number."""
-
-    model_id: Id
-    seq_id: SequenceNumber
-
-
-class _ForwardBackward(_Sequenced):
+class _ForwardBackward(Sequenced):
     forward_backward_input: _Pass
 
 
-class _Forward(_Sequenced):
+class _Forward(Sequenced):
     forward_input: _Pass
 
 
@@ -78,16 +69,9 @@ def is_json(body: bytes) -> bool:
     return body.startswith(b"{")
 
 
-def decode_json_pass(
-    body: bytes,
-    kind: OpKind,
-    *,
-    max_tokens: int = MAX_TOKENS,
-    max_width: int = MAX_TARGETS,
-    max_targets: int = MAX_TARGETS,
-) -> Op:
+def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -> Op:
     """As :func:`~twinkle.server.wire.training.decode_forward_backward`."""
-    place = parse(_Sequenced, body)
+    place, left = parse(Sequenced, body), left or Allowance()
     payload: TrainPass | Refused
     try:
         if kind is OpKind.FORWARD:
@@ -96,7 +80,6 @@ def decode_json_pass(
             asked = parse(_ForwardBackward, body).forward_backward_input
         if asked.loss_fn == CUSTOM:
             raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
-        left = Allowance(max_tokens, max_targets, max_width)
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
         trains = kind is OpKind.FORWARD_BACKWARD
         payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)

@@ -1,30 +1,43 @@
-"""Our own protocol's front door: sessions, what is served and how it is doing, training runs, checkpoints, curves.
+"""Our own protocol's front door: sessions, what is served and how it is doing, runs, checkpoints, curves.
 
 Runs and checkpoints are those of all protocols: what was trained with Tinker's SDK is listed here, and the reverse.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
 from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from twinkle.errors import InvalidInputError, NotFoundError
+from twinkle.errors import InvalidInputError
 from twinkle.server import ids
 from twinkle.server.gateway.fleet import report_of
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import anybody, by_first_replica, by_run_in_path
-from twinkle.server.http.requests import PREFIX, json_response
+from twinkle.server.http.requests import PREFIX, json_response, listing
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.native.requests import ANY_KEY, services_of, wire_response
-from twinkle.server.protocols.native.sampling import TEMPLATES_KEY
+from twinkle.server.protocols.native.requests import (
+    ANY_KEY,
+    TEMPLATES_KEY,
+    sampling_services_of,
+    services_of,
+    wire_response,
+)
 from twinkle.server.protocols.operator.system import failure_of, health_of, status_of_models
-from twinkle.server.protocols.tinker.runs import Limit, Offset
-from twinkle.server.services.checkpoints.access import kind_of_checkpoint
+from twinkle.server.protocols.tinker.runs import (
+    Limit,
+    Offset,
+    archive_title,
+    checkpoint_body,
+    path_of,
+    run_body,
+    tar_response,
+)
+from twinkle.server.services.training.adapters import AdapterStatus, Residency
 from twinkle.server.types import CheckpointRecord, MetricPoint, RunRecord, SessionRecord
 from twinkle.server.wire import fields
 from twinkle_client.protocol import runs as run_types
@@ -37,6 +50,7 @@ _TWINKLE = f"{PREFIX}/twinkle"
 _METRICS = f"{_TWINKLE}/training_runs/{{run_id}}/metrics"
 Since = Annotated[int, Query(ge=0, lt=2**63)]
 Points = Annotated[int, Query(ge=1, le=4096)]
+Few = Annotated[int, Query(ge=1, le=100)]
 _MAX_KEY = 256  # characters of an idempotency key
 _PUBLIC_OWNER = "public"  # whose a public checkpoint is, is nobody's business
 
@@ -120,14 +134,9 @@ async def health_of_model(call: Call[bytes], model: str) -> Response:
 
 @routes.get(f"{PREFIX}/sampler/{{model:path}}/healthz", by_first_replica, public=True, traced=False)
 async def sampler_health(call: Call[bytes], model: str) -> Response:
-    return _health_response(_sampler_health(services_of(call.gateway, model), model))
-
-
-def _sampler_health(entry: Services, name: str) -> dict[str, object]:
-    if entry.sampling is None:
-        raise NotFoundError("sampler", name)
-    alive = entry.sampling.alive
-    return {"healthy": alive, "detail": "samples" if alive else "sampling has stopped"}
+    sampling = sampling_services_of(call.gateway, model).sampling
+    alive = sampling is not None and sampling.alive
+    return _health_response({"healthy": alive, "detail": "samples" if alive else "sampling has stopped"})
 
 
 def _health_response(health: dict[str, object]) -> Response:
@@ -230,44 +239,31 @@ def _path(run_id: str, checkpoint_id: str) -> CheckpointPath:
 async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingRun:
     last = await gateway.store.checkpoints.latest(run.run_id)
     weights, sampler = last.get("weights"), last.get("sampler_weights")
-    return run_types.TrainingRun(
-        training_run_id=run.run_id,
-        base_model=run.base_model,
-        model_owner=run.tenant_id,
-        # Of a run of Tinker's protocol it is a label like others: nothing is written there.
-        save_dir=run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
-        is_lora=True,
-        corrupted=run.state == "failed",
-        lora_rank=run.spec.rank,
-        last_request_time=_time(run.last_request_at),
-        last_checkpoint=None if weights is None else _checkpoint(weights, run).model_dump(mode="json"),
-        last_sampler_checkpoint=None if sampler is None else _checkpoint(sampler, run).model_dump(mode="json"),
-        user_metadata=dict(run.user_metadata),
+    return run_types.TrainingRun.model_validate(
+        {
+            **run_body(run),
+            # Of a run of Tinker's protocol it is a label like others: nothing is written there.
+            "save_dir": run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
+            "last_checkpoint": None if weights is None else _checkpoint(weights, run).model_dump(mode="json"),
+            "last_sampler_checkpoint": None if sampler is None else _checkpoint(sampler, run).model_dump(mode="json"),
+        }
     )
 
 
 def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoint:
-    path = CheckpointPath(record.run_id, record.kind, record.name)
     by_kind = run.spec.target_modules is None  # else modules were named one by one
-    return run_types.Checkpoint(
-        checkpoint_id=path.checkpoint_id,
-        checkpoint_type=kind_of_checkpoint(record.kind),
-        time=_time(record.created_at),
-        size_bytes=record.size_bytes,
-        public=record.public,
-        twinkle_path=path.native,
-        base_model=run.base_model,
-        is_lora=True,
-        lora_rank=run.spec.rank,
-        train_unembed=run.spec.train_unembed if by_kind else None,
-        train_mlp=run.spec.train_mlp if by_kind else None,
-        train_attn=run.spec.train_attn if by_kind else None,
-        user_metadata=dict(record.user_metadata),
+    return run_types.Checkpoint.model_validate(
+        {
+            **checkpoint_body(record),
+            "twinkle_path": CheckpointPath(record.run_id, record.kind, record.name).native,
+            "base_model": run.base_model,
+            "is_lora": True,
+            "lora_rank": run.spec.rank,
+            "train_unembed": run.spec.train_unembed if by_kind else None,
+            "train_mlp": run.spec.train_mlp if by_kind else None,
+            "train_attn": run.spec.train_attn if by_kind else None,
+        }
     )
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 # --- curves of runs: what the server measured, and what clients log beside it -----------------------------------------
@@ -287,9 +283,8 @@ async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Point
 async def log_metrics(call: Call[bytes], run_id: str) -> Response:
     """Log values of the client's own, of a run that may have ended."""
     run = await call.gateway.run(run_id, call.tenant_id)
-    logged = fields.parse(
-        run_types.LogMetricsRequest, call.raw
-    )  # after the run: a foreign one is unknown, whatever is sent
+    # After the run: a foreign one is unknown, whatever is sent.
+    logged = fields.parse(run_types.LogMetricsRequest, call.raw)
     for name in logged.values:
         if not name.isprintable():
             raise InvalidInputError("values", name, "names of printable characters")
@@ -306,6 +301,78 @@ def _response(points: Sequence[MetricPoint], since: int, more: bool) -> Response
 
 
 def _point(point: MetricPoint) -> run_types.MetricPoint:
-    return run_types.MetricPoint(
-        number=point.number, time=point.time, source=point.source, step=point.step, values=dict(point.values)
+    return run_types.MetricPoint.model_validate(point, from_attributes=True)
+
+
+# --- what a tenant has, for the dashboard: adapters and where they are, sessions, checkpoints as files ----------------
+
+
+@routes.get(f"{_TWINKLE}/adapters", anybody)
+async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
+    """List the adapters of all runs, the one with the newest request first, and how long the queues are."""
+    page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
+    reports = await call.gateway.fleet.of_tenant(call.tenant_id)
+    live: dict[str, AdapterStatus] = {}
+    for report in reports.values():
+        live |= report.adapters
+    queues = {name: asdict(report.queue) for name, report in reports.items()}
+    return json_response(
+        {
+            "adapters": [_adapter(run, live) for run in page.items],
+            "queues": queues,
+            "cursor": {"offset": offset, "limit": limit, "total_count": page.total},
+        }
     )
+
+
+def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, object]:
+    status = live.get(run.run_id)
+    # A live run that no service has: its base model is not served now.
+    gone: Residency = "disk" if run.state == "live" else run.state
+    return {
+        "training_run_id": run.run_id,
+        "session_id": run.session_id,
+        "protocol": "twinkle" if ids.is_native_run(run.run_id) else "tinker",
+        "base_model": run.base_model,
+        "lora_rank": run.spec.rank,
+        "where": gone if status is None else status.where,
+        "queued_ops": 0 if status is None else status.queued_ops,
+        "created_at": run.created_at,
+        "last_request_at": run.last_request_at,
+        "note": run.note,
+        "user_metadata": dict(run.user_metadata),
+    }
+
+
+@routes.get(f"{_TWINKLE}/sessions", anybody)
+async def sessions(call: Call[bytes], limit: Few = 50, offset: Offset = 0) -> Response:
+    """List sessions, newest first. Times are seconds since the epoch.
+
+    The state ``silent`` is that of an active session which sent no heartbeat for a while and has not expired yet.
+    """
+    page = await call.gateway.store.sessions.list(call.tenant_id, limit, offset)
+    found = [await _session(call.gateway, session) for session in page.items]
+    return listing("sessions", found, offset, limit, page.total)
+
+
+async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object]:
+    samplers = await gateway.store.sampling_sessions.of_session(session.session_id)
+    return {
+        "session_id": session.session_id,
+        "state": "silent" if gateway.is_silent(session) else session.state,
+        "created_at": session.created_at,
+        "last_seen": gateway.last_seen(session),
+        "sdk_version": session.sdk_version,
+        "display_name": session.display_name,
+        "project_id": session.project_id,
+        "tags": list(session.tags),
+        "training_run_ids": [run.run_id for run in await gateway.store.runs.of_session(session.session_id)],
+        "sampler_ids": [sampler.sampling_session_id for sampler in samplers],
+    }
+
+
+@routes.get(f"{_TWINKLE}/checkpoints/{{run_id}}/{{kind}}/{{name}}/archive", anybody)
+async def archive(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
+    """Send all files of a checkpoint as one tar file."""
+    record = await call.gateway.checkpoint(path_of(run_id, kind, name), call.tenant_id)
+    return await tar_response(call, record, call.tenant_id, root=archive_title(record))

@@ -15,10 +15,11 @@ from twinkle.server.http.requests import JSON_BYTES, PREFIX, body_of, decoded, j
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.processors.service import ProcessorService
-from twinkle.server.protocols.native import requests
 from twinkle.server.protocols.native.requests import (
     ANY_KEY,
     ROWS_BYTES,
+    AdapterCall,
+    is_of_base_model,
     services_of,
     session_of,
     wire_response,
@@ -48,15 +49,13 @@ async def create(call: Call[bytes], model: str) -> Response:
 
 @routes.post(f"{_MODEL}/add_adapter_to_model", by_new_adapter, json_body(AddAdapterRequest))
 async def add_adapter_to_model(call: Call[AddAdapterRequest], model: str) -> Response:
-    session_id = await session_of(call)
-    run_id, outcome = await requests.add_adapter(call.gateway, call.tenant_id, session_id, model, call.body)
+    run_id, outcome = await (await AdapterCall.of_call(call, model)).add_adapter(call.body)
     return _answer(outcome) if outcome.failed else wire_response(AddAdapterResponse(adapter_name=run_id))
 
 
 @routes.post(f"{_MODEL}/remove_adapter", by_adapter, json_body(RemoveAdapterRequest))
 async def remove_adapter(call: Call[RemoveAdapterRequest], model: str) -> Response:
-    session_id = await session_of(call)
-    await requests.remove_adapter(call.gateway, call.tenant_id, session_id, model, call.body.adapter_name)
+    await (await AdapterCall.of_call(call, model)).remove_adapter(call.body.adapter_name)
     return wire_response(OkResponse())
 
 
@@ -89,12 +88,12 @@ async def upload_status(call: Call[bytes], model: str, request_id: str) -> Respo
 # After all other paths of a model: it matches each of them.
 @routes.post(f"{_MODEL}/{{verb}}", by_adapter, unread_body(ROWS_BYTES))
 async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
-    gateway, tenant_id, session_id = call.gateway, call.tenant_id, await session_of(call)
+    adapters = await AdapterCall.of_call(call, model)
     body = await body_of(call.request, ROWS_BYTES if verb_named(verb).takes_rows else JSON_BYTES)
     sent = await decoded(call.request, body, partial(SentVerb.received, verb))
-    if requests.is_of_base_model(sent):
-        return _answer(await requests.forward_base(gateway, tenant_id, session_id, model, sent.fields))
-    number, outcome = await requests.run_verb(gateway, tenant_id, session_id, model, sent)
+    if is_of_base_model(sent):
+        return _answer(await adapters.forward_base(sent.fields))
+    number, outcome = await adapters.run_verb(sent)
     answer = _answer(outcome)
     # By this a client knows of a refusal that it has a place in the sequence. What is refused earlier has none.
     answer.headers[NUMBER_HEADER] = str(number)

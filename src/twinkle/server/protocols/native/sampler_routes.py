@@ -1,13 +1,20 @@
-"""Sampling in our own protocol. Every route names the model in its path, which may hold slashes."""
+"""Sampling in our own protocol: routes, inputs, the weights that are meant, the answer.
+
+Every route names the model in its path, which may hold slashes.
+"""
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
+import numpy as np
 from fastapi import Request, Response
 
+from twinkle.data_format import SampledSequence, SamplingParams
 from twinkle.errors import (
     GoneError,
     InvalidInputError,
@@ -17,31 +24,48 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
-from twinkle.server.backends.text_codec import max_characters
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.model.types import IntArray
+from twinkle.sampler.features import engine_request, refuse_unsupported, response_of, sequence_of
+from twinkle.sampler.types import SampleRequest, SampleResult
+from twinkle.server.backends.backend import ServedModel
+from twinkle.server.backends.text_codec import max_characters, text_groups
+from twinkle.server.gateway.gateway import Services
+from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.http.owners import always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.http.streams import LINES, begun, unless_gone
-from twinkle.server.protocols.native.requests import ANY_KEY, ROWS_BYTES, services_of, session_of, wire_response
-from twinkle.server.protocols.native.sampling import (
-    FeatureSampling,
-    choose_template,
-    chosen_template,
-    encoded,
-    sampling_params,
-    target_of,
+from twinkle.server.ids import CheckpointPath, native_run_id
+from twinkle.server.protocols.native.requests import (
+    ANY_KEY,
+    ROWS_BYTES,
+    TEMPLATES_KEY,
+    sampling_services_of,
+    session_of,
+    usable_template,
+    wire_response,
 )
+from twinkle.server.protocols.openai.choices import Choice
+from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SessionRecord
-from twinkle.server.verbs.templates import SetTemplate
-from twinkle.server.wire import fields
+from twinkle.server.verbs.codec import finite
+from twinkle.server.verbs.features import are_encoded
+from twinkle.server.verbs.templates import SamplingTemplate, SetTemplate, TemplateChoice
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
+from twinkle_client.protocol import sampling as types
 from twinkle_client.protocol.base import SESSION_HEADER
-from twinkle_client.protocol.sampling import SamplerCreateResponse, SampleRequest, SamplerSetTemplateResponse
 
 logger = logging.getLogger(__name__)
 routes = Routes(f"{PREFIX}/sampler/{{model:path}}/twinkle", key_prefix=ANY_KEY)
 
 Line = Mapping[str, object]
+Row = Mapping[str, Any]
+
+MAX_INPUTS = 4096
+MAX_SEQUENCES = 4096  # of all inputs together
+# Columns that grow with the tokens; None in one of them is a column that is not there.
+_COLUMNS = ("labels", "completion_mask", "mm_token_type_ids")
+_CELL_BYTES = 28  # of a token and its log-probability in JSON, about
 
 # An adapter may train on, and on, between being asked for and being sampled from.
 _TRIES = 3
@@ -50,24 +74,20 @@ _TRIES = 3
 @routes.post("/create", by_base_model, raw_body())
 async def create(call: Call[bytes], model: str) -> Response:
     """Tell a client that it will be answered: samplers are there from the beginning."""
-    _services(call.gateway, model)
-    return wire_response(SamplerCreateResponse())
+    sampling_services_of(call.gateway, model)
+    return wire_response(types.SamplerCreateResponse())
 
 
-@routes.post("/set_template", by_base_model, raw_body(SetTemplate))
-async def set_template(call: Call[bytes], model: str) -> Response:
-    session_id = await session_of(call)
-    gateway, services = call.gateway, _services(call.gateway, model)
-    choice = fields.parse(SetTemplate, call.body).choice(services.model)
-    # What cannot be built is refused now.
-    await gateway.tenants.pools.text.in_thread(call.tenant_id, partial(services.native.templates.get, choice))
-    session = await gateway.session(session_id, call.tenant_id)
-    await choose_template(gateway.store, session, services.model, choice)
-    return wire_response(SamplerSetTemplateResponse())
+@routes.post("/set_template", by_base_model, json_body(SetTemplate))
+async def set_template(call: Call[SetTemplate], model: str) -> Response:
+    session_id, services = await session_of(call), sampling_services_of(call.gateway, model)
+    choice = await usable_template(call.gateway, call.tenant_id, services, call.body)
+    await call.gateway.store.sessions.note(session_id, TEMPLATES_KEY, services.model.name, choice.model_dump())
+    return wire_response(types.SamplerSetTemplateResponse())
 
 
-@routes.post("/sample", by_sampled_weights, json_body(SampleRequest, ROWS_BYTES), ends_with_client=True)
-async def sample(call: Call[SampleRequest], model: str) -> Response:
+@routes.post("/sample", by_sampled_weights, json_body(types.SampleRequest, ROWS_BYTES), ends_with_client=True)
+async def sample(call: Call[types.SampleRequest], model: str) -> Response:
     asked = await AskedSamples.of_call(call, model)
     return Response(await unless_gone(call.request.receive, asked.answer()), media_type="application/json")
 
@@ -75,11 +95,11 @@ async def sample(call: Call[SampleRequest], model: str) -> Response:
 @routes.post(
     "/sample_stream",
     by_sampled_weights,
-    json_body(SampleRequest, ROWS_BYTES),
+    json_body(types.SampleRequest, ROWS_BYTES),
     ends_with_client=True,
     streams=always_streams,
 )
-async def sample_stream(call: Call[SampleRequest], model: str) -> Response:
+async def sample_stream(call: Call[types.SampleRequest], model: str) -> Response:
     """Send the text of one sample of one input as it comes: lines of JSON."""
     lines = (await AskedSamples.of_call(call, model)).lines()
     return await begun(call.request, lines, LINES, partial(_failed, call.request))
@@ -87,7 +107,7 @@ async def sample_stream(call: Call[SampleRequest], model: str) -> Response:
 
 @routes.post("/add_adapter_to_sampler", by_base_model, unread_body())
 async def add_adapter_to_sampler(call: Call[bytes], model: str) -> Response:
-    _services(call.gateway, model)
+    sampling_services_of(call.gateway, model)
     raise UnsupportedError(
         "add_adapter_to_sampler: a sampler has no adapters of its own; sample with the adapter_name of one that was"
         " added to the model, or with the adapter_uri of a checkpoint"
@@ -96,93 +116,271 @@ async def add_adapter_to_sampler(call: Call[bytes], model: str) -> Response:
 
 @routes.post("/apply_patch", by_base_model, unread_body())
 async def apply_patch(call: Call[bytes], model: str) -> Response:
-    _services(call.gateway, model)
+    sampling_services_of(call.gateway, model)
     raise UnsupportedError("apply_patch: samplers are shared, and nobody may change their code")
 
 
+@dataclass(frozen=True)
 class AskedSamples:
-    """A request to sample, before it is known from which weights."""
+    """A request to sample, before it is known from which weights. ``session``: that of its header, if it has one."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        services: Services,
-        tenant_id: str,
-        session: SessionRecord | None,
-        wanted: SampleRequest,
-    ) -> None:
-        self._gateway = gateway
-        self._services = services
-        self._tenant_id = tenant_id
-        self._session = session
-        self._wanted = wanted
-        self._params = sampling_params(wanted.sampling_params, wanted.num_samples)
+    call: Call[types.SampleRequest]
+    services: Services
+    session: SessionRecord | None
+    params: SamplingParams
 
     @classmethod
-    async def of_call(cls, call: Call[SampleRequest], model: str) -> "AskedSamples":
+    async def of_call(cls, call: Call[types.SampleRequest], model: str) -> "AskedSamples":
         """Find the sampler, and the session if one is named: only adapters and templates need one."""
-        services = _services(call.gateway, model)
+        services = sampling_services_of(call.gateway, model)
         session_id = call.request.headers.get(SESSION_HEADER)
         session = None if not session_id else await call.gateway.active_session(session_id, call.tenant_id)
-        return cls(call.gateway, services, call.tenant_id, session, call.body)
+        params = sampling_params(call.body.sampling_params, call.body.num_samples)
+        return cls(call, services, session, params)
 
     async def answer(self) -> bytes:
         for _ in range(_TRIES - 1):
             try:
-                return await (await self._understood()).answer()
+                return await (await self.understood()).answer()
             except GoneError:
                 logger.debug("the adapter trained on: its newest weights are sampled from")
-        return await (await self._understood()).answer()
+        return await (await self.understood()).answer()
 
     async def lines(self) -> AsyncGenerator[Line, None]:
-        if self._params.num_samples != 1:
-            raise InvalidInputError("num_samples", self._params.num_samples, "1: a stream is one sample")
-        if self._params.max_tokens == 0:
+        if self.params.num_samples != 1:
+            raise InvalidInputError("num_samples", self.params.num_samples, "1: a stream is one sample")
+        if self.params.max_tokens == 0:
             raise InvalidInputError("max_tokens", 0, "at least 1: there is nothing to stream")
-        codec = self._services.model.text
-        if codec is None:
-            raise UnsupportedError(f"{self._services.model.name} has no tokenizer, and without one there is no text")
-        sampling = await self._understood()
+        sampling = await self.understood()
         if len(sampling.features) != 1:
             raise InvalidInputError("inputs", f"{len(sampling.features)} of them", "one: a stream is one sample")
-        async with aclosing(sampling.lines(codec)) as lines:
+        async with aclosing(sampling.lines()) as lines:
             async for line in lines:
                 yield line
 
-    async def _understood(self) -> FeatureSampling:
+    async def understood(self) -> "FeatureSampling":
         """Find the template, the inputs, and last the weights, which are to be those of now."""
-        gateway, model, wanted = self._gateway, self._services.model, self._wanted
-        choice = chosen_template(self._session, model)
+        gateway, tenant_id, services = self.call.gateway, self.call.tenant_id, self.services
         text = gateway.tenants.pools.text
-        template = await text.in_thread(self._tenant_id, partial(self._services.native.templates.get, choice))
-        assert self._services.sampling is not None, "checked before"
-        self._services.sampling.admission.check(self._tenant_id)  # before the work of reading the inputs
-        most = max_characters(model.max_context_length)
-        read = partial(encoded, wanted.inputs, template, self._params, most)
-        features = await text.in_thread(self._tenant_id, read)
-        target = await target_of(
-            gateway, self._services, self._tenant_id, self._session, wanted.adapter_uri, wanted.adapter_name
-        )
+        choice = chosen_template(self.session, services.model)
+        template = await text.in_thread(tenant_id, partial(services.native.templates.get, choice))
+        assert services.sampling is not None, "checked before"
+        services.sampling.admission.check(tenant_id)  # before the work of reading the inputs
+        most = max_characters(services.model.max_context_length)
+        features = await text.in_thread(tenant_id, partial(encoded, self.call.body.inputs, template, self.params, most))
         return FeatureSampling(
             request_id=f"sample-{secrets.token_hex(12)}",
             text=text,
-            sampling=gateway.sampler_of(target.session),
-            session=target.session,
+            target=await self._target(),
             template=template,
             features=features,
-            params=self._params,
+            params=self.params,
             most_bytes=gateway.config.limits.max_json_result_bytes,
         )
 
-
-def _services(gateway: Gateway, model: str) -> Services:
-    services = services_of(gateway, model)
-    if services.sampling is None:
-        raise NotFoundError("sampler", model)
-    return services
+    async def _target(self) -> Target:
+        """Find the weights that are meant: those at an address, those of an adapter of the session, or the base's."""
+        gateway, tenant_id, services = self.call.gateway, self.call.tenant_id, self.services
+        uri, name = self.call.body.adapter_uri, self.call.body.adapter_name
+        if uri:
+            path = CheckpointPath.parse(uri, "adapter_uri")
+            if path.kind not in SAMPLED_KINDS:
+                raise InvalidInputError("adapter_uri", uri, f"a checkpoint of kind {' or '.join(SAMPLED_KINDS)}")
+            target = await of_checkpoint(gateway, await gateway.checkpoint(path, tenant_id), tenant_id)
+            if target.services is not services:
+                raise InvalidInputError("adapter_uri", uri, f"a checkpoint of {services.model.name}")
+            return target
+        if not name:
+            return of_base_model(gateway, services, tenant_id, services.model.name)
+        if self.session is None:
+            raise InvalidInputError(f"{SESSION_HEADER} header", None, f"the session of adapter {name!r}")
+        run = services.training.run(native_run_id(self.session.session_id, name))
+        live = None if run is None or run.tenant_id != tenant_id else await of_live_run(gateway, run, tenant_id)
+        if live is None:
+            raise NotFoundError("adapter", name)
+        return live
 
 
 def _failed(request: Request, error: Exception) -> Line:
     if not isinstance(error, UserError | TwinkleServerError):
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return {"error": str(error) if isinstance(error, TwinkleError) else "internal error"}
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) -> SamplingParams:
+    """Read the fields of SamplingParams by name; ``num_samples`` beside them counts where they have none."""
+    named = dict(given or {})
+    if named.get("num_samples") is None:
+        named["num_samples"] = 1 if num_samples is None else num_samples
+    params = SamplingParams.from_dict(named)
+    refuse_unsupported(params)
+    stops = [*params.stop_strings, *params.stop_token_ids]
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in params.stop_strings):
+        allowed = f"at most {MAX_STOPS} texts or token ids; texts of 1 to {MAX_STOP_LENGTH} characters"
+        raise InvalidInputError("stop", stops[:8], allowed)
+    return params
+
+
+def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, most_characters: int) -> list[Row]:
+    """Return a feature for each input, in order. In a thread: tokenising takes a while.
+
+    ``most_characters``: of one conversation.
+    """
+    rows = _rows(inputs)
+    if len(rows) * params.num_samples > MAX_SEQUENCES:
+        allowed = f"{MAX_SEQUENCES} sequences in all, here for each of {len(rows)} inputs"
+        raise InvalidInputError("num_samples", params.num_samples, allowed)
+    if are_encoded(rows):
+        return [_feature(row, f"inputs[{index}]") for index, row in enumerate(rows)]
+    for index, row in enumerate(rows):
+        if not isinstance(row.get("messages"), list):
+            raise InvalidInputError(f"inputs[{index}]", sorted(row), "input_ids, or a list of messages")
+    prompted = params.max_tokens != 0
+    groups = text_groups(rows, most_characters)
+    features = [feature for group in groups for feature in template.batch_encode(group, add_generation_prompt=prompted)]
+    if len(features) != len(rows):
+        left = f"{len(rows)} trajectories, of which the template leaves {len(features)}"
+        raise InvalidInputError("inputs", left, "conversations that are not longer than the template's max_length")
+    return list(features)
+
+
+def _rows(inputs: object) -> list[Row]:
+    rows = [inputs] if isinstance(inputs, dict) else inputs
+    if not isinstance(rows, list) or not 0 < len(rows) <= MAX_INPUTS:
+        allowed = f"an InputFeature or Trajectory, or a list of 1 to {MAX_INPUTS}"
+        raise InvalidInputError("inputs", rows if not isinstance(rows, list) else f"{len(rows)} of them", allowed)
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise InvalidInputError(f"inputs[{index}]", row, "an InputFeature or Trajectory")
+    return rows
+
+
+def _feature(row: Row, field: str) -> Row:
+    """Return the row with its columns as arrays, (T,) each, and all its other keys untouched."""
+    tokens = _integers(row["input_ids"], f"{field}.input_ids")
+    columns = {"input_ids": tokens}
+    for name in _COLUMNS:
+        if row.get(name) is not None:
+            columns[name] = _integers(row[name], f"{field}.{name}")
+            if len(columns[name]) != len(tokens):
+                allowed = f"{len(tokens)}, one for each of input_ids"
+                raise InvalidInputError(f"{field}.{name}", f"{len(columns[name])} numbers", allowed)
+    messages = row.get("messages")
+    if messages is not None and not isinstance(messages, list):
+        raise InvalidInputError(f"{field}.messages", messages, "a list of messages")
+    others = {key: value for key, value in row.items() if key not in _COLUMNS or value is not None}
+    return {**others, **columns}
+
+
+def _integers(values: object, field: str) -> IntArray:
+    allowed = "a list of at least one 64-bit integer"
+    if not isinstance(values, list):
+        raise InvalidInputError(field, values, allowed)
+    try:
+        column = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        raise InvalidInputError(field, values[:8], allowed) from None
+    if column.ndim != 1 or not column.size or column.dtype.kind != "i":
+        raise InvalidInputError(field, values[:8], allowed)
+    return column.astype(np.int64)
+
+
+def chosen_template(session: SessionRecord | None, model: ServedModel) -> TemplateChoice:
+    """Return the template that a session samples with; the plain one where none was chosen."""
+    choices = {} if session is None else session.user_metadata.get(TEMPLATES_KEY, {})
+    assert isinstance(choices, Mapping), "we wrote it"
+    choice = choices.get(model.name)
+    return TemplateChoice() if choice is None else TemplateChoice.model_validate(choice)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FeatureSampling:
+    """A request that is ready to run. Its answer has at most ``most_bytes`` and is written in a thread of ``text``."""
+
+    request_id: str
+    text: FairPool
+    target: Target
+    template: SamplingTemplate
+    features: Sequence[Row]
+    params: SamplingParams
+    most_bytes: int
+
+    async def answer(self) -> bytes:
+        """Return the JSON of a SampleResponseModelList."""
+        requests = self._requests(stream=False)
+        self._check_size(sum(len(request.prompt) * request.topk_prompt_logprobs for request in requests) * _CELL_BYTES)
+        results = await self.target.sampling.results(self.target.session, requests)
+        parts: list[bytes] = []
+        size = 0
+        # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
+        for feature, result in zip(self.features, results, strict=True):
+            encode = partial(self._encode, feature, result, size)
+            parts.append(await self.text.in_thread(self.target.session.tenant_id, encode))
+            size += len(parts[-1])
+        return b'{"samples":[' + b",".join(parts) + b"]}"
+
+    async def lines(self) -> AsyncGenerator[Mapping[str, object], None]:
+        """Yield the text of the only input's only sample, as it becomes final."""
+        choice = Choice(self.target.codec, self.params.stop_strings, tools=False)
+        generated = self.target.sampling.generate(self.target.session, self._requests(stream=True))
+        async with aclosing(generated) as items:
+            async for _, item in items:
+                if isinstance(item, SampleResult):
+                    continue
+                delta = choice.push(item)
+                if delta.text or delta.finish_reason:
+                    yield {"delta": delta.text, "finish_reason": delta.finish_reason}
+
+    def _requests(self, *, stream: bool) -> list[SampleRequest]:
+        version = self.target.session.version_id
+        return [
+            engine_request(feature, self.params, index, version, f"{self.request_id}-{index}", stream=stream)
+            for index, feature in enumerate(self.features)
+        ]
+
+    def _encode(self, feature: Row, result: SampleResult, size: int) -> bytes:
+        """Return the JSON of one input's samples. Runs in a thread. ``size``: bytes of the answer so far."""
+        parts: list[bytes] = []
+        for part in _encoded(self.template, feature, result, self.params):
+            parts.append(part)
+            size += len(part)
+            self._check_size(size)
+        return b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        """Raise for an answer of ``size`` bytes, if that is too much."""
+        if size > self.most_bytes:
+            allowed = (
+                f"fewer inputs, samples or log-probabilities: the answer has {size} bytes or more, "
+                f"allowed are {self.most_bytes} (max_json_result_bytes)"
+            )
+            raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
+
+
+def _encoded(template: SamplingTemplate, feature: Row, result: SampleResult, params: SamplingParams) -> Iterator[bytes]:
+    """Yield the JSON of a SampleResponseModel, a sample at a time. Numbers that are not finite become null."""
+    yield b'{"sequences":['
+    for number, sequence in enumerate(result.sequences):
+        yield b"," * (number > 0) + _sequence(sequence_of(template, feature, sequence, params))
+    response = response_of(template, feature, replace(result, sequences=[]), params)
+    rest = types.SampleResponseModel(
+        sequences=[], prompt_logprobs=response.prompt_logprobs, topk_prompt_logprobs=response.topk_prompt_logprobs
+    )
+    yield b"]," + rest.model_dump_json(exclude={"sequences"}).encode().removeprefix(b"{")
+
+
+def _sequence(sequence: SampledSequence) -> bytes:
+    model = types.SampledSequenceModel(
+        stop_reason=sequence.stop_reason,
+        tokens=sequence.tokens,
+        logprobs=cast("list[list[tuple[int, float]] | None] | None", sequence.logprobs),
+        decoded=sequence.decoded,
+        new_input_feature=cast("dict[str, Any]", finite(sequence.new_input_feature)),
+    )
+    return model.model_dump_json().encode()

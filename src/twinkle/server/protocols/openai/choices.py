@@ -79,10 +79,11 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """``arguments`` is JSON text, as this protocol has it."""
+    """``arguments`` is JSON text, as this protocol has it; ``index`` counts the calls of a sample."""
 
     name: str
     arguments: str
+    index: int
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
@@ -113,14 +114,14 @@ class ToolCallFilter:
             end = self._held.find(_CLOSE)
             if end < 0:
                 break
-            call = _call(self._held[len(_OPEN) : end])
+            call = _call(self._held[len(_OPEN) : end], self.calls)
             whole, self._held = self._held[: end + len(_CLOSE)], self._held[end + len(_CLOSE) :]
             if call is None:
                 passed += self._spaced(whole)
             else:
                 calls.append(call)
+                self.calls += 1
                 self._blanks = ""
-        self.calls += len(calls)
         return passed, calls
 
     def close(self) -> str:
@@ -137,17 +138,15 @@ class ToolCallFilter:
         return kept
 
 
-def _call(text: str) -> ToolCall | None:
+def _call(text: str, index: int) -> ToolCall | None:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
-        return None
-    arguments = content.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(content["name"], json.dumps(arguments, ensure_ascii=False))
+    match content:
+        case {"name": str() as name, **others} if isinstance(arguments := others.get("arguments", {}), dict):
+            return ToolCall(name, json.dumps(arguments, ensure_ascii=False), index)
+    return None
 
 
 def _possible_beginning(marks: Sequence[str], text: str) -> int:

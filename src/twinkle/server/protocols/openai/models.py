@@ -2,16 +2,20 @@
 
 from contextlib import suppress
 
-from twinkle.errors import InvalidInputError, NotFoundError, UnknownNameError
+from twinkle.errors import InvalidInputError, NotFoundError, UnknownNameError, UserError
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.protocols.openai.errors import ModelNotFoundError, unknown_model
 from twinkle.server.services.checkpoints.access import expired, readable_checkpoint
 from twinkle.server.types import CheckpointRecord, RunRecord
+from twinkle.server.wire.fields import short
 
 _LISTED = 1000  # runs, and as many checkpoints, the newest first
 _OWNER = "twinkle"  # of base models
+
+
+class ModelNotFoundError(UserError):
+    """There is nothing to sample from under this name. What belongs to another tenant answers just so."""
 
 
 async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
@@ -35,7 +39,7 @@ async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | Check
             return await readable_checkpoint(gateway.store, path, tenant_id)
     with suppress(NotFoundError):
         return await gateway.run(name, tenant_id)
-    raise unknown_model(name)
+    raise ModelNotFoundError(f"unknown model {short(name)}; GET /v1/models lists base models and what is yours")
 
 
 async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:

@@ -5,33 +5,19 @@ Reading is strict: a field that is unknown, or that this server does not offer, 
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from twinkle.errors import InvalidInputError
 from twinkle.sampler.types import SamplingParams
-from twinkle.server.protocols.openai.errors import RequestError
-from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Seed, short
-
-_CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Request, Seed, are_stop_texts, are_token_ids, short
 
 
-class Fields(BaseModel):
+class Fields(Request):
     """The settings that all parts of a request share."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-FieldsT = TypeVar("FieldsT", bound=Fields)
-
-
-def parse(request_type: type[FieldsT], body: bytes) -> FieldsT:
-    """Read a request, or raise :class:`RequestError` with the first thing that is wrong."""
-    try:
-        return request_type.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error, request_type) from None
+    model_config = ConfigDict(extra="forbid")
 
 
 def neutral(*values: object) -> Callable[[object], object]:
@@ -44,18 +30,6 @@ def neutral(*values: object) -> Callable[[object], object]:
         return value
 
     return check
-
-
-def _refusal(error: ValidationError, request_type: type[Fields]) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        known = f"; known: {', '.join(request_type.model_fields)}" if len(first["loc"]) == 1 else ""
-        message = f"unknown field{known}"
-    elif first["type"] not in ("missing", "json_invalid"):
-        message = f"got {short(first['input'])}, {message}"
-    return RequestError(f"{path or 'body'}: {message}", path or None, _CODES.get(first["type"], "invalid_value"))
 
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -143,7 +117,6 @@ MAX_SAMPLES = 128
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 4
-_MAX_TOKEN_ID = 2**31 - 1
 _COMPLETION_TOKENS = 16  # what OpenAI gives to a text completion that names no number
 
 Prompt = str | list[int]
@@ -155,21 +128,13 @@ def _stops(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return ()
-    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not all(map(_is_stop, stops)):
+    if not isinstance(stops, list) or len(stops) > _MAX_STOPS or not are_stop_texts(stops):
         raise ValueError(f"allowed: null, or at most {_MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(stops)
 
 
-def _is_stop(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH
-
-
 def _is_tokens(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in value)
-    )
+    return isinstance(value, list) and bool(value) and are_token_ids(value)
 
 
 def _prompts(value: object) -> list[Prompt]:

@@ -11,14 +11,14 @@ from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.owners import by_request_id, by_sampling_session
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
 from twinkle.server.http.routes import Call, Routes, json_body
-from twinkle.server.http.streams import Delivering, SentResult, StreamedResult, undelivered
+from twinkle.server.http.streams import Delivering, StreamedResult, sent_result, undelivered
 from twinkle.server.ids import RequestId
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire.errors import JsonTooLargeError
 from twinkle.server.wire.json_results import estimated_json_bytes, json_pieces
-from twinkle.server.wire.sample_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+from twinkle.server.wire.sampling import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
 routes = Routes(PREFIX)
 
@@ -41,13 +41,13 @@ async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
     if wanted.allow_metadata_only and size > _LARGE_RESULT:
         return json_response({"status": "complete_metadata", "response_payload_size": size})
     if outcome.encoding is Encoding.JSON or not as_json:
-        return SentResult(outcome.body, outcome.encoding.value, fetched.delivering)
+        return sent_result(outcome.body, outcome.encoding.value, fetched.delivering)
     limit = gateway.config.limits.max_json_result_bytes
     if size > limit:
         raise JsonTooLargeError(size, limit)
     pieces = json_pieces(outcome, sample=request.is_sample)
     if size < _SMALL_RESULT:
-        return SentResult(b"".join(pieces), Encoding.JSON.value, fetched.delivering)
+        return sent_result(b"".join(pieces), Encoding.JSON.value, fetched.delivering)
     return StreamedResult(_written(gateway, tenant_id, pieces), Encoding.JSON.value, fetched.delivering)
 
 

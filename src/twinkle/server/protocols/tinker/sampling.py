@@ -10,13 +10,13 @@ from twinkle.server.http.owners import anybody, by_new_sampling_session, by_samp
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
 from twinkle.server.http.routes import Body, Call, Routes, json_body
 from twinkle.server.wire import fields
-from twinkle.server.wire.sample_requests import (
+from twinkle.server.wire.sampling import (
     AsampleRequest,
     CreateSamplingSessionRequest,
+    Encode,
     JoinSamplingSessionRequest,
     to_sample_request,
 )
-from twinkle.server.wire.sampling import Encode
 
 routes = Routes(PREFIX)
 

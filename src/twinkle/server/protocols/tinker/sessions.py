@@ -17,17 +17,15 @@ from twinkle.server.protocols.tinker.runs import Limit, Offset, Scope
 from twinkle.server.state import Store
 from twinkle.server.state.records.ops import OpTimes
 from twinkle.server.types import RunRecord, SessionRecord
-from twinkle.server.wire import fields
-from twinkle.server.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
-from twinkle.server.wire.session_requests import AssignProjectRequest, SearchSessionsRequest
+from twinkle.server.wire import fields, requests
 
 routes = Routes(PREFIX)
 
 _MICROSECONDS = 1e6
 
 
-@routes.post("/create_session", anybody, json_body(CreateSessionRequest))
-async def create_session(call: Call[CreateSessionRequest]) -> Response:
+@routes.post("/create_session", anybody, json_body(requests.CreateSessionRequest))
+async def create_session(call: Call[requests.CreateSessionRequest]) -> Response:
     wanted, now = call.body, time.time()
     session = SessionRecord(
         session_id=ids.new_session_id(),
@@ -44,14 +42,14 @@ async def create_session(call: Call[CreateSessionRequest]) -> Response:
     return json_response({"session_id": made.session_id, "type": "create_session"})
 
 
-@routes.post("/session_heartbeat", anybody, json_body(SessionHeartbeatRequest), traced=False)
-async def heartbeat(call: Call[SessionHeartbeatRequest]) -> Response:
+@routes.post("/session_heartbeat", anybody, json_body(requests.SessionHeartbeatRequest), traced=False)
+async def heartbeat(call: Call[requests.SessionHeartbeatRequest]) -> Response:
     await call.gateway.heartbeat(call.body.session_id, call.tenant_id)
     return json_response({"type": "session_heartbeat"})
 
 
-@routes.post("/sessions/search", anybody, json_body(SearchSessionsRequest))
-async def search(call: Call[SearchSessionsRequest]) -> Response:
+@routes.post("/sessions/search", anybody, json_body(requests.SearchSessionsRequest))
+async def search(call: Call[requests.SearchSessionsRequest]) -> Response:
     gateway = call.gateway
     found = await search_sessions(gateway.store, call.tenant_id, call.body, gateway.is_silent)
     content: dict[str, object] = {"sessions": [await _summary(gateway, session) for session in found.sessions]}
@@ -61,8 +59,8 @@ async def search(call: Call[SearchSessionsRequest]) -> Response:
     return json_response(content)
 
 
-@routes.post("/sessions/{session_id}/finish", anybody, json_body(FinishSessionRequest))
-async def finish(call: Call[FinishSessionRequest], session_id: str) -> Response:
+@routes.post("/sessions/{session_id}/finish", anybody, json_body(requests.FinishSessionRequest))
+async def finish(call: Call[requests.FinishSessionRequest], session_id: str) -> Response:
     wanted = call.body
     await call.gateway.finish_session(session_id, call.tenant_id, wanted.reason.type, wanted.detail)
     return json_response({})
@@ -89,13 +87,12 @@ async def sessions(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, acc
     return listing("sessions", [session.session_id for session in page.items], offset, limit, page.total)
 
 
-@routes.put("/sessions/{session_id}/project", anybody, raw_body(AssignProjectRequest))
+@routes.put("/sessions/{session_id}/project", anybody, raw_body(requests.AssignProjectRequest))
 async def assign_project(call: Call[bytes], session_id: str) -> Response:
     """Assign a session to a project, also one that is over: projects are labels to find things by."""
     session = await call.gateway.session(session_id, call.tenant_id)
-    wanted = fields.parse(
-        AssignProjectRequest, call.raw
-    )  # after the session: a foreign one is unknown, whatever is sent
+    # After the session: a foreign one is unknown, whatever is sent.
+    wanted = fields.parse(requests.AssignProjectRequest, call.raw)
     await call.gateway.store.sessions.set_project(session, wanted.project_id, time.time())
     return json_response({})
 

@@ -10,31 +10,18 @@ from twinkle.server.http.owners import anybody, by_model_id, by_new_model
 from twinkle.server.http.requests import PREFIX, decoded, is_loopback, json_response
 from twinkle.server.http.routes import Body, Call, Routes, json_body, raw_body
 from twinkle.server.types import Op, OpKind
-from twinkle.server.wire import fields
-from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest, names_session
+from twinkle.server.wire import fields, requests
 from twinkle.server.wire.custom_losses import MAX_BODY_BYTES, CreateCustomLossRequest, Place
 from twinkle.server.wire.errors import BodyTooLargeError
-from twinkle.server.wire.requests import (
-    CreateModelRequest,
-    GetInfoRequest,
-    LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-    SequencedRequest,
-    UnloadModelRequest,
-    WeightsInfoRequest,
-    to_op,
-)
-from twinkle.server.wire.training import decode_forward_backward, decompress
+from twinkle.server.wire.training import Allowance, decode_forward_backward, decompress
 from twinkle.server.wire.training_json import MOST_BYTES, decode_json_pass, is_json
 
 routes = Routes(PREFIX)
 
 
-def _op(request_type: type[SequencedRequest]) -> Body[Op]:
+def _op(request_type: type[requests.SequencedRequest]) -> Body[Op]:
     """A JSON body that is an op with its place in the sequence of its model."""
-    return Body(partial(to_op, request_type), request_type)
+    return Body(partial(requests.to_op, request_type), request_type)
 
 
 @routes.post("/forward_backward", by_model_id, raw_body("application/x-protobuf", limit=None), soon=True)
@@ -57,45 +44,29 @@ async def _pass(call: Call[bytes], kind: OpKind) -> Response:
         as_json = kind is OpKind.FORWARD or is_json(body)
         if as_json and len(body) > MOST_BYTES:
             raise BodyTooLargeError(MOST_BYTES)
-        decode_pass = partial(decode_json_pass, kind=kind) if as_json else decode_forward_backward
-        op = decode_pass(
-            body,
-            max_tokens=limits.max_tokens_per_request,
-            max_width=limits.max_targets_per_token,
-            max_targets=limits.max_targets_per_request,
-        )
+        left = Allowance(limits.max_tokens_per_request, limits.max_targets_per_request, limits.max_targets_per_token)
+        op = decode_json_pass(body, kind, left) if as_json else decode_forward_backward(body, left)
         _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
         return op
 
     return await _submit(call, await decoded(call.request, call.raw, decode))
 
 
-@routes.post("/optim_step", by_model_id, _op(OptimStepRequest), soon=True)
-async def optim_step(call: Call[Op]) -> Response:
+@routes.post("/optim_step", by_model_id, _op(requests.OptimStepRequest), soon=True)
+@routes.post("/save_weights", by_model_id, _op(requests.SaveWeightsRequest), soon=True)
+@routes.post("/save_weights_for_sampler", by_model_id, _op(requests.SaveWeightsForSamplerRequest), soon=True)
+@routes.post("/save_weights_external", by_model_id, _op(requests.SaveWeightsExternalRequest), soon=True)
+async def submit_op(call: Call[Op]) -> Response:
+    """Submit what needs no more than its place in the sequence."""
     return await _submit(call, call.body)
 
 
-@routes.post("/save_weights", by_model_id, _op(SaveWeightsRequest), soon=True)
-async def save_weights(call: Call[Op]) -> Response:
-    return await _submit(call, call.body)
-
-
-@routes.post("/save_weights_for_sampler", by_model_id, _op(SaveWeightsForSamplerRequest), soon=True)
-async def save_weights_for_sampler(call: Call[Op]) -> Response:
-    return await _submit(call, call.body)
-
-
-@routes.post("/save_weights_external", by_model_id, _op(SaveWeightsExternalRequest), soon=True)
-async def save_weights_external(call: Call[Op]) -> Response:
-    return await _submit(call, call.body)
-
-
-@routes.post("/load_weights", by_model_id, raw_body(LoadWeightsRequest), soon=True)
+@routes.post("/load_weights", by_model_id, raw_body(requests.LoadWeightsRequest), soon=True)
 async def load_weights(call: Call[bytes]) -> Response:
     """Load into a model, or, where a session is named instead of one, into a new model of that session."""
-    if not names_session(call.raw):
-        return await _submit(call, to_op(LoadWeightsRequest, call.raw))
-    wanted = fields.parse(CreateFromRequest, call.raw)
+    if not requests.names_session(call.raw):
+        return await _submit(call, requests.to_op(requests.LoadWeightsRequest, call.raw))
+    wanted = fields.parse(requests.CreateFromRequest, call.raw)
     request_id = await create_from_checkpoint(call.gateway, call.tenant_id, wanted, call.raw)
     return json_response({"request_id": request_id, "model_id": ids.run_id(wanted.session_id, wanted.model_seq_id)})
 
@@ -108,8 +79,8 @@ async def _submit(call: Call[bytes] | Call[Op], op: Op) -> Response:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@routes.post("/create_model", by_new_model, json_body(CreateModelRequest), soon=True)
-async def create_model(call: Call[CreateModelRequest]) -> Response:
+@routes.post("/create_model", by_new_model, json_body(requests.CreateModelRequest), soon=True)
+async def create_model(call: Call[requests.CreateModelRequest]) -> Response:
     wanted = call.body
     run_id, request_id = await call.gateway.create_model(
         call.tenant_id,
@@ -123,16 +94,16 @@ async def create_model(call: Call[CreateModelRequest]) -> Response:
     return json_response({"request_id": request_id, "model_id": run_id})
 
 
-@routes.post("/unload_model", by_model_id, json_body(UnloadModelRequest), soon=True)
-async def unload_model(call: Call[UnloadModelRequest]) -> Response:
+@routes.post("/unload_model", by_model_id, json_body(requests.UnloadModelRequest), soon=True)
+async def unload_model(call: Call[requests.UnloadModelRequest]) -> Response:
     """Give a model back before its session ends."""
     model_id = call.body.model_id
     request_id = await call.gateway.unloading.ask(model_id, call.tenant_id)
     return json_response({"request_id": request_id, "model_id": model_id})
 
 
-@routes.post("/get_info", by_model_id, json_body(GetInfoRequest), soon=True)
-async def get_info(call: Call[GetInfoRequest]) -> Response:
+@routes.post("/get_info", by_model_id, json_body(requests.GetInfoRequest), soon=True)
+async def get_info(call: Call[requests.GetInfoRequest]) -> Response:
     run = await call.gateway.run(call.body.model_id, call.tenant_id)
     model = call.gateway.serving(run.model_name).model
     data = {"arch": model.architecture, "model_name": run.base_model}
@@ -150,8 +121,8 @@ async def get_info(call: Call[GetInfoRequest]) -> Response:
     )
 
 
-@routes.post("/weights_info", anybody, json_body(WeightsInfoRequest))
-async def weights_info(call: Call[WeightsInfoRequest]) -> Response:
+@routes.post("/weights_info", anybody, json_body(requests.WeightsInfoRequest))
+async def weights_info(call: Call[requests.WeightsInfoRequest]) -> Response:
     run = await call.gateway.run_of_checkpoint(call.body.tinker_path, call.tenant_id, "tinker_path")
     return json_response(
         {

@@ -5,6 +5,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from starlette.types import ASGIApp
 
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import (
@@ -15,7 +16,6 @@ from twinkle.server.config.applications import (
     has_own_process,
     resources_of,
 )
-from twinkle.server.http.asgi_relay import AsgiApp
 from twinkle.server.runtime.ray.hosts import GatewayReplica, ModelReplica, ProcessorReplica
 from twinkle.server.runtime.ray.layout import GATEWAY, replica_names, wanted_replicas
 from twinkle.server.runtime.ray.sampler_engine import devices_of
@@ -41,7 +41,7 @@ _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 class FrontDoor(GatewayReplica):
     """A gateway that speaks HTTP."""
 
-    def __serve_build_asgi_app__(self) -> AsgiApp:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         return self.entrance
 
 
@@ -49,7 +49,7 @@ class FrontDoor(GatewayReplica):
 class FirstModelReplica(ModelReplica):
     """The replica of a model that speaks HTTP: Serve lets one deployment of an application do so."""
 
-    def __serve_build_asgi_app__(self) -> AsgiApp:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         return self.entrance
 
 
@@ -57,7 +57,7 @@ class FirstModelReplica(ModelReplica):
 class FirstProcessorReplica(ProcessorReplica):
     """The replica of the processors that speaks HTTP."""
 
-    def __serve_build_asgi_app__(self) -> AsgiApp:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         return self.entrance
 
 

@@ -12,11 +12,12 @@ from contextlib import aclosing, suppress
 
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twinkle.errors import QuotaError, TwinkleError
 from twinkle.server.app import ROUTES
 from twinkle.server.http import asgi_relay as relay
-from twinkle.server.http.asgi_relay import AsgiApp, HttpHead, HttpReply, HttpRequest, Message, Receive, Scope, Send
+from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.http.body_limits import Upload, read_body
 from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding, status_of
 from twinkle.server.http.routes import RouteFacts
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 30.0
 
 
-async def answered(app: AsgiApp, request: HttpRequest) -> HttpReply:
+async def answered(app: ASGIApp, request: HttpRequest) -> HttpReply:
     """Answer a request that another process sent here. Unless its route says so, it is finished without its client."""
     work = relay.answer(app, request)
     facts, _ = ROUTES.find(request.method, request.path)

@@ -25,17 +25,18 @@ from twinkle.server.types import (
     RunRecord,
     SaveWeights,
 )
-from twinkle.server.wire.checkpoint_requests import CreateFromRequest, SaveWeightsExternalRequest
 from twinkle.server.wire.fields import parse
 from twinkle.server.wire.requests import (
+    CreateFromRequest,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SequencedRequest,
     to_op,
 )
-from twinkle.server.wire.training import decode_forward_backward
+from twinkle.server.wire.training import Allowance, decode_forward_backward
 from twinkle.server.wire.training_json import decode_json_pass, is_json
 
 if TYPE_CHECKING:
@@ -156,8 +157,8 @@ class RunKind:
         if not record.kind.is_pass:
             return to_op(_REQUESTS[record.kind], body)
         if is_json(body):
-            return decode_json_pass(body, record.kind, max_tokens=UNLIMITED)
-        return decode_forward_backward(body, max_tokens=UNLIMITED)
+            return decode_json_pass(body, record.kind, Allowance(UNLIMITED))
+        return decode_forward_backward(body, Allowance(UNLIMITED))
 
 
 class RunKinds:
