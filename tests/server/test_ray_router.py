@@ -2,23 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from running import mock_config, training_body
 
 from twinkle.server.app import make_app
-from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
 from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http import asgi_relay as relay
-from twinkle.server.runtime.assembly import services_on
+from twinkle.server.runtime.assembly import Process
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.layout import layout_of
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
@@ -39,34 +37,23 @@ class Member:
 
     async def start(self) -> "Member":
         (served,) = self.config.served_models
-        self.store = await Store.open(self.config.data_dir, shared=True)
+        self.process = await Process.open(self.config, shared=True)
         group = layout_of(self.config).models[served.name]
-        files, self.compute = DataDir(self.config.data_dir), Compute()
-        self.services = services_on(
+        self.services = self.process.add_model(
             load_served_model(served),
-            self.config,
-            self.store,
-            self.compute,
-            files,
-            Tenants(),
-            Telemetry(),
             merge=True,
             is_ours=lambda run: group.owner(run.run_id, run.replica) == self.name,
         )
-        gateway = Gateway(self.config, self.store, {served.name: self.services}, files, replica=self.name)
-        self.gateway, self.app = gateway, app_of(gateway)
-        await self.services.training.start()
-        assert self.services.sampling is not None
-        await self.services.sampling.start()
+        self.app = make_app()
+        self.gateway = self.process.open_gateway(self.app, replica=self.name)
+        await self.process.start()
         return self
 
     async def stop(self) -> None:
         self.gateway.release_waiters()
-        assert self.services.sampling is not None
-        await self.services.sampling.stop()
-        await self.services.training.stop()
-        self.compute.close()
-        await self.store.close()
+        self.process.cancel_tasks()
+        await self.process.stop()
+        await self.process.close()
 
     async def answer(self, request: relay.HttpRequest) -> relay.HttpReply:
         self._check()
@@ -94,12 +81,8 @@ class Member:
             raise ReplicaGoneError(self.name)
 
 
-def app_of(gateway: Gateway):
-    @asynccontextmanager
-    async def nothing(_app):
-        yield
-
-    app = make_app(nothing)
+def app_of(gateway: Gateway) -> FastAPI:
+    app = make_app()
     app.state.gateway = gateway
     return app
 

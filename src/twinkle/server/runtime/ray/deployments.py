@@ -15,7 +15,6 @@ from twinkle.server.config.applications import (
     has_own_process,
     resources_of,
 )
-from twinkle.server.http.asgi_relay import AsgiApp
 from twinkle.server.runtime.ray.hosts import GatewayReplica, ModelReplica, ProcessorReplica
 from twinkle.server.runtime.ray.layout import GATEWAY, replica_names, wanted_replicas
 from twinkle.server.runtime.ray.sampler_engine import devices_of
@@ -41,24 +40,15 @@ _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 class FrontDoor(GatewayReplica):
     """A gateway that speaks HTTP."""
 
-    def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self.entrance
-
 
 @serve.ingress()
 class FirstModelReplica(ModelReplica):
     """The replica of a model that speaks HTTP: Serve lets one deployment of an application do so."""
 
-    def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self.entrance
-
 
 @serve.ingress()
 class FirstProcessorReplica(ProcessorReplica):
     """The replica of the processors that speaks HTTP."""
-
-    def __serve_build_asgi_app__(self) -> AsgiApp:
-        return self.entrance
 
 
 def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) -> Application:

@@ -20,7 +20,7 @@ from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
-from twinkle.server.runtime.process import listen
+from twinkle.server.runtime.process import listen, url_of
 from twinkle.server.runtime.ray.deployments import application_for, gpus_wanted
 from twinkle.server.runtime.ray.layout import wanted_replicas
 
@@ -99,8 +99,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
     try:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         _wait_until_running([target.name for target in targets])
-        reachable = "127.0.0.1" if http.host in ("0.0.0.0", "::", "localhost") else http.host
-        url = f"http://{reachable}:{port}"
+        url = url_of(http.host, port)
         if config.proxy_location != "Disabled":
             _check_answers(url)
         yield config.public_url or url

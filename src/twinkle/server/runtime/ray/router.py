@@ -51,9 +51,9 @@ class Router:
         replicas: Mapping[str, Replica],
         *,
         max_body_bytes: int,
-        own: str | None = None,
+        own: str = "",
     ) -> None:
-        """``own``: the name of the replica that ``app`` is."""
+        """``own``: the name of the replica that ``app`` is; empty: it is none."""
         self._app = app
         self._directory = directory
         self._replicas = replicas

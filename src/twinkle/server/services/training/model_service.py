@@ -403,11 +403,6 @@ class ModelService:
         return self.adapters.memory.budget, self._admission.budget, self._feed.budget()
 
     @property
-    def alive(self) -> bool:
-        """Whether what is accepted will be run."""
-        return self.loop.alive
-
-    @property
     def loop(self) -> ServiceLoop:
         return self._runner.loop
 
