@@ -13,6 +13,7 @@ from running import mock_config, training_body
 from twinkle.server.app import make_app
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http import asgi_relay as relay
@@ -24,7 +25,7 @@ from twinkle.server.runtime.ray.replica import ReplicaGoneError
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.state import DatabaseUnavailableError, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 
 class Member:
@@ -383,7 +384,7 @@ def test_a_tenants_uploads_are_counted_where_they_are_read(run):
     """From the announced size on, until the answer; small bodies and other tenants are let through meanwhile."""
 
     async def check(cluster: Cluster) -> None:
-        limits = TenantTerms(TenantLimits(uploading_bytes=1_000_000))
+        limits = TenantTerms(LimitsConfig(max_uploading_bytes_per_tenant=1_000_000))
         cluster.gateway.tenants = Tenants(limits)
         model = await cluster.model(await cluster.session(), 0)
         go_on = asyncio.Event()

@@ -222,7 +222,7 @@ class ModelService:
         with self._recorder.journalling(op):
             limits = self._tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
-                run, op, op.digest, time.time(), limits.adapters, limits.session_rows
+                run, op, op.digest, time.time(), limits.max_adapters_per_tenant, limits.max_session_rows_per_tenant
             )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
