@@ -38,7 +38,7 @@ class TrainingBackend(Protocol):
 
     def resident_adapter_ids(self) -> list[str]:
         """Return the adapters on the device; the others wait in host memory. Called in any thread."""
-        ...
+        return self.adapter_ids()
 
     def host_bytes(self) -> int:
         """Return the host memory that adapters take, on a CPU also those on the device. Called in any thread."""
@@ -66,9 +66,11 @@ class TrainingBackend(Protocol):
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Compute one micro-batch a step, of at most ``limit()`` tokens if possible; others compute between steps.
 
-        A backend that can be interrupted in the middle of a step calls ``give_way`` there, as often as it likes.
+        A backend that can be interrupted in the middle of a step calls ``give_way`` there, as often as it likes. One
+        that inherits this computes all in one step.
         """
-        ...
+        yield from ()
+        return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from twinkle.errors import ConfigError
 from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
 from twinkle.server.backends.text_codec import HubTextCodec
-from twinkle.server.config.applications import SamplerArgs, ServedModelConfig, public_tokenizer_id
+from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, public_tokenizer_id
 
 if TYPE_CHECKING:
+    from twinkle.infra.device_mesh import DeviceMesh
     from twinkle.model import Trainer
     from twinkle.sampler import TorchSampler
     from twinkle.sampler.jobs import Tokenizer
@@ -32,20 +33,12 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
     """Load the trainer and, where the configuration asks for one, a sampler."""
     logger.info("loading %s", served.model.model_id)
     from twinkle import hub
-    from twinkle.model import Trainer
 
     args = served.model
     if served.sampler is not None and served.sampler.sampler_type == "vllm":
         _check_vllm(served.sampler)  # before the slow part
-    budget = None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
-    trainer = Trainer.from_pretrained(
-        args.model_id,
-        device=args.compute_device,
-        dtype=args.dtype,
-        memory_budget_bytes=budget,
-        max_tokens_per_batch=args.max_tokens_per_batch,
-        compiled=args.compiled,
-    )
+    budget = budget_of(args)
+    trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
     folder = str(hub.resolve(args.model_id).path)
     tokenizer = None if served.sampler is None else hub.load_tokenizer(args.model_id)
     sampler = None if served.sampler is None else _make_sampler(served.sampler, trainer, tokenizer, budget)
@@ -65,13 +58,34 @@ def _load_transformers(served: ServedModelConfig) -> ServedModel:
     )
 
 
+def budget_of(args: ModelArgs) -> int | None:
+    """Return the bytes of the device that the trainer may use; None: it looks for itself."""
+    return None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
+
+
+def load_trainer(
+    args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
+) -> "Trainer":
+    """Load the base model. ``budget`` in bytes; ``mesh``: of several processes, of which this is one."""
+    from twinkle.model import Trainer
+
+    return Trainer.from_pretrained(
+        args.model_id,
+        device=device,
+        dtype=args.dtype,
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+        compiled=compiled,
+        device_mesh=mesh,
+    )
+
+
 def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "TorchSampler | VllmSampler":
     """Load the sampler alone, on a copy of the base model, for a process whose devices nobody else uses.
 
     gpus: the number over which vLLM divides the model, unless engine_args say it.
     """
     from twinkle import hub
-    from twinkle.model import Trainer
 
     args, sampler, budget = served.model, served.sampler, None
     assert sampler is not None, "there is something to load"
@@ -83,13 +97,7 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
             from twinkle.sampler.vllm.engine_args import memory_beside
 
             budget = memory_beside(engine_args)
-    trainer = Trainer.from_pretrained(
-        args.model_id,
-        device=device,
-        dtype=args.dtype,
-        memory_budget_bytes=budget,
-        max_tokens_per_batch=args.max_tokens_per_batch,
-    )
+    trainer = load_trainer(args, device, budget)
     return _make_sampler(sampler, trainer, hub.load_tokenizer(args.model_id), budget)
 
 

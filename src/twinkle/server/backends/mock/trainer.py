@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -52,6 +52,7 @@ from twinkle.model.types import (
     TrainResult,
 )
 from twinkle.model.validation import check_data
+from twinkle.server.backends.backend import TrainingBackend
 
 SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
@@ -116,8 +117,8 @@ class _Adapter:
     step: int = 0
 
 
-class MockTrainer:
-    """A :class:`~twinkle.server.backends.backend.TrainingBackend`. ``pause``: seconds that every pass takes."""
+class MockTrainer(TrainingBackend):
+    """A trainer without a model. ``pause``: seconds that every pass takes."""
 
     def __init__(self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0) -> None:
         self.vocab_size = vocab_size
@@ -143,9 +144,6 @@ class MockTrainer:
 
     def adapter_ids(self) -> list[str]:
         return list(self._adapters)
-
-    def resident_adapter_ids(self) -> list[str]:
-        return self.adapter_ids()
 
     def host_bytes(self) -> int:
         return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
@@ -175,18 +173,6 @@ class MockTrainer:
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=True)
-
-    def in_steps(
-        self,
-        items: Sequence[TrainItem],
-        *,
-        train: bool,
-        limit: Callable[[], int | None],
-        give_way: Callable[[], None] | None = None,
-    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """Compute everything in one step."""
-        yield from ()
-        return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         """``decoupled`` makes no difference: there is no Adam here."""

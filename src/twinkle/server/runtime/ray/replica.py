@@ -1,15 +1,21 @@
 """What processes of the Ray runtime ask of each other. Nothing here knows how they reach one another."""
 
-from collections.abc import AsyncGenerator, Sequence
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import TwinkleServerError
+from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server.gateway.fleet import ModelReport, TenantReport
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.types import RunRecord, SessionRecord
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaGoneError(TwinkleServerError):
@@ -23,11 +29,26 @@ class Failure:
     error: Exception
 
 
+def tried(work: Callable[[], T]) -> T | Failure:
+    """Return what the work returns, or the error that a remote call is to answer with."""
+    try:
+        return work()
+    except TwinkleError as error:
+        return Failure(error)
+
+
 def raised(answer: object) -> Any:
     """Return what a remote call answered, or raise the error that it answered with."""
     if isinstance(answer, Failure):
         raise answer.error
     return answer
+
+
+def end_process(why: str) -> NoReturn:
+    """End this process at once. Serve starts another one in its place, which finds all that was acknowledged."""
+    logger.critical("%s: this process ends, and Serve starts another one", why)
+    logging.shutdown()
+    os._exit(70)  # EX_SOFTWARE
 
 
 class Replica(Protocol):
