@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -221,11 +220,27 @@ class MockTrainer(TrainingBackend):
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        adapter = self._get(adapter_id)
-        moments = {"exp_avg": adapter.exp_avg.copy(), "exp_avg_sq": adapter.exp_avg_sq.copy()} if optimizer else {}
-        own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
-        arrays = {"weights": adapter.weights.copy(), **moments}
-        return partial(_write_checkpoint, arrays=arrays, own=own, state=state, companions=companions)
+        adapter = deepcopy(self._get(adapter_id))
+        arrays = {"weights": adapter.weights}
+        if optimizer:
+            arrays |= {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
+
+        def write(directory: Path) -> None:
+            """Write adapter.npz and our state; the directory appears whole or not at all."""
+            staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+            staging.mkdir(parents=True)
+            np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
+            own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
+            (staging / _STATE).write_text(json.dumps(own))
+            if state:
+                (staging / _PROGRESS).write_text(json.dumps(dict(state)))
+            if companions is not None:
+                companions(staging)
+            if directory.exists():
+                shutil.rmtree(directory)
+            os.replace(staging, directory)
+
+        return write
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         adapter = self._get(adapter_id)
@@ -354,24 +369,3 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, A
     if state["layout"] != _LAYOUT:
         raise CheckpointError(f"{directory}: layout: got {state['layout']!r}, allowed: {_LAYOUT}")
     return arrays, state
-
-
-def _write_checkpoint(
-    directory: Path,
-    arrays: Mapping[str, FloatArray],
-    own: Mapping[str, object],
-    state: Mapping[str, object],
-    companions: Callable[[Path], None] | None,
-) -> None:
-    """Write adapter.npz and our state; the directory appears whole or not at all."""
-    staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
-    staging.mkdir(parents=True)
-    np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
-    (staging / _STATE).write_text(json.dumps(own))
-    if state:
-        (staging / _PROGRESS).write_text(json.dumps(dict(state)))
-    if companions is not None:
-        companions(staging)
-    if directory.exists():
-        shutil.rmtree(directory)
-    os.replace(staging, directory)
