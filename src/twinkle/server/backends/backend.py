@@ -101,9 +101,6 @@ class TrainingBackend(Protocol):
     def peft_config(self, adapter_id: str) -> dict[str, object]: ...
 
 
-GPU_CHEAP_TOKENS = 2048  # a GPU is hardly longer at them than at one
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """A loaded model and the engines on it. ``name`` is its id in the config; ``tokenizer_dir`` is on this machine."""

@@ -2,11 +2,13 @@
 
 import atexit
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinkle import hub
 from twinkle.errors import ConfigError
-from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
+from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, public_tokenizer_id
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_GPU_CHEAP_TOKENS = 2048  # a GPU is hardly longer at them than at one
+
 
 def load_served_model(served: ServedModelConfig) -> ServedModel:
     if served.model.backend == "mock":
@@ -32,29 +36,52 @@ def load_served_model(served: ServedModelConfig) -> ServedModel:
 def _load_transformers(served: ServedModelConfig) -> ServedModel:
     """Load the trainer and, where the configuration asks for one, a sampler."""
     logger.info("loading %s", served.model.model_id)
-    from twinkle import hub
-
-    args = served.model
-    if served.sampler is not None and served.sampler.sampler_type == "vllm":
-        _check_vllm(served.sampler)  # before the slow part
+    args, sampling = served.model, served.sampler
+    if sampling is not None and sampling.sampler_type == "vllm":
+        _check_vllm(sampling)  # before the slow part
     budget = budget_of(args)
     trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
-    folder = str(hub.resolve(args.model_id).path)
-    tokenizer = None if served.sampler is None else hub.load_tokenizer(args.model_id)
-    sampler = None if served.sampler is None else _make_sampler(served.sampler, trainer, tokenizer, budget)
+    model = served_model(served, trainer, TrainerFacts.of(trainer))
+    if sampling is None:
+        return model
+    tokenizer = hub.load_tokenizer(args.model_id)
+    sampler = _make_sampler(sampling, trainer, tokenizer, budget)
+    return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """What the server must know of a trainer, which may be in another process."""
+
+    architecture: str
+    max_length: int
+    tokens: int
+    memory: str
+    device: str
+
+    @classmethod
+    def of(cls, trainer: "Trainer") -> "TrainerFacts":
+        architecture, memory = trainer.architecture, trainer.memory
+        return cls(architecture.family, architecture.max_length, memory.tokens, str(memory), trainer.device.type)
+
+
+def served_model(
+    served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts, ranks: int = 1
+) -> ServedModel:
+    """Return a model for training only. ``facts`` of each of its ``ranks``."""
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
         trainer=trainer,
-        sampler=sampler,
-        architecture=trainer.architecture.family,
-        max_context_length=trainer.architecture.max_length,
-        tokens_per_batch=trainer.memory.tokens,
-        tokenizer_dir=folder,
-        tokenizer_id=public_tokenizer_id(args.model_id),
-        memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
-        text=None if tokenizer is None else HubTextCodec(tokenizer),
-        cheap_tokens=GPU_CHEAP_TOKENS if trainer.device.type == "cuda" else 0,
+        sampler=None,
+        architecture=facts.architecture,
+        max_context_length=facts.max_length,
+        tokens_per_batch=facts.tokens * ranks,
+        tokenizer_dir=str(hub.resolve(served.model.model_id).path),
+        tokenizer_id=public_tokenizer_id(served.model.model_id),
+        memory=facts.memory if ranks == 1 else f"{ranks} processes, each: {facts.memory}",
+        text=None,
+        cheap_tokens=_GPU_CHEAP_TOKENS * ranks if facts.device == "cuda" else 0,
     )
 
 
@@ -85,8 +112,6 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
 
     gpus: the number over which vLLM divides the model, unless engine_args say it.
     """
-    from twinkle import hub
-
     args, sampler, budget = served.model, served.sampler, None
     assert sampler is not None, "there is something to load"
     if sampler.sampler_type == "vllm":

@@ -164,9 +164,6 @@ class MockTrainer(TrainingBackend):
         spec = self._get(adapter_id).spec
         return peft_config(spec, ("w",), "mock")
 
-    def step_count(self, adapter_id: str) -> int:
-        return self._get(adapter_id).step
-
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=False)
 

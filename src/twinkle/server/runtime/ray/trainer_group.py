@@ -9,7 +9,6 @@ bring back what was acknowledged.
 import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,30 +16,19 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from twinkle import hub
 from twinkle.environment import set_variables, twinkle_variables
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.types import EMPTY, AdapterSnapshot, LoraSpec, TrainerNumbers, TrainFailure, TrainItem, TrainResult
 from twinkle.network import find_free_port
-from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel, TrainingBackend
-from twinkle.server.backends.loading import budget_of, load_trainer
-from twinkle.server.config.applications import ModelArgs, ServedModelConfig, public_tokenizer_id
+from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
+from twinkle.server.config.applications import ModelArgs, ServedModelConfig
 from twinkle.server.runtime.ray.replica import Failure, end_process, tried
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
-
-
-@dataclass(frozen=True)
-class _Described:
-    """What the service must know of a trainer that is elsewhere."""
-
-    architecture: str
-    max_length: int
-    tokens: int
-    memory: str
 
 
 class _Rank:
@@ -54,11 +42,10 @@ class _Rank:
         address = ray.util.get_node_ip_address()
         return address, find_free_port(address)
 
-    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> _Described:
+    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
         self._trainer = load_trainer(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
-        architecture, memory = self._trainer.architecture, self._trainer.memory
-        return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
+        return TrainerFacts.of(self._trainer)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         """Return what the trainer returns, or :class:`Failure`."""
@@ -180,21 +167,8 @@ def load_group(served: ServedModelConfig) -> ServedModel:
         for number in range(mesh.world_size)
     ]
     master = ray.get(ranks[0].meeting_place.remote())
-    described: _Described = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
-    return ServedModel(
-        name=served.name,
-        aliases=served.aliases,
-        trainer=TrainerGroup(ranks),
-        sampler=None,
-        architecture=described.architecture,
-        max_context_length=described.max_length,
-        tokens_per_batch=described.tokens * mesh.world_size,
-        tokenizer_dir=str(hub.resolve(args.model_id).path),
-        tokenizer_id=public_tokenizer_id(args.model_id),
-        memory=f"{mesh.world_size} processes, each: {described.memory}",
-        text=None,
-        cheap_tokens=GPU_CHEAP_TOKENS * mesh.world_size if mesh.device_type == "cuda" else 0,
-    )
+    facts: TrainerFacts = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
+    return served_model(served, TrainerGroup(ranks), facts, mesh.world_size)
 
 
 def mesh_of(args: ModelArgs) -> DeviceMesh:
