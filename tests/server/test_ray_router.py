@@ -94,7 +94,7 @@ class Cluster:
 
     async def __aenter__(self) -> "Cluster":
         layout = layout_of(self.config)
-        self.members = {name: await Member(self.config, name).start() for name in layout.addresses}
+        self.members = {name: await Member(self.config, name).start() for name in layout.applications}
         self.store = await Store.open(self.config.data_dir, shared=True)
         fleet = RemoteFleet(layout, self.members)
         for member in self.members.values():

@@ -73,7 +73,7 @@ class Host:
     async def _begin(self, processors: Processors | None = None, name: str = "") -> Gateway:
         """Begin to work and to answer. ``name``: of this replica, where requests are sent to it by name."""
         process, layout = self._process, self._layout
-        replicas = {each: RemoteReplica(address) for each, address in layout.addresses.items()}
+        replicas = {each: RemoteReplica(each, application) for each, application in layout.applications.items()}
         if processors is None and layout.processors.names:
             processors = RemoteProcessors(layout.processors, replicas)
         self._app = make_app(telemetry=process.telemetry)

@@ -38,18 +38,10 @@ GATEWAY = "Gateway"  # the deployment of an application that has no replicas to 
 
 
 @dataclass(frozen=True)
-class ReplicaAddress:
-    """How a Serve handle finds a replica."""
-
-    application: str
-    deployment: str
-
-
-@dataclass(frozen=True)
 class Layout:
     models: Mapping[str, Replicas]  # by the name of the served model
     processors: Replicas
-    addresses: Mapping[str, ReplicaAddress]  # by the name of the replica
+    applications: Mapping[str, str]  # of each replica, whose name is also that of its deployment
 
 
 def layout_of(config: ServerConfig) -> Layout:
@@ -61,8 +53,8 @@ def layout_of(config: ServerConfig) -> Layout:
     }
     processing = [one for one in config.applications if isinstance(one.args, ProcessorArgs)]
     processors = Replicas(tuple(name for one in processing for name in replica_names(one)))
-    addresses = {name: ReplicaAddress(one.name, name) for one in (*trained, *processing) for name in replica_names(one)}
-    return Layout(models, processors, addresses)
+    applications = {name: one.name for one in (*trained, *processing) for name in replica_names(one)}
+    return Layout(models, processors, applications)
 
 
 def replica_names(application: ApplicationSpec) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from twinkle.server.http.asgi_relay import HttpHead, HttpRequest
-from twinkle.server.runtime.ray.layout import ReplicaAddress
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError, raised
 
 P = ParamSpec("P")
@@ -33,8 +32,9 @@ def _there(
 class RemoteReplica:
     """One replica. Its handle is made at the first use: applications start in any order."""
 
-    def __init__(self, address: ReplicaAddress) -> None:
-        self.address = address
+    def __init__(self, name: str, application: str) -> None:
+        self._name = name
+        self._application = application
 
     answer = _there(Replica.answer)
     metrics = _there(Replica.metrics)
@@ -59,7 +59,7 @@ class RemoteReplica:
 
     @cached_property
     def _handle(self) -> DeploymentHandle[Any]:
-        return serve.get_deployment_handle(self.address.deployment, self.address.application)
+        return serve.get_deployment_handle(self._name, self._application)
 
     async def _asked(self, method: str, *arguments: object, **options: object) -> Any:
         response = None
@@ -76,5 +76,5 @@ class RemoteReplica:
     def _gone(self, error: Exception) -> Exception:
         """Return the error to raise: that the replica is away, if that is what it means. The rest is a bug, a 500."""
         if isinstance(error, RayActorError | RayServeException):
-            return ReplicaGoneError(f"{self.address.deployment} is being replaced")
+            return ReplicaGoneError(f"{self._name} is being replaced")
         return error
