@@ -28,7 +28,6 @@ class TrainingBackend(Protocol):
 
     def check_adapter(self, spec: LoraSpec) -> None:
         """Raise for an adapter that can never exist. Called in any thread."""
-        ...
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
 
@@ -42,15 +41,12 @@ class TrainingBackend(Protocol):
 
     def host_bytes(self) -> int:
         """Return the host memory that adapters take, on a CPU also those on the device. Called in any thread."""
-        ...
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
         """Return the host memory that an adapter of this shape takes at most. Called in any thread."""
-        ...
 
     def numbers(self) -> TrainerNumbers:
         """Return counts and memory of the trainer, without waiting for the device."""
-        ...
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
@@ -88,7 +84,6 @@ class TrainingBackend(Protocol):
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
         """Copy what is to be saved; the function returned writes it, in any thread, in the place of what is there."""
-        ...
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
 

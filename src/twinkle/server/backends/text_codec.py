@@ -22,19 +22,15 @@ class TextCodec(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as it stands, with what this tokenizer puts before any text."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
-        ...
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special or not."""
-        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
         """Encode a conversation up to where the assistant's next turn begins."""
-        ...
 
 
 class HubTextCodec:

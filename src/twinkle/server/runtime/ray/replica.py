@@ -56,34 +56,26 @@ class Replica(Protocol):
 
     async def answer(self, request: HttpRequest) -> HttpReply:
         """Answer a request of a client. The replica hears of it when this is cancelled: the client has left."""
-        ...
 
     def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]: ...
 
     async def metrics(self) -> Sequence[Metric]:
         """Return what the replica's process has recorded."""
-        ...
 
     async def report(self) -> ModelReport:
         """Return how a model's replica is doing."""
-        ...
 
     async def of_tenant(self, tenant_id: str) -> TenantReport:
         """Return what a tenant has on a model's replica."""
-        ...
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Let go of what a session that ended has on a model's replica."""
-        ...
 
     async def park_run(self, run: RunRecord, why: str) -> None:
         """Evict an adapter from a model's replica."""
-        ...
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:
         """Return the rows of a batch that a processor of a session holds."""
-        ...
 
     async def end_session(self, session_id: str) -> None:
         """End all processors of a session."""
-        ...
