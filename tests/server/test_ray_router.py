@@ -302,7 +302,7 @@ def test_a_client_that_leaves_while_its_op_is_written_down(run, monkeypatch):
         model = await cluster.model(await cluster.session(), 0)
         record = await cluster.store.runs.get(model)
         assert record is not None
-        ops = cluster.members[record.replica].store.ops
+        ops = cluster.members[record.replica].process.store.ops
         accept, reached = ops.accept, asyncio.Event()
 
         async def slowly(*arguments: Any) -> Any:
@@ -343,12 +343,12 @@ def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
         session = await cluster.session()
         models = [await cluster.model(session, number) for number in range(2)]
         for member in cluster.members.values():
-            monkeypatch.setattr(member.store.checkpoints, "get", unavailable)  # asked for before the adapter is kept
+            monkeypatch.setattr(member.process.store.checkpoints, "get", unavailable)  # asked for before the adapter is kept
         await cluster.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         assert [run.state for run in await cluster.store.runs.of_session(session)] == ["live", "live"]
         monkeypatch.undo()
         for member in cluster.members.values():
-            monkeypatch.setattr(member.store.runs, "set_state", unavailable)  # after it was
+            monkeypatch.setattr(member.process.store.runs, "set_state", unavailable)  # after it was
             with pytest.raises(DatabaseUnavailableError):
                 await member.gateway.tidy(0)
         monkeypatch.undo()

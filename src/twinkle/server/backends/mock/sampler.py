@@ -216,7 +216,7 @@ def _drawn(sampling: _Sampling, vocab_size: int, end_token: int) -> DrawnTokens:
     positions = np.arange(len(before))
     candidates = _candidates(before, positions, end_token, vocab_size)
     lp = logprobs(sampling.weights, features(before[:, None], candidates, positions[:, None]))
-    generators = [np.random.default_rng([sampling.seed, _DRAWS, position]) for position in positions]
+    generators = [np.random.default_rng([sampling.seed, _DRAWS, position]) for position in range(len(before))]
     noise = np.array([each.gumbel(size=(k, _CANDIDATES)) for each in generators]).reshape(-1, k, _CANDIDATES)
     best = (lp[:, None] + noise).argmax(axis=2)
     drawn_logprobs = np.take_along_axis(lp, best, axis=1).astype(np.float32)

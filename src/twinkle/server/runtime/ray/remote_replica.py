@@ -22,7 +22,7 @@ def _there(
 ) -> Callable[Concatenate["RemoteReplica", P], Coroutine[Any, Any, T]]:
     """Return a method that calls the one of the same name in the replica's own process."""
 
-    async def call(self: "RemoteReplica", *arguments: P.args, **options: P.kwargs) -> T:
+    async def call(self: "RemoteReplica", /, *arguments: P.args, **options: P.kwargs) -> T:
         answer: T = raised(await self._asked(method.__name__, *arguments, **options))
         return answer
 

@@ -63,7 +63,7 @@ class _Rank:
 def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
     """Return a method of the group: the trainer's own, called on all ranks."""
 
-    def call(self: "TrainerGroup", *arguments: P.args, **options: P.kwargs) -> T:
+    def call(self: "TrainerGroup", /, *arguments: P.args, **options: P.kwargs) -> T:
         answer: T = self._all(method.__name__, *arguments, **options)
         return answer
 
