@@ -98,7 +98,7 @@ def asked(server, monkeypatch):
     def end(why: str) -> NoReturn:
         raise SystemExit(why)
 
-    monkeypatch.setattr(trainer_group, "_end", end)
+    monkeypatch.setattr(trainer_group, "end_process", end)
     monkeypatch.setattr(trainer_group, "_GRACE_SECONDS", 1.0)
 
     def ask(*script: tuple[object, float]) -> object:

@@ -6,15 +6,10 @@ from pathlib import Path
 
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
-from twinkle.server.backends.compute_thread import Compute
+from twinkle.server.app import make_app
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import default_config
-from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.gateway.reporting import Telemetry
-from twinkle.server.runtime.assembly import services_on
-from twinkle.server.state import Store
-from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.runtime.assembly import Process
 from twinkle.server.types import SessionRecord
 
 TENANT = "tenant-a"
@@ -23,14 +18,11 @@ TENANT = "tenant-a"
 def test_versions_end_with_their_session(tmp_path: Path) -> None:
     async def main() -> None:
         config = default_config("mock", backend="mock", data_dir=tmp_path)
-        store = await Store.open(tmp_path)
-        model, compute, files = load_served_model(config.served_models[0]), Compute(), DataDir(tmp_path)
-        entry = services_on(model, config, store, compute, files, Tenants(), Telemetry(), merge=True)
-        gateway = Gateway(config, store, {"mock": entry}, files)
-        assert entry.sampling is not None
+        process, model = await Process.open(config), load_served_model(config.served_models[0])
+        entry = process.add_model(model, merge=True)
+        gateway = process.open_gateway(make_app())
         assert model.sampler is not None
-        await entry.training.start()
-        await entry.sampling.start()
+        await process.start()
         session = await gateway.create_session(SessionRecord("s-1", TENANT, time.time(), time.time()), None)
         run_id, request_id = await gateway.create_model(TENANT, session.session_id, 0, "mock", LoraSpec(8), {}, b"{}")
         assert run_id == ids.run_id("s-1", 0)
@@ -43,9 +35,8 @@ def test_versions_end_with_their_session(tmp_path: Path) -> None:
         while model.sampler.version_ids():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        await entry.sampling.stop()
-        await entry.training.stop()
-        compute.close()
-        await store.close()
+        process.cancel_tasks()
+        await process.stop()
+        await process.close()
 
     asyncio.run(main())

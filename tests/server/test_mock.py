@@ -110,7 +110,7 @@ class TestTrainer:
         trainer.forward([TrainItem("a", [_datum()])])
         assert trainer.optim_step("a", PARAMS) == {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
         np.testing.assert_array_equal(trainer.vector("a"), before)
-        assert trainer.step_count("a") == 0
+        assert trainer.snapshot("a").step == 0
 
     def test_everything_counts_once(self):
         """A lost, repeated or moved op changes what comes later."""
@@ -223,7 +223,7 @@ class TestState:
         _train(other, seed=2)
         np.testing.assert_array_equal(_logprobs(other), _logprobs(trainer))
         trainer.restore("a", snapshot)
-        assert trainer.step_count("a") == 1
+        assert trainer.snapshot("a").step == 1
         with pytest.raises(InvalidInputError, match="layout"):
             other.restore("a", type(snapshot)(**{**vars(snapshot), "layout": "other"}))
 
@@ -237,7 +237,7 @@ class TestState:
         for one in (trainer, other):
             _train(one, seed=1)
         np.testing.assert_array_equal(_logprobs(other), _logprobs(trainer))
-        assert other.step_count("a") == 2
+        assert other.snapshot("a").step == 2
 
     def test_load_without_optimizer(self, tmp_path):
         trainer, other = _trainer(), _trainer()
@@ -247,7 +247,7 @@ class TestState:
             other.load("a", tmp_path / "ck")
         other.load("a", tmp_path / "ck", optimizer=False)
         np.testing.assert_array_equal(_logprobs(other), _logprobs(trainer))
-        assert other.step_count("a") == 0
+        assert other.snapshot("a").step == 0
         for one in (trainer, other):
             _train(one, seed=1)
         assert (_logprobs(other) != _logprobs(trainer)).any()  # the momentum is gone
@@ -259,7 +259,7 @@ class TestState:
         trainer.prepare_save("a")(tmp_path / "ck")
         before(tmp_path / "ck")  # what was there when it was prepared, over what is there now
         trainer.load("a", tmp_path / "ck")
-        assert trainer.step_count("a") == 0
+        assert trainer.snapshot("a").step == 0
         trainer.create_adapter("b", LoraSpec(rank=16, seed=1))
         with pytest.raises(CheckpointError, match="rank"):
             trainer.load("b", tmp_path / "ck")

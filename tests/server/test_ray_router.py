@@ -2,23 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from running import mock_config, training_body
 
 from twinkle.server.app import make_app
-from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
+from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.gateway.fleet import report_of
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http import asgi_relay as relay
-from twinkle.server.runtime.assembly import services_on
+from twinkle.server.runtime.assembly import Process
 from twinkle.server.runtime.ray.directory import Directory
 from twinkle.server.runtime.ray.layout import layout_of
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
@@ -26,7 +25,7 @@ from twinkle.server.runtime.ray.replica import ReplicaGoneError
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.state import DatabaseUnavailableError, Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 
 class Member:
@@ -39,34 +38,23 @@ class Member:
 
     async def start(self) -> "Member":
         (served,) = self.config.served_models
-        self.store = await Store.open(self.config.data_dir, shared=True)
+        self.process = await Process.open(self.config, shared=True)
         group = layout_of(self.config).models[served.name]
-        files, self.compute = DataDir(self.config.data_dir), Compute()
-        self.services = services_on(
+        self.services = self.process.add_model(
             load_served_model(served),
-            self.config,
-            self.store,
-            self.compute,
-            files,
-            Tenants(),
-            Telemetry(),
             merge=True,
             is_ours=lambda run: group.owner(run.run_id, run.replica) == self.name,
         )
-        gateway = Gateway(self.config, self.store, {served.name: self.services}, files, replica=self.name)
-        self.gateway, self.app = gateway, app_of(gateway)
-        await self.services.training.start()
-        assert self.services.sampling is not None
-        await self.services.sampling.start()
+        self.app = make_app()
+        self.gateway = self.process.open_gateway(self.app, replica=self.name)
+        await self.process.start()
         return self
 
     async def stop(self) -> None:
         self.gateway.release_waiters()
-        assert self.services.sampling is not None
-        await self.services.sampling.stop()
-        await self.services.training.stop()
-        self.compute.close()
-        await self.store.close()
+        self.process.cancel_tasks()
+        await self.process.stop()
+        await self.process.close()
 
     async def answer(self, request: relay.HttpRequest) -> relay.HttpReply:
         self._check()
@@ -94,12 +82,8 @@ class Member:
             raise ReplicaGoneError(self.name)
 
 
-def app_of(gateway: Gateway):
-    @asynccontextmanager
-    async def nothing(_app):
-        yield
-
-    app = make_app(nothing)
+def app_of(gateway: Gateway) -> FastAPI:
+    app = make_app()
     app.state.gateway = gateway
     return app
 
@@ -110,7 +94,7 @@ class Cluster:
 
     async def __aenter__(self) -> "Cluster":
         layout = layout_of(self.config)
-        self.members = {name: await Member(self.config, name).start() for name in layout.addresses}
+        self.members = {name: await Member(self.config, name).start() for name in layout.applications}
         self.store = await Store.open(self.config.data_dir, shared=True)
         fleet = RemoteFleet(layout, self.members)
         for member in self.members.values():
@@ -318,7 +302,7 @@ def test_a_client_that_leaves_while_its_op_is_written_down(run, monkeypatch):
         model = await cluster.model(await cluster.session(), 0)
         record = await cluster.store.runs.get(model)
         assert record is not None
-        ops = cluster.members[record.replica].store.ops
+        ops = cluster.members[record.replica].process.store.ops
         accept, reached = ops.accept, asyncio.Event()
 
         async def slowly(*arguments: Any) -> Any:
@@ -359,12 +343,12 @@ def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
         session = await cluster.session()
         models = [await cluster.model(session, number) for number in range(2)]
         for member in cluster.members.values():
-            monkeypatch.setattr(member.store.checkpoints, "get", unavailable)  # asked for before the adapter is kept
+            monkeypatch.setattr(member.process.store.checkpoints, "get", unavailable)  # asked for before the adapter is kept
         await cluster.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         assert [run.state for run in await cluster.store.runs.of_session(session)] == ["live", "live"]
         monkeypatch.undo()
         for member in cluster.members.values():
-            monkeypatch.setattr(member.store.runs, "set_state", unavailable)  # after it was
+            monkeypatch.setattr(member.process.store.runs, "set_state", unavailable)  # after it was
             with pytest.raises(DatabaseUnavailableError):
                 await member.gateway.tidy(0)
         monkeypatch.undo()
@@ -400,7 +384,7 @@ def test_a_tenants_uploads_are_counted_where_they_are_read(run):
     """From the announced size on, until the answer; small bodies and other tenants are let through meanwhile."""
 
     async def check(cluster: Cluster) -> None:
-        limits = TenantTerms(TenantLimits(uploading_bytes=1_000_000))
+        limits = TenantTerms(LimitsConfig(max_uploading_bytes_per_tenant=1_000_000))
         cluster.gateway.tenants = Tenants(limits)
         model = await cluster.model(await cluster.session(), 0)
         go_on = asyncio.Event()

@@ -6,11 +6,12 @@ import pytest
 from test_sampler_service import ScriptedSampler, generated, request, running, session, turns
 
 from twinkle.errors import QuotaError, RateLimitError
+from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.futures import PROMISE_BYTES
 from twinkle.server.services.sampling.sampler_service import SamplerService
-from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 
 class Clock:
@@ -21,7 +22,7 @@ class Clock:
 
 
 def limited(clock: Clock | None = None, **limits: int) -> Tenants:
-    return Tenants(TenantTerms(TenantLimits(**limits)), clock=clock or Clock())
+    return Tenants(TenantTerms(LimitsConfig(**limits)), clock=clock or Clock())
 
 
 def taken(service: SamplerService, count: int, tenant: str = "t", first: int = 0, **fields: object) -> int:
@@ -50,7 +51,7 @@ def test_waiting_samples_are_as_many_as_they_may_be() -> None:
         assert sum(await asyncio.gather(*(one(number) for number in range(30)))) == 6
         assert taken(service, 10, first=100) == 6  # those before were withdrawn
 
-    running(ScriptedSampler(), check, tenants=limited(waiting_samples=6))
+    running(ScriptedSampler(), check, tenants=limited(max_waiting_samples_per_tenant=6))
 
 
 def test_a_quarter_of_the_engine_is_left_for_others() -> None:
@@ -103,7 +104,7 @@ def test_who_fetches_nothing_gets_nothing_more_computed() -> None:
         await turns(service, 10)
         assert len(sampler.submitted) > len(first) + 1
 
-    running(sampler, check, tenants=limited(unfetched_bytes=5 * PROMISE_BYTES), engine_samples=4)
+    running(sampler, check, tenants=limited(max_unfetched_result_bytes=5 * PROMISE_BYTES), engine_samples=4)
 
 
 def test_tokens_are_held_back_until_it_is_known_how_many_were_used() -> None:
@@ -122,7 +123,7 @@ def test_tokens_are_held_back_until_it_is_known_how_many_were_used() -> None:
         clock.now += 60
         assert taken(service, 10, first=70) == 2
 
-    running(sampler, check, tenants=limited(clock, sampling_tokens_per_minute=100))
+    running(sampler, check, tenants=limited(clock, max_sampling_tokens_per_minute=100))
 
 
 def test_what_never_reached_the_engine_costs_nothing() -> None:
@@ -131,7 +132,7 @@ def test_what_never_reached_the_engine_costs_nothing() -> None:
         service.cancel("s:sample:0:1")
         assert taken(service, 10, first=20) == 1
 
-    running(ScriptedSampler(), check, tenants=limited(sampling_tokens_per_minute=100), engine_samples=1)
+    running(ScriptedSampler(), check, tenants=limited(max_sampling_tokens_per_minute=100), engine_samples=1)
 
 
 def test_weights_and_priorities_decide_who_is_next() -> None:

@@ -22,10 +22,11 @@ from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import Finished, Progress, SampledSequence, SampleRequest, SampleResult, SamplingParams
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockSampler, MockTrainer
+from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.ids import RequestId
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import SamplingSessionRecord
 
 
@@ -215,7 +216,7 @@ def test_generate_counts_with_the_samples_of_its_tenant() -> None:
         service.cancel("s:sample:0:0")
         service.sample(session(), request(3))
 
-    running(ScriptedSampler(), check, tenants=Tenants(TenantTerms(TenantLimits(waiting_samples=1))))
+    running(ScriptedSampler(), check, tenants=Tenants(TenantTerms(LimitsConfig(max_waiting_samples_per_tenant=1))))
 
 
 def test_stopping_lets_listeners_go() -> None:

@@ -16,12 +16,13 @@ from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server import ids
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockTrainer, mock_model
+from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
+from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
 from twinkle.server.wire.training import Allowance, decode_forward_backward
 
@@ -126,7 +127,7 @@ async def quiet(counted: Counted, run_id: str) -> list[int]:
     "noisy", [TenantShare(), TenantShare(weight=4.0, priority=Priority.HIGH)], ids=["alike", "heavier and before it"]
 )
 def test_a_flood_of_steps_keeps_nobody_waiting_for_more_than_a_few_batches(tmp_path: Path, noisy: TenantShare) -> None:
-    limits = TenantLimits(queued_ops=100)
+    limits = LimitsConfig(max_queued_ops_per_tenant=100)
     tenants = Tenants(TenantTerms(limits), {"noisy": TenantTerms(limits, noisy)})
 
     async def main() -> tuple[list[int], list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.mock import MockSampler, MockTrainer
 from twinkle.server.gateway import identity
-from twinkle.server.runtime import maintenance
+from twinkle.server.runtime import assembly
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.services.training import snapshots
 from twinkle.server.state import StorageFullError
@@ -127,7 +127,7 @@ TUNING: dict[str, Callable[[float], None]] = {
     "save": _save_slowly,
     "tokenizer": _slow("_load_tokenizer"),
     "encode": _slow("batch_encode"),
-    "housekeeping": lambda seconds: setattr(maintenance, "INTERVAL_SECONDS", seconds),
+    "housekeeping": lambda seconds: setattr(assembly, "MAINTENANCE_SECONDS", seconds),
 }
 
 

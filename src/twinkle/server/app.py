@@ -41,9 +41,9 @@ ROUTES = RouteTable(
 
 
 def make_app(
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], telemetry: Telemetry | None = None
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None, telemetry: Telemetry | None = None
 ) -> FastAPI:
-    """Return the application. ``lifespan`` puts a gateway into ``app.state.gateway`` before the first request."""
+    """Return the application. ``lifespan`` puts a gateway into ``app.state.gateway``; None: the caller does."""
     telemetry = telemetry or Telemetry()
     # FastAPI's own pages at /docs and /redoc run scripts of a foreign host in our origin: ours are in their place.
     app = FastAPI(

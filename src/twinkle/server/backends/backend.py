@@ -28,7 +28,6 @@ class TrainingBackend(Protocol):
 
     def check_adapter(self, spec: LoraSpec) -> None:
         """Raise for an adapter that can never exist. Called in any thread."""
-        ...
 
     def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec: ...
 
@@ -38,19 +37,16 @@ class TrainingBackend(Protocol):
 
     def resident_adapter_ids(self) -> list[str]:
         """Return the adapters on the device; the others wait in host memory. Called in any thread."""
-        ...
+        return self.adapter_ids()
 
     def host_bytes(self) -> int:
         """Return the host memory that adapters take, on a CPU also those on the device. Called in any thread."""
-        ...
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
         """Return the host memory that an adapter of this shape takes at most. Called in any thread."""
-        ...
 
     def numbers(self) -> TrainerNumbers:
         """Return counts and memory of the trainer, without waiting for the device."""
-        ...
 
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
 
@@ -66,9 +62,11 @@ class TrainingBackend(Protocol):
     ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
         """Compute one micro-batch a step, of at most ``limit()`` tokens if possible; others compute between steps.
 
-        A backend that can be interrupted in the middle of a step calls ``give_way`` there, as often as it likes.
+        A backend that can be interrupted in the middle of a step calls ``give_way`` there, as often as it likes. One
+        that inherits this computes all in one step.
         """
-        ...
+        yield from ()
+        return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
 
@@ -86,7 +84,6 @@ class TrainingBackend(Protocol):
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
         """Copy what is to be saved; the function returned writes it, in any thread, in the place of what is there."""
-        ...
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
 
@@ -97,9 +94,6 @@ class TrainingBackend(Protocol):
     def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
 
     def peft_config(self, adapter_id: str) -> dict[str, object]: ...
-
-
-GPU_CHEAP_TOKENS = 2048  # a GPU is hardly longer at them than at one
 
 
 @dataclass(frozen=True)

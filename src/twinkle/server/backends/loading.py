@@ -2,15 +2,18 @@
 
 import atexit
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinkle import hub
 from twinkle.errors import ConfigError
-from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
+from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.text_codec import HubTextCodec
-from twinkle.server.config.applications import SamplerArgs, ServedModelConfig, public_tokenizer_id
+from twinkle.server.config.applications import ModelArgs, SamplerArgs, ServedModelConfig, public_tokenizer_id
 
 if TYPE_CHECKING:
+    from twinkle.infra.device_mesh import DeviceMesh
     from twinkle.model import Trainer
     from twinkle.sampler import TorchSampler
     from twinkle.sampler.jobs import Tokenizer
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_GPU_CHEAP_TOKENS = 2048  # a GPU is hardly longer at them than at one
 
 
 def load_served_model(served: ServedModelConfig) -> ServedModel:
@@ -31,37 +36,74 @@ def load_served_model(served: ServedModelConfig) -> ServedModel:
 def _load_transformers(served: ServedModelConfig) -> ServedModel:
     """Load the trainer and, where the configuration asks for one, a sampler."""
     logger.info("loading %s", served.model.model_id)
-    from twinkle import hub
-    from twinkle.model import Trainer
+    args, sampling = served.model, served.sampler
+    if sampling is not None and sampling.sampler_type == "vllm":
+        _check_vllm(sampling)  # before the slow part
+    budget = budget_of(args)
+    trainer = load_trainer(args, args.compute_device, budget, compiled=args.compiled)
+    model = served_model(served, trainer, TrainerFacts.of(trainer))
+    if sampling is None:
+        return model
+    tokenizer = hub.load_tokenizer(args.model_id)
+    sampler = _make_sampler(sampling, trainer, tokenizer, budget)
+    return replace(model, sampler=sampler, memory=f"{model.memory}; {sampler.memory}", text=HubTextCodec(tokenizer))
 
-    args = served.model
-    if served.sampler is not None and served.sampler.sampler_type == "vllm":
-        _check_vllm(served.sampler)  # before the slow part
-    budget = None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
-    trainer = Trainer.from_pretrained(
-        args.model_id,
-        device=args.compute_device,
-        dtype=args.dtype,
-        memory_budget_bytes=budget,
-        max_tokens_per_batch=args.max_tokens_per_batch,
-        compiled=args.compiled,
-    )
-    folder = str(hub.resolve(args.model_id).path)
-    tokenizer = None if served.sampler is None else hub.load_tokenizer(args.model_id)
-    sampler = None if served.sampler is None else _make_sampler(served.sampler, trainer, tokenizer, budget)
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """What the server must know of a trainer, which may be in another process."""
+
+    architecture: str
+    max_length: int
+    tokens: int
+    memory: str
+    device: str
+
+    @classmethod
+    def of(cls, trainer: "Trainer") -> "TrainerFacts":
+        architecture, memory = trainer.architecture, trainer.memory
+        return cls(architecture.family, architecture.max_length, memory.tokens, str(memory), trainer.device.type)
+
+
+def served_model(
+    served: ServedModelConfig, trainer: TrainingBackend, facts: TrainerFacts, ranks: int = 1
+) -> ServedModel:
+    """Return a model for training only. ``facts`` of each of its ``ranks``."""
     return ServedModel(
         name=served.name,
         aliases=served.aliases,
         trainer=trainer,
-        sampler=sampler,
-        architecture=trainer.architecture.family,
-        max_context_length=trainer.architecture.max_length,
-        tokens_per_batch=trainer.memory.tokens,
-        tokenizer_dir=folder,
-        tokenizer_id=public_tokenizer_id(args.model_id),
-        memory=str(trainer.memory) if sampler is None else f"{trainer.memory}; {sampler.memory}",
-        text=None if tokenizer is None else HubTextCodec(tokenizer),
-        cheap_tokens=GPU_CHEAP_TOKENS if trainer.device.type == "cuda" else 0,
+        sampler=None,
+        architecture=facts.architecture,
+        max_context_length=facts.max_length,
+        tokens_per_batch=facts.tokens * ranks,
+        tokenizer_dir=str(hub.resolve(served.model.model_id).path),
+        tokenizer_id=public_tokenizer_id(served.model.model_id),
+        memory=facts.memory if ranks == 1 else f"{ranks} processes, each: {facts.memory}",
+        text=None,
+        cheap_tokens=_GPU_CHEAP_TOKENS * ranks if facts.device == "cuda" else 0,
+    )
+
+
+def budget_of(args: ModelArgs) -> int | None:
+    """Return the bytes of the device that the trainer may use; None: it looks for itself."""
+    return None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30)
+
+
+def load_trainer(
+    args: ModelArgs, device: str | None, budget: int | None, *, compiled: bool = False, mesh: "DeviceMesh | None" = None
+) -> "Trainer":
+    """Load the base model. ``budget`` in bytes; ``mesh``: of several processes, of which this is one."""
+    from twinkle.model import Trainer
+
+    return Trainer.from_pretrained(
+        args.model_id,
+        device=device,
+        dtype=args.dtype,
+        memory_budget_bytes=budget,
+        max_tokens_per_batch=args.max_tokens_per_batch,
+        compiled=compiled,
+        device_mesh=mesh,
     )
 
 
@@ -70,9 +112,6 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
 
     gpus: the number over which vLLM divides the model, unless engine_args say it.
     """
-    from twinkle import hub
-    from twinkle.model import Trainer
-
     args, sampler, budget = served.model, served.sampler, None
     assert sampler is not None, "there is something to load"
     if sampler.sampler_type == "vllm":
@@ -83,13 +122,7 @@ def load_sampling_engine(served: ServedModelConfig, device: str, gpus: int) -> "
             from twinkle.sampler.vllm.engine_args import memory_beside
 
             budget = memory_beside(engine_args)
-    trainer = Trainer.from_pretrained(
-        args.model_id,
-        device=device,
-        dtype=args.dtype,
-        memory_budget_bytes=budget,
-        max_tokens_per_batch=args.max_tokens_per_batch,
-    )
+    trainer = load_trainer(args, device, budget)
     return _make_sampler(sampler, trainer, hub.load_tokenizer(args.model_id), budget)
 
 

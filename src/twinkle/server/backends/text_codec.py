@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.template.labels import IGNORE, shift_labels, unshift_labels
-from twinkle.template.messages import conversation, plain_text, refuse_media
+from twinkle.template.labels import IGNORE
+from twinkle.template.template import Template
 
 # A chat template says nothing about what it reads; one that knows tools names them.
 _READS_TOOLS = re.compile(r"\btools\b")
@@ -22,19 +22,15 @@ class TextCodec(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as it stands, with what this tokenizer puts before any text."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; incomplete characters are U+FFFD."""
-        ...
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special or not."""
-        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> list[int]:
         """Encode a conversation up to where the assistant's next turn begins."""
-        ...
 
 
 class HubTextCodec:
@@ -78,52 +74,29 @@ class HubTextCodec:
 Row = dict[str, Any]
 
 
-class CodecTemplate:
-    """A template for a model that has a codec and no tokenizer's files, as the mock has.
+class CodecTemplate(Template):
+    """A template for a model that has a codec and no tokenizer's files, as the mock has. It has no options.
 
-    It works as :class:`~twinkle.template.Template`, without options and without tool calls in generated text.
+    Conversations are encoded up to the assistant's turn, whatever was asked: a codec knows no other form.
     """
+
+    pre_pipeline_names = ("_build_standard_messages", "_encode_chat")
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
+        self._set_options(True, None, "raise", None, True)
 
-    def batch_encode(self, trajectories: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[Row]:
-        """Encode conversations up to the assistant's turn, whatever was asked: a codec knows no other form."""
-        return [self._encode(trajectory) for trajectory in trajectories]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        if skip_special_tokens:
+            return self._codec.decode(token_ids)
         return "".join(self._codec.token_text(token) for token in token_ids)
 
-    def concat_input_feature(self, feature: Mapping[str, Any], new_tokens: Sequence[int]) -> Row:
-        before = np.asarray(feature["input_ids"], np.int64)
-        labels = np.asarray(feature.get("labels", np.full(len(before), IGNORE)), np.int64)
-        grown = dict(feature)
-        if feature.get("messages"):
-            answer = {"role": "assistant", "content": self._codec.decode(new_tokens)}
-            grown["messages"] = [*feature["messages"], answer]
-        for name, value in (("completion_mask", 1), ("mm_token_type_ids", 0)):
-            if feature.get(name) is not None:
-                grown[name] = np.concatenate([feature[name], np.full(len(new_tokens), value)])
-        grown["labels"] = shift_labels(np.concatenate([unshift_labels(labels), new_tokens]).astype(np.int64))
-        return _with_positions(grown, np.concatenate([before, new_tokens]).astype(np.int64))
+    def _encode_rows(self, trajectories: Sequence[Mapping[str, Any]], *_options: object) -> list[list[Row]]:
+        return [self._invoke_post_pipeline(self._invoke_pre_pipeline([dict(each)])) for each in trajectories]
 
-    def _encode(self, trajectory: Mapping[str, Any]) -> Row:
-        refuse_media(trajectory)
-        messages = [plain_text(message) for message in conversation(trajectory)]
-        tokens = np.asarray(self._codec.encode_chat(messages, trajectory.get("tools") or []), np.int64)
-        row = {**trajectory, "messages": messages, "labels": np.full(len(tokens), IGNORE)}
-        return _with_positions(row, tokens)
-
-
-def _with_positions(row: Row, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
-    length = len(tokens)
-    return {
-        **row,
-        "input_ids": tokens,
-        "attention_mask": np.ones(length, np.int64),
-        "position_ids": np.arange(length),
-        "length": length,
-    }
+    def _encode_chat(self, trajectory: Row) -> list[Row]:
+        tokens = np.array(self._codec.encode_chat(trajectory["messages"], trajectory.get("tools") or []), np.int64)
+        return [{**trajectory, "input_ids": tokens, "labels": np.full(len(tokens), IGNORE)}]
 
 
 _AT_ONCE = 2**20  # characters: a tokenizer takes up to 200 bytes of memory for each

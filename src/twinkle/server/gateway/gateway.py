@@ -180,11 +180,12 @@ class Gateway:
 
     async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
         limits = self.tenants.limits(session.tenant_id)
+        most, most_rows = limits.max_sessions_per_tenant, limits.max_session_rows_per_tenant
         return await self.silent_sessions.with_session_room(
             session.tenant_id,
             lambda: self.with_row_room(
                 session.tenant_id,
-                lambda: self.store.sessions.create(session, idempotency_key, limits.sessions, limits.session_rows),
+                lambda: self.store.sessions.create(session, idempotency_key, most, most_rows),
             ),
         )
 
@@ -429,7 +430,7 @@ class Gateway:
         else:
             raise InvalidInputError("base_model", None, "base_model or model_path")
         self.sampler_of(record)
-        most = self.tenants.limits(tenant_id).sampling_session_rows
+        most = self.tenants.limits(tenant_id).max_sampling_session_rows_per_tenant
         made = await self.with_row_room(tenant_id, lambda: self.store.sampling_sessions.create(record, most_rows=most))
         if (made.version_id, made.model_name) != (record.version_id, record.model_name):
             raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")

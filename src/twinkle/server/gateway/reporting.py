@@ -9,7 +9,6 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import ConfigError, MissingDependencyError
-from twinkle.model.types import TrainerNumbers
 from twinkle.server.config import TelemetryConfig
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.state import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
-from twinkle.server.telemetry.readings import SamplingReadings, TrainingReadings, machine_readings
+from twinkle.server.telemetry.readings import machine_readings
 from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
 from twinkle.server.telemetry.tenant_series import TenantSeries
 from twinkle.server.telemetry.tracing import NO_TRACING
@@ -135,7 +133,9 @@ async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Us
     """Read what this process knows. ``tenants`` is None where metrics do not tell tenants apart."""
     readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
     for name, entry in gateway.services.items():
-        readings += _model_readings(name, entry)
+        readings += entry.training.readings()
+        if entry.sampling is not None:
+            readings += entry.sampling.readings(name)
     for budget in gateway.budgets:
         readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
         readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
@@ -144,43 +144,10 @@ async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Us
             readings += tenants.usage(usage.totals())
         waiting: Counter[str] = Counter()
         for entry in gateway.services.values():
-            waiting.update(entry.training.readings().waiting)
+            waiting.update(entry.training.waiting_ops())
         readings += tenants.waiting(waiting)
     monitoring = gateway.tenants.pools.monitoring
     return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
-
-
-def _model_readings(model: str, entry: Services) -> Iterator[Reading]:
-    training = entry.training.readings()
-    yield from _queue_readings((model, "training"), sum(training.waiting.values()), training)
-    yield Reading(instruments.COMPUTE_STEP, training.step_seconds, (model,))
-    yield Reading(instruments.MERGE_RATIO, training.merge_ratio, (model,))
-    yield Reading(instruments.ADAPTERS, training.adapters_on_disk, (model, "disk"))
-    if training.trainer is not None:
-        yield from _trainer_readings(model, training.trainer)
-    if entry.sampling is not None:
-        sampling = entry.sampling.readings()
-        yield from _queue_readings((model, "sampling"), sampling.waiting, sampling)
-
-
-def _queue_readings(
-    labels: tuple[str, str], waiting: int, service: TrainingReadings | SamplingReadings
-) -> Iterator[Reading]:
-    yield Reading(instruments.QUEUE_DEPTH, waiting, labels)
-    yield Reading(instruments.LONG_POLLS, service.long_polls, labels)
-    yield Reading(instruments.UNFETCHED, service.unfetched_bytes, labels)
-    yield Reading(instruments.COMPUTE_SECONDS, service.busy_seconds, labels)
-
-
-def _trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
-    yield Reading(instruments.ADAPTERS, numbers.resident_adapters, (model, "device"))
-    yield Reading(instruments.ADAPTERS, numbers.paged_adapters, (model, "host"))
-    rows = numbers.token_rows + numbers.padding_rows
-    yield Reading(instruments.PADDING_SHARE, numbers.padding_rows / rows if rows else 0.0, (model,))
-    if numbers.memory is not None:
-        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.allocated, (model, "allocated"))
-        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.reserved, (model, "reserved"))
-        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
 
 
 async def read_state(gateway: Gateway) -> list[Reading]:

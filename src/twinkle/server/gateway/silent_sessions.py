@@ -122,7 +122,7 @@ class SilentSessions:
         runs = await self._gateway.store.runs.live_of_tenant(tenant_id)
         holders = Counter(run.session_id for run in runs)
         held = _named(f"{session_id} ({count})" for session_id, count in holders.most_common())
-        limit = self._gateway.tenants.limits(tenant_id).adapters
+        limit = self._gateway.tenants.limits(tenant_id).max_adapters_per_tenant
         advice = f"they are held by sessions {held}, none of which is idle and silent for {self._seconds:g} s"
         return QuotaError("adapters", limit, limit, "max_adapters_per_tenant", f"{advice}; {_HOW_TO_END}")
 
@@ -141,7 +141,7 @@ class SilentSessions:
     async def _sessions_full(self, tenant_id: str) -> QuotaError:
         page = await self._gateway.store.sessions.list(tenant_id, 50)
         newest = _named(session.session_id for session in page.items if session.state == "active")
-        limit = self._gateway.tenants.limits(tenant_id).sessions
+        limit = self._gateway.tenants.limits(tenant_id).max_sessions_per_tenant
         advice = f"none of them is idle and silent for {self._seconds:g} s; the newest are {newest}"
         return QuotaError("active sessions", limit, limit, "max_sessions_per_tenant", f"{advice}; {_HOW_TO_END}")
 

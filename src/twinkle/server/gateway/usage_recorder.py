@@ -27,7 +27,7 @@ class Bookkeeping:
 
     async def check_space(self, tenant_id: str) -> None:
         """Raise QuotaError if the tenant's disk space is used up."""
-        limit = self._tenants.limits(tenant_id).checkpoint_bytes
+        limit = self._tenants.limits(tenant_id).max_checkpoint_bytes_per_tenant
         used = 0 if limit is None else await self._store.usage.storage_of(tenant_id)
         if limit is not None and used >= limit:
             raise QuotaError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant")

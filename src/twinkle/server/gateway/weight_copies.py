@@ -79,7 +79,7 @@ async def _new_session(
         finish_reason="success",
     )
     key = None if idempotency_key is None else f"copy:{idempotency_key}"
-    rows = gateway.tenants.limits(tenant_id).session_rows
+    rows = gateway.tenants.limits(tenant_id).max_session_rows_per_tenant
     made = await gateway.with_row_room(tenant_id, lambda: gateway.store.sessions.create(session, key, most_rows=rows))
     if (made.display_name, made.project_id) != (session.display_name, session.project_id):
         raise InvalidInputError("X-Idempotency-Key header", idempotency_key, "another key for another copy")
@@ -118,7 +118,7 @@ async def _copy(
     request_id = f"{holder.run_id}:copy-{version:x}"
     existing = await gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
     if existing is None:
-        most = gateway.tenants.limits(tenant_id).checkpoint_bytes
+        most = gateway.tenants.limits(tenant_id).max_checkpoint_bytes_per_tenant
         await _check_space(gateway, tenant_id, source.checkpoint.size_bytes, most)
         now = time.time()
         is_own = source.checkpoint.tenant_id == tenant_id

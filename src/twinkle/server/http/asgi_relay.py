@@ -90,7 +90,7 @@ async def stream(app: ASGIApp, request: HttpRequest) -> AsyncGenerator[HttpHead 
 
     async def run() -> None:
         try:
-            await app(_scope(request), _receive_of(request), send)
+            await app(_scope(request), replayed(request.body), send)
         except Exception:
             await parts.put(None)
             if not is_whole:  # an error that was answered is raised once more, for servers to log
@@ -127,15 +127,21 @@ def _scope(request: HttpRequest) -> Scope:
     }
 
 
-def _receive_of(request: HttpRequest) -> Receive:
+def replayed(body: bytes, then: Receive | None = None) -> Receive:
+    """Return a receive that gives a body which was read before, then what ``then`` does.
+
+    None: nothing more comes. Whoever waits for the client to leave is cancelled when it does.
+    """
     is_read = False
 
     async def receive() -> Message:
         nonlocal is_read
-        if is_read:  # whoever waits for the client to leave is cancelled when it does
+        if is_read and then is not None:
+            return await then()
+        if is_read:
             await asyncio.Event().wait()
         is_read = True
-        return {"type": "http.request", "body": request.body, "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return receive
 

@@ -128,7 +128,7 @@ async def body_of(request: Request, most: int | None = None) -> bytes:
     It counts among its tenant's uploads until the request is answered: ask for the tenant first.
     """
     gateway, upload = gateway_of(request), upload_of(request)
-    of_tenant = gateway.tenants.limits(upload.tenant_id).uploading_bytes
+    of_tenant = gateway.tenants.limits(upload.tenant_id).max_uploading_bytes_per_tenant
     # Where memory is short, work is refused; heartbeats, polls and deletes have small bodies, and go on.
     is_work = most is None or most > 4 * JSON_BYTES
     unchecked = SMALL_BODY if "content-length" in request.headers else 0

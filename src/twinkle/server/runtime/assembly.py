@@ -1,23 +1,34 @@
-"""From a loaded model to the services that serve it, on either runtime: making, starting and stopping them."""
+"""One process of a server, on either runtime: what it has, the services of its models, and maintenance by the clock."""
 
+import asyncio
+import logging
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import FastAPI
 
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.config import ServerConfig
-from twinkle.server.gateway.gateway import Services
+from twinkle.server.gateway.fleet import Fleet
+from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.reporting import Telemetry
+from twinkle.server.processors.service import Processors
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.memory import ProcessMemory
-from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord
 from twinkle.server.verbs.runs import NativeRuns
 
+logger = logging.getLogger(__name__)
+
+MAINTENANCE_SECONDS = 15.0
 # The longest that the compute thread or the event loop may hold the interpreter while the other wants it.
 _SWITCH_SECONDS = 0.0005
 
@@ -27,72 +38,146 @@ def let_threads_alternate() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-def services_on(
-    model: ServedModel,
-    config: ServerConfig,
-    store: Store,
-    compute: Compute,
-    files: DataDir,
-    tenants: Tenants,
-    telemetry: Telemetry,
-    *,
-    merge: bool,
-    sampling_compute: Compute | None = None,
-    memory: ProcessMemory | None = None,
-    is_ours: Callable[[RunRecord], bool] = lambda _run: True,
-    replica: str = "",
-) -> Services:
-    """Make the services of one model. ``is_ours`` tells which of its runs are recovered here, on this ``replica``.
+class Process:
+    """The configuration, the state, and all that the services of this process share: tenants, memory, telemetry."""
 
-    ``sampling_compute``: where samplers need not take turns with training; None: they share ``compute``.
-    ``memory``: shared with all that runs in this process; None: nothing else does.
+    gateway: Gateway  # since ``open_gateway``
+
+    def __init__(self, config: ServerConfig, telemetry: Telemetry, store: Store) -> None:
+        self.config = config
+        self.telemetry = telemetry
+        self.store = store
+        self.files = DataDir(config.data_dir)
+        self.tenants = configured_tenants(config)
+        self.telemetry.usage = self.tenants.usage
+        self.memory = ProcessMemory(config.limits)
+        self.services: dict[str, Services] = {}
+        self._computes: list[Compute] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def open(cls, config: ServerConfig, *, shared: bool = False) -> "Process":
+        """Open the state. ``shared``: other processes have it open, too."""
+        telemetry = Telemetry(config.telemetry)  # it raises for mistakes of the configuration, before anything slow
+        return cls(config, telemetry, await Store.open(config.data_dir, config.database_url, shared=shared))
+
+    def add_model(
+        self,
+        model: ServedModel,
+        *,
+        merge: bool,
+        sampler_apart: bool = False,
+        is_ours: Callable[[RunRecord], bool] = lambda _run: True,
+        replica: str = "",
+    ) -> Services:
+        """Make the services of one model. ``is_ours`` tells which of its runs are recovered here, on this ``replica``.
+
+        ``sampler_apart``: samples need not take turns with training.
+        """
+        config, limits, memory = self.config, self.config.limits, self.memory
+        compute = Compute()
+        sampling_compute = Compute() if sampler_apart else compute
+        self._computes += [compute, sampling_compute]
+        # Ops of Tinker's runs the service knows; what is different about others is registered here.
+        native = NativeRuns(model, self.store, compute, self.files, self.tenants, config.allowed_dirs)
+        training = ModelService(
+            model,
+            self.store,
+            compute,
+            self.files,
+            kinds=(native,),
+            merge=merge,
+            tenants=self.tenants,
+            futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
+            memory=memory,
+            is_ours=is_ours,
+            recorder=self.telemetry.training(model.name),
+            replica=replica,
+            gap_seconds=limits.sequence_gap_seconds,
+        )
+        sampling = None
+        if model.sampler is not None:
+            sampling = SamplerService(
+                model.sampler,
+                sampling_compute,
+                self.files,
+                tenants=self.tenants,
+                context=model.max_context_length,
+                futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
+                memory=memory,
+                completion_streams=config.clients.batched_sample_polls,
+                recorder=self.telemetry.sampling(model.name),
+            )
+        self.services[model.name] = Services(model, training, sampling, native)
+        return self.services[model.name]
+
+    def open_gateway(
+        self, app: FastAPI, processors: Processors | None = None, fleet: Fleet | None = None, replica: str = ""
+    ) -> Gateway:
+        """Give the application a gateway, which answers for the services of this process alone, if there are some.
+
+        ``fleet``: the services of all processes; None: there are no others.
+        """
+        self.gateway = Gateway(
+            self.config,
+            self.store,
+            self.services,
+            self.files,
+            processors,
+            self.tenants,
+            fleet=None if self.services else fleet,
+            fleet_of_all=fleet,
+            replica=replica,
+            memory=self.memory,
+        )
+        app.state.gateway = self.gateway
+        self.telemetry.export_from(self.gateway)
+        return self.gateway
+
+    async def start(self) -> None:
+        """Recover what the last process had, and begin to work."""
+        self.run(self.memory.guard.watch())
+        await self.gateway.books.read_key_names()
+        for entry in self.services.values():
+            await entry.training.start()
+            if entry.sampling is not None:
+                await entry.sampling.start()
+        self.run(self.gateway.running_time.watch())
+
+    def run(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Run what lasts as long as the process."""
+        self._tasks += [asyncio.create_task(each) for each in work]
+
+    def cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Finish what runs, and put every adapter on disk."""
+        for entry in self.services.values():
+            if entry.sampling is not None:
+                await entry.sampling.stop()
+            await entry.training.stop()
+        await self.gateway.books.flush_usage()
+        for compute in self._computes:
+            compute.close()
+
+    async def close(self) -> None:
+        await self.telemetry.close()  # it reads the state
+        await self.store.close()
+
+
+async def run_maintenance(first: Awaitable[None], work: Callable[[float], Awaitable[None]]) -> None:
+    """Do ``first`` now, then ``work`` every ``MAINTENANCE_SECONDS``, with the time of day. It never ends by itself.
+
+    A failure is logged and the next round tries again: a full disk or a database that is away for a minute must not
+    end the expiry of sessions for good.
     """
-    limits = config.limits
-    memory = memory or ProcessMemory(limits)
-    # Ops of Tinker's runs the service knows; what is different about others is registered here.
-    native = NativeRuns(model, store, compute, files, tenants, config.allowed_dirs)
-    training = ModelService(
-        model,
-        store,
-        compute,
-        files,
-        kinds=(native,),
-        merge=merge,
-        tenants=tenants,
-        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
-        memory=memory,
-        is_ours=is_ours,
-        recorder=telemetry.training(model.name),
-        replica=replica,
-        gap_seconds=limits.sequence_gap_seconds,
-    )
-    if model.sampler is None:
-        return Services(model, training, None, native)
-    sampling = SamplerService(
-        model.sampler,
-        sampling_compute or compute,
-        files,
-        tenants=tenants,
-        context=model.max_context_length,
-        futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
-        memory=memory,
-        completion_streams=config.clients.batched_sample_polls,
-        recorder=telemetry.sampling(model.name),
-    )
-    return Services(model, training, sampling, native)
-
-
-async def start_services(services: Iterable[Services]) -> None:
-    """Recover what the last process had, and begin to work."""
-    for entry in services:
-        await entry.training.start()
-        if entry.sampling is not None:
-            await entry.sampling.start()
-
-
-async def stop_services(services: Iterable[Services]) -> None:
-    """Finish what runs, and put every adapter on disk."""
-    for entry in services:
-        if entry.sampling is not None:
-            await entry.sampling.stop()
-        await entry.training.stop()
+    pending = first
+    while True:
+        try:
+            await pending
+        except Exception:
+            logger.exception("maintenance failed")
+        await asyncio.sleep(MAINTENANCE_SECONDS)
+        pending = work(time.time())

@@ -18,22 +18,16 @@ from fastapi import FastAPI
 from twinkle.errors import TwinkleServerError
 from twinkle.server.app import make_app
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import ServerConfig
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.operator_requests import answer_operators
-from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http.connections import BoundedProtocol, Connections, connections_within_open_files
 from twinkle.server.processors.service import configured_processors
-from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
-from twinkle.server.runtime.maintenance import ProcessTasks, run_maintenance
-from twinkle.server.runtime.process import announcement, listen, recorded
-from twinkle.server.state import StorageFullError, Store
-from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
+from twinkle.server.runtime.process import announcement, listen, recorded, url_of
+from twinkle.server.state import StorageFullError
 from twinkle.server.telemetry import instruments
-from twinkle.server.tenancy.memory import ProcessMemory
-from twinkle.server.tenancy.tenants import configured_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +47,14 @@ def serve_embedded(config: ServerConfig, notes: Sequence[str] = ()) -> None:
 
 
 async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.socket) -> None:
-    telemetry = Telemetry(config.telemetry)
-    store = await Store.open(config.data_dir, config.database_url)
+    process = await Process.open(config)
     try:
         models = [await asyncio.to_thread(load_served_model, served) for served in config.served_models]
         connections = Connections(
             connections_within_open_files(config.limits.max_connections_per_address, config.limits.max_header_bytes),
-            lambda limit: telemetry.metrics.counter(instruments.REFUSALS, limit).inc(),
+            lambda limit: process.telemetry.metrics.counter(instruments.REFUSALS, limit).inc(),
         )
-        app = make_app(
-            lambda app: _running(app, config, store, models, telemetry, lambda why: server.fail(why)), telemetry
-        )
+        app = make_app(lambda app: _running(app, process, models, lambda why: server.fail(why)), process.telemetry)
         settings = uvicorn.Config(
             app,
             log_config=None,
@@ -75,24 +66,23 @@ async def _serve(config: ServerConfig, notes: Sequence[str], listener: socket.so
             timeout_graceful_shutdown=5,  # for uploads and slow readers: whoever waits is let go at once
             lifespan="on",
         )
-        url = _url(config, listener)
-        server = _Server(settings, app, announcement(config, notes, [model.memory for model in models], url))
+        url = config.public_url or url_of(*listener.getsockname()[:2])
+        server = _Server(settings, process, announcement(config, notes, [model.memory for model in models], url))
         with recorded(config.data_dir) as record:
             record(url)
             await server.serve(sockets=[listener])
         if server.failure is not None:
             raise TwinkleServerError(server.failure)
     finally:
-        await telemetry.close()  # it reads the state
-        await store.close()
+        await process.close()
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server that prints what it serves once it does, and answers long polls when it is told to end."""
 
-    def __init__(self, settings: uvicorn.Config, app: FastAPI, announcement: str) -> None:
+    def __init__(self, settings: uvicorn.Config, process: Process, announcement: str) -> None:
         super().__init__(settings)
-        self.app = app
+        self.process = process
         self.announcement = announcement
         self.failure: str | None = None  # why it ends though nobody asked it to
 
@@ -126,67 +116,37 @@ class _Server(uvicorn.Server):
     def _end_soon(self) -> None:
         self.should_exit = True
         if self.started:  # before that nobody waits
-            gateway: Gateway = self.app.state.gateway
-            gateway.release_waiters()
+            self.process.gateway.release_waiters()
 
 
 @asynccontextmanager
 async def _running(
-    app: FastAPI,
-    config: ServerConfig,
-    store: Store,
-    models: Sequence[ServedModel],
-    telemetry: Telemetry,
-    fail: Callable[[str], None],
+    app: FastAPI, process: Process, models: Sequence[ServedModel], fail: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Run the services of all models, from the application's start to its end. ``fail`` ends the server."""
+    config, store = process.config, process.store
     try:
         await store.sessions.forgive_downtime(time.time())
         await store.ops.forgive_downtime(time.time())
     except StorageFullError as error:  # a server that runs can prune, which may be what frees the disk
         logger.error("sessions and results may expire as if the server had been up: %s", error)
     await asyncio.to_thread(store.keep_reserve)
-    files = DataDir(config.data_dir)
-    await asyncio.to_thread(files.remove_unfinished)
-    tenants = configured_tenants(config)
-    memory = ProcessMemory(config.limits)
-    computes = {model.name: Compute() for model in models}
-    services = {
-        served.name: services_on(
-            model,
-            config,
-            store,
-            computes[model.name],
-            files,
-            tenants,
-            telemetry,
-            merge=served.model.merge,
-            memory=memory,
-        )
-        for served, model in zip(config.served_models, models, strict=True)
-    }
+    await asyncio.to_thread(process.files.remove_unfinished)
+    for served, model in zip(config.served_models, models, strict=True):
+        process.add_model(model, merge=served.model.merge)
     tokenizers = {name: model.tokenizer_dir for model in models for name in (model.name, *model.aliases)}
     processors = configured_processors(config, tokenizers)
-    gateway = Gateway(config, store, services, files, processors, tenants, memory=memory)
-    await gateway.books.read_key_names()
-    telemetry.usage = tenants.usage
-    app.state.gateway = gateway
-    telemetry.export_from(gateway)
-    await start_services(services.values())
+    gateway = process.open_gateway(app, processors)
+    await process.start()
     if processors is not None:
         await processors.start()
-    tasks = ProcessTasks(
-        _maintain(gateway), _watch(services.values(), fail), gateway.running_time.watch(), memory.guard.watch()
-    )
+    process.run(_maintain(gateway), _watch(process.services.values(), fail))
     yield
-    tasks.cancel()
+    process.cancel_tasks()
     await gateway.flush_heartbeats()
     if processors is not None:
         await processors.stop()
-    await stop_services(services.values())
-    await gateway.books.flush_usage()
-    for compute in computes.values():
-        compute.close()
+    await process.stop()
 
 
 async def _watch(services: Iterable[Services], fail: Callable[[str], None]) -> None:
@@ -218,9 +178,3 @@ def _allow_many_connections() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _url(config: ServerConfig, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return config.public_url or f"http://{reachable}:{port}"

@@ -17,6 +17,7 @@ from twinkle.server.config import ServerConfig
 from twinkle.server.state.files.guards import DirectoryLock
 
 LISTENING = "listening on"  # how a server announces itself
+_REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
 _FILE = "server.json"
 _WAIT_SECONDS = 360.0  # a server finishes what runs, and puts every adapter on disk
 _PAUSE = 0.2
@@ -95,6 +96,12 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {reason}; stop what listens there or choose another --port"
         ) from error
     return listener
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL under which this machine reaches what listens there."""
+    name = _REACHABLE.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def announcement(config: ServerConfig, notes: Sequence[str], memory: Sequence[str], url: str) -> str:

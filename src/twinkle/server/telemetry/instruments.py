@@ -36,165 +36,153 @@ class Instrument:
         return "s" if stem.endswith("_seconds") else "By" if stem.endswith("_bytes") else ""
 
 
-def _counter(name: str, meaning: str, *labels: str, read: bool = False) -> Instrument:
-    return Instrument(name, "counter", meaning, labels, read=read)
+def _counter(name: str, labels: str, meaning: str, read: bool = False) -> Instrument:
+    return Instrument(name, "counter", meaning, tuple(labels.split()), read=read)
 
 
-def _gauge(name: str, meaning: str, *labels: str) -> Instrument:
-    return Instrument(name, "gauge", meaning, labels, read=True)
+def _gauge(name: str, labels: str, meaning: str) -> Instrument:
+    return Instrument(name, "gauge", meaning, tuple(labels.split()), read=True)
 
 
-def _histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
-    return Instrument(name, "histogram", meaning, labels, buckets)
+def _histogram(name: str, labels: str, buckets: tuple[float, ...], meaning: str) -> Instrument:
+    return Instrument(name, "histogram", meaning, tuple(labels.split()), buckets)
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
-HTTP_REQUESTS = _counter("twinkle_http_requests_total", "Requests answered.", "method", "route", "status")
+HTTP_REQUESTS = _counter("twinkle_http_requests_total", "method route status", "Requests answered.")
 HTTP_SECONDS = _histogram(
     "twinkle_http_request_duration_seconds",
-    "From the request's head to the end of the answer. Long polls (retrieve_future and its like) wait on purpose.",
+    "route status",
     _REQUEST_SECONDS,
-    "route",
-    "status",
+    "From the request's head to the end of the answer. Long polls (retrieve_future and its like) wait on purpose.",
 )
-LONG_POLLS = _gauge("twinkle_long_polls", "Clients that wait for results now.", "model", "queue")
+LONG_POLLS = _gauge("twinkle_long_polls", "model queue", "Clients that wait for results now.")
 REFUSALS = _counter(
     "twinkle_refusals_total",
-    "Requests refused because a limit was reached. limit: its key in the configuration, as in SECURITY.md's table.",
     "limit",
+    "Requests refused because a limit was reached. limit: its key in the configuration, as in SECURITY.md's table.",
 )
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 OPS = _counter(
     "twinkle_ops_total",
+    "model kind outcome",
     "Ops that ended. outcome: succeeded, user_error (the tenant's mistake) or server_error.",
-    "model",
-    "kind",
-    "outcome",
 )
 OP_WAIT = _histogram(
     "twinkle_op_wait_seconds",
-    "From journalled to the start of its batch: for its turn, for earlier ops, and for the device.",
+    "model kind",
     _WORK_SECONDS,
-    "model",
-    "kind",
+    "From journalled to the start of its batch: for its turn, for earlier ops, and for the device.",
 )
-OP_SECONDS = _histogram("twinkle_op_duration_seconds", "From journalled to its result.", _WORK_SECONDS, "model", "kind")
+OP_SECONDS = _histogram("twinkle_op_duration_seconds", "model kind", _WORK_SECONDS, "From journalled to its result.")
 JOURNAL_SECONDS = _histogram(
-    "twinkle_journal_duration_seconds", "Writing an op down before it is acknowledged.", _REQUEST_SECONDS, "model"
+    "twinkle_journal_duration_seconds", "model", _REQUEST_SECONDS, "Writing an op down before it is acknowledged."
 )
 BATCH_SECONDS = _histogram(
     "twinkle_batch_duration_seconds",
-    "Step time: one batch in the compute thread. kind: forward, forward_backward or barriers (optimizer steps).",
+    "model kind",
     _WORK_SECONDS,
-    "model",
-    "kind",
+    "Step time: one batch in the compute thread. kind: forward, forward_backward or barriers (optimizer steps).",
 )
-BATCH_TOKENS = _histogram("twinkle_batch_tokens", "Tokens of a batch of passes.", _TOKENS, "model", "kind")
-BATCH_OPS = _histogram("twinkle_batch_ops", "Ops of a batch: how many were merged.", _COUNTS, "model", "kind")
+BATCH_TOKENS = _histogram("twinkle_batch_tokens", "model kind", _TOKENS, "Tokens of a batch of passes.")
+BATCH_OPS = _histogram("twinkle_batch_ops", "model kind", _COUNTS, "Ops of a batch: how many were merged.")
 BATCH_RATE = _histogram(
-    "twinkle_batch_tokens_per_second", "Tokens of a batch of passes by the time it took.", _RATES, "model", "kind"
+    "twinkle_batch_tokens_per_second", "model kind", _RATES, "Tokens of a batch of passes by the time it took."
 )
-TRAINED_TOKENS = _counter("twinkle_trained_tokens_total", "Tokens of passes that were computed.", "model", "kind")
+TRAINED_TOKENS = _counter("twinkle_trained_tokens_total", "model kind", "Tokens of passes that were computed.")
 LOGPROB_GAP = _histogram(
     "twinkle_logprob_gap",
-    "Of each pass whose data carry the sampler's log-probabilities: mean distance from the trainer's.",
-    _GAPS,
     "model",
+    _GAPS,
+    "Of each pass whose data carry the sampler's log-probabilities: mean distance from the trainer's.",
 )
 LOGPROB_KL = _histogram(
     "twinkle_logprob_kl",
-    "Of the same passes: estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
-    _GAPS,
     "model",
+    _GAPS,
+    "Of the same passes: estimate of KL(sampler ‖ trainer), the mean of r − 1 − log r.",
 )
 QUEUE_DEPTH = _gauge(
-    "twinkle_queue_depth", "Accepted and not running (training), or not done (sampling).", "model", "queue"
+    "twinkle_queue_depth", "model queue", "Accepted and not running (training), or not done (sampling)."
 )
-MERGE_RATIO = _gauge("twinkle_merge_ratio", "Passes in a batch of passes, on average since the start.", "model")
-PADDING_SHARE = _gauge("twinkle_padding_ratio", "Rows of padding by all rows computed since the start.", "model")
+MERGE_RATIO = _gauge("twinkle_merge_ratio", "model", "Passes in a batch of passes, on average since the start.")
+PADDING_SHARE = _gauge("twinkle_padding_ratio", "model", "Rows of padding by all rows computed since the start.")
 ADAPTERS = _gauge(
     "twinkle_adapters",
+    "model place",
     "Live adapters. place: device, host (paged out) or disk (since a restart, not used yet).",
-    "model",
-    "place",
 )
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 SAMPLES = _counter(
-    "twinkle_samples_total", "Sampling requests that ended. outcome: as for ops, or cancelled.", "model", "outcome"
+    "twinkle_samples_total", "model outcome", "Sampling requests that ended. outcome: as for ops, or cancelled."
 )
 SAMPLE_WAIT = _histogram(
-    "twinkle_sample_wait_seconds", "From accepted to handed to the engine.", _WORK_SECONDS, "model"
+    "twinkle_sample_wait_seconds", "model", _WORK_SECONDS, "From accepted to handed to the engine."
 )
 SAMPLE_FIRST_TOKEN = _histogram(
     "twinkle_sample_first_token_seconds",
-    "From accepted to the first token; of streamed requests alone, others have no first token.",
-    _WORK_SECONDS,
     "model",
+    _WORK_SECONDS,
+    "From accepted to the first token; of streamed requests alone, others have no first token.",
 )
-SAMPLE_SECONDS = _histogram("twinkle_sample_duration_seconds", "From accepted to the result.", _WORK_SECONDS, "model")
+SAMPLE_SECONDS = _histogram("twinkle_sample_duration_seconds", "model", _WORK_SECONDS, "From accepted to the result.")
 SAMPLE_RATE = _histogram(
     "twinkle_sample_tokens_per_second",
-    "Tokens of a request, all of its samples, by the time in the engine.",
-    _RATES,
     "model",
+    _RATES,
+    "Tokens of a request, all of its samples, by the time in the engine.",
 )
-SAMPLED_TOKENS = _counter("twinkle_sampled_tokens_total", "Tokens that were generated.", "model")
+SAMPLED_TOKENS = _counter("twinkle_sampled_tokens_total", "model", "Tokens that were generated.")
 PROMPT_TOKENS = _counter(
     "twinkle_prompt_tokens_total",
+    "model source",
     "Tokens of the prompts of requests that succeeded. source: computed, or cached (found from an earlier request).",
-    "model",
-    "source",
 )
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
 COMPUTE_SECONDS = _counter(
-    "twinkle_compute_seconds_total",
-    "Time of the compute thread. lane: training or sampling.",
-    "model",
-    "lane",
-    read=True,
+    "twinkle_compute_seconds_total", "model lane", "Time of the compute thread. lane: training or sampling.", read=True
 )
-COMPUTE_STEP = _gauge("twinkle_compute_step_seconds", "For how long the present step runs; 0: none does.", "model")
-UNFETCHED = _gauge("twinkle_unfetched_result_bytes", "Results that nobody fetched yet.", "model", "queue")
+COMPUTE_STEP = _gauge("twinkle_compute_step_seconds", "model", "For how long the present step runs; 0: none does.")
+UNFETCHED = _gauge("twinkle_unfetched_result_bytes", "model queue", "Results that nobody fetched yet.")
 DEVICE_MEMORY = _gauge(
     "twinkle_device_memory_bytes",
+    "model kind",
     "Of the model's GPU. kind: allocated (in tensors), reserved (by torch) or total. None without a GPU.",
-    "model",
-    "kind",
 )
-HOST_MEMORY = _gauge("twinkle_host_memory_bytes", "Of the machine. kind: available or total.", "kind")
+HOST_MEMORY = _gauge("twinkle_host_memory_bytes", "kind", "Of the machine. kind: available or total.")
 BUDGET_USED = _gauge(
     "twinkle_budget_used_bytes",
-    "What is in use of a resource with a limit for the whole server; resources as in SECURITY.md's table.",
     "resource",
+    "What is in use of a resource with a limit for the whole server; resources as in SECURITY.md's table.",
 )
-BUDGET_LIMIT = _gauge("twinkle_budget_limit_bytes", "The limit of the same resource.", "resource")
-DISK_FREE = _gauge("twinkle_disk_free_bytes", "Where data_dir lies.")
-JOURNAL_BYTES = _gauge("twinkle_journal_bytes", "Segment files on disk. kind: bodies or outcomes.", "kind")
-SESSIONS = _gauge("twinkle_sessions_active", "Sessions whose client lives.")
-SAMPLING_SESSIONS = _gauge("twinkle_sampling_sessions_active", "Sampling sessions of those.")
-STATE_UP = _gauge("twinkle_state_up", "1 when the database answered within a second, else 0.")
-UPTIME = _gauge("twinkle_uptime_seconds", "Since the server started.")
+BUDGET_LIMIT = _gauge("twinkle_budget_limit_bytes", "resource", "The limit of the same resource.")
+DISK_FREE = _gauge("twinkle_disk_free_bytes", "", "Where data_dir lies.")
+JOURNAL_BYTES = _gauge("twinkle_journal_bytes", "kind", "Segment files on disk. kind: bodies or outcomes.")
+SESSIONS = _gauge("twinkle_sessions_active", "", "Sessions whose client lives.")
+SAMPLING_SESSIONS = _gauge("twinkle_sampling_sessions_active", "", "Sampling sessions of those.")
+STATE_UP = _gauge("twinkle_state_up", "", "1 when the database answered within a second, else 0.")
+UPTIME = _gauge("twinkle_uptime_seconds", "", "Since the server started.")
 
 # --- tenants ----------------------------------------------------------------------------------------------------------
 # Only where telemetry.tenants_in_metrics is not 0; tenant: its id, or other.
 
 TENANT_TRAINED = _counter(
-    "twinkle_tenant_trained_tokens_total", "Tokens that a tenant trained on.", "tenant", read=True
+    "twinkle_tenant_trained_tokens_total", "tenant", "Tokens that a tenant trained on.", read=True
 )
 TENANT_SAMPLED = _counter(
-    "twinkle_tenant_sampled_tokens_total", "Tokens that were generated for it.", "tenant", read=True
+    "twinkle_tenant_sampled_tokens_total", "tenant", "Tokens that were generated for it.", read=True
 )
-TENANT_PROMPTS = _counter("twinkle_tenant_prompt_tokens_total", "Tokens of its prompts.", "tenant", read=True)
-TENANT_STEPS = _counter("twinkle_tenant_optim_steps_total", "Its optimizer steps.", "tenant", read=True)
-TENANT_REQUESTS = _counter("twinkle_tenant_requests_total", "Its ops and samples.", "tenant", read=True)
-TENANT_QUEUE = _gauge("twinkle_tenant_queue_depth", "Its training ops that wait.", "tenant")
+TENANT_PROMPTS = _counter("twinkle_tenant_prompt_tokens_total", "tenant", "Tokens of its prompts.", read=True)
+TENANT_STEPS = _counter("twinkle_tenant_optim_steps_total", "tenant", "Its optimizer steps.", read=True)
+TENANT_REQUESTS = _counter("twinkle_tenant_requests_total", "tenant", "Its ops and samples.", read=True)
+TENANT_QUEUE = _gauge("twinkle_tenant_queue_depth", "tenant", "Its training ops that wait.")
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(value for value in list(vars().values()) if isinstance(value, Instrument))
 

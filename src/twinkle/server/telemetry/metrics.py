@@ -1,5 +1,6 @@
 """The instruments of one server process, and how they are written down for Prometheus."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,10 +87,9 @@ class _Collected(CollectorRegistry):
 
 
 def _families_of(readings: Iterable[Reading]) -> list[Metric]:
-    grouped: dict[Instrument, dict[tuple[str, ...], float]] = {}
+    grouped: dict[Instrument, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
     for reading in readings:
-        values = grouped.setdefault(reading.instrument, {})
-        values[reading.labels] = values.get(reading.labels, 0.0) + reading.value
+        grouped[reading.instrument][reading.labels] += reading.value
     return [_family(instrument, values) for instrument, values in grouped.items()]
 
 

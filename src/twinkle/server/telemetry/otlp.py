@@ -23,7 +23,6 @@ from opentelemetry.sdk.metrics.export import (
     Histogram,
     HistogramDataPoint,
     Metric,
-    MetricExporter,
     MetricExportResult,
     MetricsData,
     NumberDataPoint,
@@ -71,9 +70,9 @@ class Export:
         self._processor = BatchSpanProcessor(
             self._spans, max_queue_size=_QUEUED_SPANS, schedule_delay_millis=_SPAN_DELAY_MS
         )
-        self._metric_exporter: MetricExporter | None = None
-        if not config.debug:
-            self._metric_exporter = OTLPMetricExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        self._metric_exporter = (
+            None if config.debug else OTLPMetricExporter(endpoint=endpoint, timeout=_TIMEOUT_SECONDS)
+        )
         self._metric_watch = _Watch("metrics", endpoint)
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)

@@ -1,42 +1,37 @@
 """Numbers that are read when somebody asks for metrics: of the services, and of the machine."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from twinkle.model.types import TrainerNumbers
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Reading
 
-
-@dataclass(frozen=True)
-class TrainingReadings:
-    """The numbers of one training service. ``waiting``: ops by tenant. ``trainer`` is None until its first batch."""
-
-    waiting: Mapping[str, int]
-    merge_ratio: float
-    adapters_on_disk: int
-    busy_seconds: float
-    step_seconds: float
-    long_polls: int
-    unfetched_bytes: int
-    trainer: TrainerNumbers | None
-
-
-@dataclass(frozen=True)
-class SamplingReadings:
-    """The numbers of one sampler service."""
-
-    waiting: int
-    busy_seconds: float
-    long_polls: int
-    unfetched_bytes: int
-
-
 _JOURNALS = ("bodies", "outcomes")
 _MEMORY = {"MemAvailable": "available", "MemTotal": "total"}
+
+
+def queue_readings(
+    model: str, queue: str, waiting: int, long_polls: int, unfetched_bytes: int, busy_seconds: float
+) -> Iterator[Reading]:
+    """Yield what is known of the queue of a service, ``training`` or ``sampling``, and how long that computed."""
+    yield Reading(instruments.QUEUE_DEPTH, waiting, (model, queue))
+    yield Reading(instruments.LONG_POLLS, long_polls, (model, queue))
+    yield Reading(instruments.UNFETCHED, unfetched_bytes, (model, queue))
+    yield Reading(instruments.COMPUTE_SECONDS, busy_seconds, (model, queue))
+
+
+def trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
+    yield Reading(instruments.ADAPTERS, numbers.resident_adapters, (model, "device"))
+    yield Reading(instruments.ADAPTERS, numbers.paged_adapters, (model, "host"))
+    rows = numbers.token_rows + numbers.padding_rows
+    yield Reading(instruments.PADDING_SHARE, numbers.padding_rows / rows if rows else 0.0, (model,))
+    if numbers.memory is not None:
+        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.allocated, (model, "allocated"))
+        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.reserved, (model, "reserved"))
+        yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
 
 
 def machine_readings(data_dir: Path) -> list[Reading]:

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from twinkle.errors import QuotaError
 from twinkle.server.config import ServerConfig
-from twinkle.server.config.sections import LimitsConfig, SpecialLimits, TenantConfig
+from twinkle.server.config.sections import LimitsConfig, TenantConfig
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.tenancy.rate_limit import TokenRate
 from twinkle.server.tenancy.work_pools import WorkPools
@@ -16,38 +15,11 @@ from twinkle.server.types import Tally
 from twinkle.server.usage import Usage
 
 
-def _limit(key: str, default: int | None) -> Any:
-    return field(default=default, metadata={"key": key})
-
-
-@dataclass(frozen=True)
-class TenantLimits:
-    """The limits of one tenant, each with its key in the configuration; None is no limit.
-
-    Queues and results are counted for each base model by itself.
-    """
-
-    sessions: int = _limit("max_sessions_per_tenant", 1000)
-    adapters: int = _limit("max_adapters_per_tenant", 30)
-    session_rows: int = _limit("max_session_rows_per_tenant", 5000)  # on record, ended or not; and as many runs
-    sampling_session_rows: int = _limit("max_sampling_session_rows_per_tenant", 20_000)
-    queued_ops: int = _limit("max_queued_ops_per_tenant", 1024)
-    queued_bytes: int = _limit("max_queued_bytes_per_tenant", 2**30)  # of memory that queued ops take
-    waiting_samples: int = _limit("max_waiting_samples_per_tenant", 4096)
-    unfetched_bytes: int = _limit("max_unfetched_result_bytes", 2**30)
-    uploading_bytes: int = _limit("max_uploading_bytes_per_tenant", 2**28)  # of bodies being received and read
-    long_polls: int = _limit("max_long_polls_per_tenant", 8192)  # requests that wait for results
-    training_tokens_per_minute: int | None = _limit("max_training_tokens_per_minute", None)
-    sampling_tokens_per_minute: int | None = _limit("max_sampling_tokens_per_minute", None)
-    checkpoint_bytes: int | None = _limit("max_checkpoint_bytes_per_tenant", None)
-    journal_bytes: int = _limit("max_journal_bytes_per_tenant", 4 * 2**30)
-
-
 @dataclass(frozen=True)
 class TenantTerms:
-    """What the configuration gives a tenant."""
+    """What the configuration gives a tenant. Of the limits, queues and results are counted for each base model."""
 
-    limits: TenantLimits = field(default_factory=TenantLimits)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     share: TenantShare = field(default_factory=TenantShare)
 
 
@@ -76,7 +48,7 @@ class Tenants:
     def terms(self, tenant_id: str) -> TenantTerms:
         return self._special.get(tenant_id) or self._by_key_name.get(tenant_id) or self._default
 
-    def limits(self, tenant_id: str) -> TenantLimits:
+    def limits(self, tenant_id: str) -> LimitsConfig:
         return self.terms(tenant_id).limits
 
     def share(self, tenant_id: str) -> TenantShare:
@@ -87,7 +59,7 @@ class Tenants:
 
         Each holds a connection and an open file.
         """
-        limit = self.limits(tenant_id).long_polls
+        limit = self.limits(tenant_id).max_long_polls_per_tenant
         if self._polls[tenant_id] >= limit:
             raise QuotaError("requests that wait for results", limit, limit, "max_long_polls_per_tenant")
         return self._polls.counting(tenant_id)
@@ -103,16 +75,12 @@ class Tenants:
 
 def configured_tenants(config: ServerConfig) -> Tenants:
     """Return the tenants with the limits and shares that the configuration gives them."""
-    default = TenantTerms(_limits(config.limits, SpecialLimits()))
-    return Tenants(default, {name: _terms(config.limits, tenant) for name, tenant in config.tenants.items()})
+    special = {name: _terms(config.limits, tenant) for name, tenant in config.tenants.items()}
+    return Tenants(TenantTerms(config.limits), special)
 
 
-def _terms(limits: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
+def _terms(general: LimitsConfig, tenant: TenantConfig) -> TenantTerms:
+    """Return the terms of a tenant whose own limits stand in the place of the general ones."""
+    own = tenant.limits.model_dump(exclude_none=True)
     share = TenantShare(tenant.weight, Priority[tenant.priority.upper()])
-    return TenantTerms(_limits(limits, tenant.limits), share)
-
-
-def _limits(general: LimitsConfig, special: SpecialLimits) -> TenantLimits:
-    given = {name: value for name, value in special.model_dump().items() if value is not None}
-    limits = general.model_copy(update=given)
-    return TenantLimits(**{each.name: getattr(limits, each.metadata["key"]) for each in fields(TenantLimits)})
+    return TenantTerms(general.model_copy(update=own), share)

@@ -43,7 +43,7 @@ class BaseModelPasses:
 
     async def forward(self, tenant_id: str, fields: Mapping[str, Any], max_tokens: int) -> Outcome:
         """``fields`` of the request. What is wrong with them raises."""
-        limit = self._tenants.limits(tenant_id).training_tokens_per_minute
+        limit = self._tenants.limits(tenant_id).max_training_tokens_per_minute
         with self._waits(tenant_id):
             self._tenants.training_rate.check(tenant_id, limit)
             async with self._turns.turn(tenant_id):
@@ -56,7 +56,7 @@ class BaseModelPasses:
         return outcome
 
     def _waits(self, tenant_id: str) -> AbstractContextManager[None]:
-        most, waiting = self._tenants.limits(tenant_id).queued_ops, self._waiting[tenant_id]
+        most, waiting = self._tenants.limits(tenant_id).max_queued_ops_per_tenant, self._waiting[tenant_id]
         if waiting >= most:
             raise QuotaError("queued passes of the base model", waiting, most, "max_queued_ops_per_tenant")
         return self._waiting.counting(tenant_id)

@@ -48,9 +48,10 @@ class _Sequence:
 
 @dataclass
 class _Sampling:
-    """A request under way."""
+    """A request under way. It holds its version's weights, also when that is retired."""
 
     request: SampleRequest
+    weights: FloatArray
     seed: int
     limit: int
     sequences: list[_Sequence]
@@ -72,7 +73,6 @@ class MockSampler:
         self.pause = pause
         self._trainer = trainer
         self._versions: dict[str, FloatArray] = {}
-        self._retired: set[str] = set()
         self._requests: dict[str, _Sampling] = {}
 
     def publish(self, version_id: str, adapter_id: str) -> None:
@@ -83,27 +83,27 @@ class MockSampler:
         self._add(version_id, read_checkpoint(Path(directory))[0]["weights"])
 
     def retire(self, version_id: str) -> None:
-        if version_id in self._versions:
-            self._retired.add(version_id)
-            self._forget_retired()
+        self._versions.pop(version_id, None)
 
     def version_ids(self) -> list[str]:
-        return [version_id for version_id in self._versions if version_id not in self._retired]
+        return list(self._versions)
 
     def submit(self, request: SampleRequest) -> None:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is under way already")
-        if request.version_id is not None and request.version_id not in self.version_ids():
-            raise InvalidInputError("version_id", request.version_id, "a published version")
+        weights = np.zeros(SIZE, np.float32)  # the base model's
+        if request.version_id is not None:
+            if request.version_id not in self._versions:
+                raise InvalidInputError("version_id", request.version_id, "a published version")
+            weights = self._versions[request.version_id]
         limits = Limits(self._trainer.vocab_size, self.max_length, self.max_length, stop_strings=True)
         checked = check_request(request, limits)
         sequences = [_Sequence() for _ in range(request.num_samples)]
-        sampling = _Sampling(request, checked.seed & (2**64 - 1), checked.max_tokens, sequences)
+        sampling = _Sampling(request, weights, checked.seed & (2**64 - 1), checked.max_tokens, sequences)
         self._requests[request.request_id] = sampling
 
     def cancel(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
-        self._forget_retired()
 
     @property
     def busy(self) -> bool:
@@ -115,20 +115,18 @@ class MockSampler:
         events: list[Finished | Progress] = []
         for sampling in list(self._requests.values()):
             request = sampling.request
-            weights = self._weights(request.version_id)
             for number, sequence in enumerate(sampling.sequences):
                 start = len(sequence.tokens)
                 for _ in range(_TURN):
                     if sequence.stop_reason is None:
-                        self._extend(sampling, number, sequence, weights)
+                        self._extend(sampling, number, sequence)
                 if request.stream and len(sequence.tokens) > start:
                     new = sequence.arrays(request.topk_sample_logprobs, start)
                     events.append(Progress(request.request_id, number, *new, sequence.stop_reason))
             if sampling.done:
                 del self._requests[request.request_id]
-                result = _result(sampling, weights, self._trainer.vocab_size, self.end_token)
+                result = _result(sampling, self._trainer.vocab_size, self.end_token)
                 events.append(Finished(request.request_id, result))
-        self._forget_retired()
         return events
 
     def _add(self, version_id: str, weights: FloatArray) -> None:
@@ -136,21 +134,12 @@ class MockSampler:
             raise InvalidInputError("version_id", version_id, "a name that no other version has")
         self._versions[version_id] = weights
 
-    def _weights(self, version_id: str | None) -> FloatArray:
-        return np.zeros(SIZE, np.float32) if version_id is None else self._versions[version_id]
-
-    def _forget_retired(self) -> None:
-        used = {sampling.request.version_id for sampling in self._requests.values()}
-        for version_id in self._retired - used:
-            del self._versions[version_id]
-        self._retired &= used
-
-    def _extend(self, sampling: _Sampling, number: int, sequence: _Sequence, weights: FloatArray) -> None:
+    def _extend(self, sampling: _Sampling, number: int, sequence: _Sequence) -> None:
         request, params = sampling.request, sampling.request.params
         position = len(request.prompt) + len(sequence.tokens) - 1
         last = sequence.tokens[-1] if sequence.tokens else int(request.prompt[-1])
-        candidates = _candidates(last, position, self.end_token, self._trainer.vocab_size)
-        lp = logprobs(weights, features(np.array(last), candidates, np.array(position)))
+        candidates = _candidates(np.array(last), np.array(position), self.end_token, self._trainer.vocab_size)
+        lp = logprobs(sampling.weights, features(np.array(last), candidates, np.array(position)))
         scores = lp
         if params.temperature > 0:
             noise = np.random.default_rng([sampling.seed, number, position]).gumbel(size=_CANDIDATES)
@@ -171,9 +160,10 @@ class MockSampler:
         return tokens[-1] in ends or any(stop in text for stop in params.stop_strings)
 
 
-def _candidates(last: int, position: int, end_token: int, vocab_size: int) -> IntArray:
-    candidates: IntArray = (last * 7 + position * 5 + np.arange(_CANDIDATES) * 11 + 3) % vocab_size
-    candidates[0] = end_token
+def _candidates(last: IntArray, positions: IntArray, end_token: int, vocab_size: int) -> IntArray:
+    """(…, 16), of arrays that broadcast: what may follow the token ``last`` at its position."""
+    candidates: IntArray = ((last * 7 + positions * 5)[..., None] + np.arange(_CANDIDATES) * 11 + 3) % vocab_size
+    candidates[..., 0] = end_token
     return candidates
 
 
@@ -185,8 +175,8 @@ def _likeliest(tokens: IntArray, lp: Doubles, k: int) -> tuple[IntArray, FloatAr
     return token_ids, logps
 
 
-def _result(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token: int) -> SampleResult:
-    request, prompt = sampling.request, sampling.request.prompt
+def _result(sampling: _Sampling, vocab_size: int, end_token: int) -> SampleResult:
+    request, prompt, weights = sampling.request, sampling.request.prompt, sampling.weights
     sequences = []
     for sequence in sampling.sequences:
         tokens, drawn_logprobs, likeliest = sequence.arrays(request.topk_sample_logprobs)
@@ -205,7 +195,7 @@ def _result(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token
         lp = logprobs(weights, features(prompt[:-1, None], named, positions[:, None]))
         targets = np.where(named < 0, 0.0, lp).astype(np.float32)
     if request.prompt_alt_tokens > 0:
-        drawn = _drawn(sampling, weights, vocab_size, end_token)
+        drawn = _drawn(sampling, vocab_size, end_token)
     return SampleResult(sequences, prompt_logprobs, top, targets, drawn)
 
 
@@ -221,17 +211,16 @@ def _top(weights: FloatArray, prompt: IntArray, k: int, skipped: int) -> TopLogp
     return TopLogprobs(token_ids, values.astype(np.float32))
 
 
-def _drawn(sampling: _Sampling, weights: FloatArray, vocab_size: int, end_token: int) -> DrawnTokens:
-    prompt, k = sampling.request.prompt, sampling.request.prompt_alt_tokens
-    tokens = np.zeros((len(prompt) - 1, k), np.int64)
-    for position in range(len(prompt) - 1):
-        candidates = _candidates(int(prompt[position]), position, end_token, vocab_size)
-        lp = logprobs(weights, features(prompt[position], candidates, np.array(position)))
-        noise = np.random.default_rng([sampling.seed, _DRAWS, position]).gumbel(size=(k, _CANDIDATES))
-        tokens[position] = candidates[(lp + noise).argmax(axis=1)]
-    positions = np.arange(len(prompt) - 1)[:, None]
-    lp = logprobs(weights, features(prompt[:-1, None], tokens, positions))
-    return DrawnTokens(tokens, lp.astype(np.float32))
+def _drawn(sampling: _Sampling, vocab_size: int, end_token: int) -> DrawnTokens:
+    before, k = sampling.request.prompt[:-1], sampling.request.prompt_alt_tokens
+    positions = np.arange(len(before))
+    candidates = _candidates(before, positions, end_token, vocab_size)
+    lp = logprobs(sampling.weights, features(before[:, None], candidates, positions[:, None]))
+    generators = [np.random.default_rng([sampling.seed, _DRAWS, position]) for position in range(len(before))]
+    noise = np.array([each.gumbel(size=(k, _CANDIDATES)) for each in generators]).reshape(-1, k, _CANDIDATES)
+    best = (lp[:, None] + noise).argmax(axis=2)
+    drawn_logprobs = np.take_along_axis(lp, best, axis=1).astype(np.float32)
+    return DrawnTokens(np.take_along_axis(candidates, best, axis=1), drawn_logprobs)
 
 
 class MockTextCodec:

@@ -15,10 +15,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -52,6 +51,7 @@ from twinkle.model.types import (
     TrainResult,
 )
 from twinkle.model.validation import check_data
+from twinkle.server.backends.backend import TrainingBackend
 
 SIZE = 8  # numbers in w
 _LAYOUT = f"mock:{SIZE}"
@@ -116,8 +116,8 @@ class _Adapter:
     step: int = 0
 
 
-class MockTrainer:
-    """A :class:`~twinkle.server.backends.backend.TrainingBackend`. ``pause``: seconds that every pass takes."""
+class MockTrainer(TrainingBackend):
+    """A trainer without a model. ``pause``: seconds that every pass takes."""
 
     def __init__(self, *, vocab_size: int = 65_536, max_length: int = 4096, pause: float = 0.0) -> None:
         self.vocab_size = vocab_size
@@ -144,9 +144,6 @@ class MockTrainer:
     def adapter_ids(self) -> list[str]:
         return list(self._adapters)
 
-    def resident_adapter_ids(self) -> list[str]:
-        return self.adapter_ids()
-
     def host_bytes(self) -> int:
         return sum(self.host_bytes_of(adapter.spec) for adapter in list(self._adapters.values()))
 
@@ -167,26 +164,11 @@ class MockTrainer:
         spec = self._get(adapter_id).spec
         return peft_config(spec, ("w",), "mock")
 
-    def step_count(self, adapter_id: str) -> int:
-        return self._get(adapter_id).step
-
     def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=False)
 
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._run(items, train=True)
-
-    def in_steps(
-        self,
-        items: Sequence[TrainItem],
-        *,
-        train: bool,
-        limit: Callable[[], int | None],
-        give_way: Callable[[], None] | None = None,
-    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """Compute everything in one step."""
-        yield from ()
-        return self.forward_backward(items) if train else self.forward(items)
 
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         """``decoupled`` makes no difference: there is no Adam here."""
@@ -235,11 +217,27 @@ class MockTrainer:
         state: Mapping[str, object] = EMPTY,
         companions: Callable[[Path], None] | None = None,
     ) -> Callable[[Path], None]:
-        adapter = self._get(adapter_id)
-        moments = {"exp_avg": adapter.exp_avg.copy(), "exp_avg_sq": adapter.exp_avg_sq.copy()} if optimizer else {}
-        own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
-        arrays = {"weights": adapter.weights.copy(), **moments}
-        return partial(_write_checkpoint, arrays=arrays, own=own, state=state, companions=companions)
+        adapter = deepcopy(self._get(adapter_id))
+        arrays = {"weights": adapter.weights}
+        if optimizer:
+            arrays |= {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
+
+        def write(directory: Path) -> None:
+            """Write adapter.npz and our state; the directory appears whole or not at all."""
+            staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+            staging.mkdir(parents=True)
+            np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
+            own = {"layout": _LAYOUT, "step": adapter.step, "spec": asdict(adapter.spec)}
+            (staging / _STATE).write_text(json.dumps(own))
+            if state:
+                (staging / _PROGRESS).write_text(json.dumps(dict(state)))
+            if companions is not None:
+                companions(staging)
+            if directory.exists():
+                shutil.rmtree(directory)
+            os.replace(staging, directory)
+
+        return write
 
     def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
         adapter = self._get(adapter_id)
@@ -368,24 +366,3 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, A
     if state["layout"] != _LAYOUT:
         raise CheckpointError(f"{directory}: layout: got {state['layout']!r}, allowed: {_LAYOUT}")
     return arrays, state
-
-
-def _write_checkpoint(
-    directory: Path,
-    arrays: Mapping[str, FloatArray],
-    own: Mapping[str, object],
-    state: Mapping[str, object],
-    companions: Callable[[Path], None] | None,
-) -> None:
-    """Write adapter.npz and our state; the directory appears whole or not at all."""
-    staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
-    staging.mkdir(parents=True)
-    np.savez(staging / _WEIGHTS, allow_pickle=False, **arrays)
-    (staging / _STATE).write_text(json.dumps(own))
-    if state:
-        (staging / _PROGRESS).write_text(json.dumps(dict(state)))
-    if companions is not None:
-        companions(staging)
-    if directory.exists():
-        shutil.rmtree(directory)
-    os.replace(staging, directory)

@@ -152,7 +152,7 @@ async def capabilities(call: Call[bytes]) -> Response:
 @routes.get(f"{_TWINKLE}/capacity_info", anybody)
 async def capacity_info(call: Call[bytes]) -> Response:
     """Return how many adapters the asking tenant may have, has, and may still create."""
-    most = call.gateway.tenants.limits(call.tenant_id).adapters
+    most = call.gateway.tenants.limits(call.tenant_id).max_adapters_per_tenant
     used = sum(report.adapters.get(call.tenant_id, 0) for report in (await call.gateway.fleet.reports()).values())
     return wire_response(
         session_types.CapacityInfoResponse(max_loras=most, used_loras=used, free_loras=max(0, most - used)),

@@ -5,7 +5,6 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from starlette.types import ASGIApp
 
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import (
@@ -41,24 +40,15 @@ _LIGHT_CPUS = 0.1  # gateways, processors and mocks wait more than they work
 class FrontDoor(GatewayReplica):
     """A gateway that speaks HTTP."""
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self.entrance
-
 
 @serve.ingress()
 class FirstModelReplica(ModelReplica):
     """The replica of a model that speaks HTTP: Serve lets one deployment of an application do so."""
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self.entrance
-
 
 @serve.ingress()
 class FirstProcessorReplica(ProcessorReplica):
     """The replica of the processors that speaks HTTP."""
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self.entrance
 
 
 def application_for(config: ServerConfig, one: ApplicationSpec, has_gpus: bool) -> Application:

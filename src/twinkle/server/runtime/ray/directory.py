@@ -1,6 +1,7 @@
 """Which replica a request is for: its address, as its route declares it, looked up in the state."""
 
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from twinkle.server.app import ROUTES
@@ -24,6 +25,7 @@ from twinkle.server.state import Store
 from twinkle.server.types import RunRecord, SamplingSessionRecord
 
 _REMEMBERED = 65_536
+_Record = RunRecord | SamplingSessionRecord
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Directory:
     def __init__(self, config: ServerConfig, layout: Layout, store: Store) -> None:
         self._layout = layout
         self._store = store
-        self._names = {name: served.name for served in config.served_models for name in served.names}
+        self._models = {name: layout.models[served.name] for served in config.served_models for name in served.names}
         self._turn = 0
         self._found: OrderedDict[str, str] = OrderedDict()  # by run or sampling session
 
@@ -57,7 +59,7 @@ class Directory:
             case OfRun(run_id, model):
                 return await self._of_run(run_id) or self._any_of(model)
             case OfSampler(sampling_session_id):
-                return await self._of_sampler(sampling_session_id)
+                return await self._owner(sampling_session_id, self._store.sampling_sessions.get)
             case OfNewRun(run_id, base_model, checkpoint):
                 return await self._of_run(run_id) or await self._of_new_run(run_id, base_model, checkpoint)
             case OfNewSampler(sampling_session_id, base_model, checkpoint):
@@ -74,38 +76,38 @@ class Directory:
                 return self._layout.processors.chosen(session_id) if self._layout.processors.names else None
 
     async def _of_run(self, run_id: str) -> str | None:
-        if run_id not in self._found:
-            self._remember(run_id, await self._store.runs.get(run_id))
-        return self._found.get(run_id)
+        return await self._owner(run_id, self._store.runs.get)
 
-    async def _of_sampler(self, sampling_session_id: str) -> str | None:
-        if sampling_session_id not in self._found:
-            self._remember(sampling_session_id, await self._store.sampling_sessions.get(sampling_session_id))
-        return self._found.get(sampling_session_id)
+    async def _owner(self, identifier: str, get: Callable[[str], Awaitable[_Record | None]]) -> str | None:
+        """Return which replica has a run or a sampling session. What is not on record, or not served, is not noted."""
+        if identifier not in self._found:
+            record = await get(identifier)
+            replicas = None if record is None else self._layout.models.get(record.model_name)
+            if record is None or replicas is None:
+                return None
+            self._found[identifier] = replicas.owner(identifier, record.replica)
+            if len(self._found) > _REMEMBERED:
+                self._found.popitem(last=False)
+        return self._found[identifier]
 
     async def _of_new_run(self, run_id: str, base_model: str | None, checkpoint: CheckpointPath | None) -> str | None:
-        model = self._model(base_model)
+        replicas = self._replicas(base_model)
         if base_model is None and checkpoint is not None:
             source = await self._store.runs.get(checkpoint.run_id)
-            model = None if source is None else source.model_name
-        replicas = None if model is None else self._layout.models.get(model)
-        if model is None or replicas is None or len(replicas.names) == 1:
+            replicas = None if source is None else self._layout.models.get(source.model_name)
+        if replicas is None or len(replicas.names) == 1:
             return None if replicas is None else replicas.names[0]
-        return replicas.emptiest(run_id, await self._store.runs.live_by_replica(model))
+        return replicas.emptiest(run_id, await self._store.runs.live_by_replica(replicas.model))
 
     async def _of_openai_model(self, name: str) -> str | None:
-        if name in self._names:
-            return self._any(self._layout.models[self._names[name]])
+        if name in self._models:
+            return self._any(self._models[name])
         run_id = name.partition("://")[2].partition("/")[0] if "://" in name else name
         return await self._of_run(run_id)
 
     def _replicas(self, base_model: str | None) -> Replicas | None:
-        model = self._model(base_model)
-        return None if model is None else self._layout.models[model]
-
-    def _model(self, base_model: str | None) -> str | None:
-        known = None if base_model is None else known_name(base_model, self._names)
-        return None if known is None else self._names[known]
+        known = None if base_model is None else known_name(base_model, self._models)
+        return None if known is None else self._models[known]
 
     def _any_of(self, base_model: str | None) -> str | None:
         replicas = self._replicas(base_model)
@@ -115,12 +117,3 @@ class Directory:
         """Return one replica after another."""
         self._turn = (self._turn + 1) % len(replicas.names)
         return replicas.names[self._turn]
-
-    def _remember(self, identifier: str, record: RunRecord | SamplingSessionRecord | None) -> None:
-        """Note which replica has what a record is about. What is not on record, or not served, is asked for again."""
-        replicas = None if record is None else self._layout.models.get(record.model_name)
-        if record is None or replicas is None:
-            return
-        self._found[identifier] = replicas.owner(identifier, record.replica)
-        if len(self._found) > _REMEMBERED:
-            self._found.popitem(last=False)

@@ -10,39 +10,36 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from dataclasses import replace
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 import ray
-from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 from ray import serve
+from starlette.types import ASGIApp
 
 from twinkle import hub
 from twinkle.errors import GoneError, TwinkleServerError, UserError
 from twinkle.server.app import make_app
 from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.backends.text_codec import HubTextCodec
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ServedModelConfig
 from twinkle.server.config.sections import names_this_machine
-from twinkle.server.gateway.fleet import ModelReport, TenantReport, report_of, tenant_report_of
-from twinkle.server.gateway.gateway import Gateway, Services
+from twinkle.server.gateway.fleet import ModelReport, TenantReport, report_of, stopped_in, tenant_report_of
+from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.operator_requests import answer_operators
-from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.processors.service import Processors, configured_processors
-from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
-from twinkle.server.runtime.maintenance import INTERVAL_SECONDS, ProcessTasks, run_maintenance
+from twinkle.server.runtime.assembly import MAINTENANCE_SECONDS, Process, let_threads_alternate, run_maintenance
 from twinkle.server.runtime.ray.directory import Directory
-from twinkle.server.runtime.ray.layout import Layout, layout_of, on_own_gpu
+from twinkle.server.runtime.ray.layout import layout_of, on_own_gpu
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet, RemoteProcessors
 from twinkle.server.runtime.ray.remote_replica import RemoteReplica
 from twinkle.server.runtime.ray.remote_sampler import RemoteSampler
@@ -50,16 +47,13 @@ from twinkle.server.runtime.ray.replica import Failure
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
 from twinkle.server.runtime.ray.trainer_group import load_group
-from twinkle.server.state import Claim, Store
-from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state import Claim
 from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.telemetry.logs import configure_logging
-from twinkle.server.tenancy.memory import ProcessMemory
-from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord, SessionRecord
 
 _LEASE = "housekeeping"  # its name in the database
-_LEASE_SECONDS = 3 * INTERVAL_SECONDS
+_LEASE_SECONDS = 3 * MAINTENANCE_SECONDS
 _UNANSWERED_SECONDS = 60.0  # a process that could answer an operator has had the time
 _FORGOTTEN_SECONDS = 86_400.0  # nobody writes a checkpoint for so long
 _EARLIER_SECONDS = 360.0  # for the same replica before this one, which has less than that to end
@@ -67,70 +61,51 @@ _LOG_BYTES = 64 * 2**20
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
-class Process:
-    """What all kinds of processes have: the configuration, the shared state, and the way to all replicas."""
+class Host:
+    """What all replicas have: one process of the server, the way to all others, and what Serve and these call."""
 
-    def __init__(self, config: ServerConfig, store: Store) -> None:
-        self.config = config
-        self.store = store
-        self.telemetry = Telemetry(config.telemetry)
-        self.tenants = configured_tenants(config)
-        self.telemetry.usage = self.tenants.usage
-        self.files = DataDir(config.data_dir)
-        self.memory = ProcessMemory(config.limits)
-        self.layout: Layout = layout_of(config)
-        self._replicas = {name: RemoteReplica(address) for name, address in self.layout.addresses.items()}
-        self._tasks = ProcessTasks(self.memory.guard.watch())
+    async def _open(self, config: ServerConfig) -> Process:
+        """Open the state, which all processes share."""
+        self._process = await Process.open(config, shared=True)
+        self._layout = layout_of(config)
+        self._loopback = LoopbackOnly()
+        return self._process
 
-    @classmethod
-    async def open(cls, config: ServerConfig) -> "Process":
-        return cls(config, await Store.open(config.data_dir, config.database_url, shared=True))
+    async def _begin(self, processors: Processors | None = None, name: str = "") -> Gateway:
+        """Begin to work and to answer. ``name``: of this replica, where requests are sent to it by name."""
+        process, layout = self._process, self._layout
+        replicas = {each: RemoteReplica(each, application) for each, application in layout.applications.items()}
+        if processors is None and layout.processors.names:
+            processors = RemoteProcessors(layout.processors, replicas)
+        self._app = make_app(telemetry=process.telemetry)
+        gateway = process.open_gateway(self._app, processors, RemoteFleet(layout, replicas), name)
+        directory = Directory(process.config, layout, process.store)
+        limit = process.config.limits.max_request_bytes
+        self._entrance = Router(self._app, directory, replicas, max_body_bytes=limit, own=name)
+        await process.start()
+        return gateway
 
-    def gateway(
-        self, services: Mapping[str, Services] | None = None, processors: Processors | None = None, replica: str = ""
-    ) -> Gateway:
-        """Return the gateway of this process. One that has ``services`` answers for those alone."""
-        fleet = RemoteFleet(self.layout, self._replicas)
-        if processors is None and self.layout.processors.names:
-            processors = RemoteProcessors(self.layout.processors, self._replicas)
-        return Gateway(
-            self.config,
-            self.store,
-            services or {},
-            self.files,
-            processors,
-            self.tenants,
-            fleet=None if services else fleet,
-            fleet_of_all=fleet,
-            replica=replica,
-            memory=self.memory,
-        )
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return what Serve's proxies talk to, where a replica speaks HTTP."""
+        return self._entrance
 
-    def app_of(self, gateway: Gateway) -> FastAPI:
-        """Return the application, for requests that this process answers itself."""
+    async def answer(self, request: HttpRequest) -> HttpReply:
+        return await answered(self._app, request)
 
-        @asynccontextmanager
-        async def nothing(_app: FastAPI) -> AsyncIterator[None]:
-            yield
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
+        async with aclosing(relay.stream(self._app, request)) as parts:
+            async for part in parts:
+                yield part
 
-        app = make_app(nothing, self.telemetry)
-        app.state.gateway = gateway
-        self.telemetry.export_from(gateway)
-        return app
+    async def metrics(self) -> list[Metric]:
+        return await self._process.telemetry.families_of_process(self._process.gateway)
 
-    def entrance(self, app: FastAPI, own: str | None = None) -> Router:
-        """Return what Serve's proxies talk to. ``own``: the name of the replica that ``app`` is."""
-        directory = Directory(self.config, self.layout, self.store)
-        limit = self.config.limits.max_request_bytes
-        return Router(app, directory, self._replicas, max_body_bytes=limit, own=own)
-
-    async def close(self) -> None:
-        self._tasks.cancel()
-        await self.telemetry.close()  # it reads the state
-        await self.store.close()
+    async def check_health(self) -> None:
+        """Is called by Serve before the first request, too. It replaces a replica that raises here."""
+        self._loopback.enforce()
 
 
-class GatewayReplica:
+class GatewayReplica(Host):
     """A front door: of the server itself, or of a sampler, whose engine is with its model or in an actor of its own.
 
     It answers what the state alone can answer, and hands on the rest. One gateway at a time runs maintenance for all.
@@ -140,21 +115,14 @@ class GatewayReplica:
         # Unlike the name of any other gateway there ever was.
         self._name = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
         log_to(config, self._name)
-        self._process = await Process.open(config)
-        self._process.telemetry.replica = self._name
-        self._gateway = self._process.gateway()
-        self.entrance = self._process.entrance(self._process.app_of(self._gateway))
+        process = await self._open(config)
+        process.telemetry.replica = self._name
+        self._gateway = await self._begin()
         self._runs_maintenance = runs_maintenance
-        maintenance = run_maintenance(self._maintain(time.time()), self._maintain)
-        self._tasks = ProcessTasks(maintenance, self._gateway.running_time.watch())
-        self._loopback = LoopbackOnly()
-
-    async def check_health(self) -> None:
-        """Is called by Serve before the first request, too."""
-        self._loopback.enforce()
+        process.run(run_maintenance(self._maintain(time.time()), self._maintain))
 
     async def __del__(self) -> None:
-        self._tasks.cancel()
+        self._process.cancel_tasks()
         await self._gateway.flush_heartbeats()
         await self._process.store.leases.give_up(_LEASE, self._name)
         await self._process.close()
@@ -184,14 +152,14 @@ class GatewayReplica:
         """Renew the lease while the work lasts: many sessions that end at once take longer than a lease."""
         task = asyncio.create_task(work)
         try:
-            while not (await asyncio.wait({task}, timeout=INTERVAL_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=MAINTENANCE_SECONDS))[0]:
                 await self._process.store.leases.claim(_LEASE, self._name, time.time(), _LEASE_SECONDS)
             task.result()
         finally:
             task.cancel()
 
 
-class ModelReplica:
+class ModelReplica(Host):
     """One replica of a base model: its services, and the whole application for what concerns its adapters."""
 
     async def __init__(  # type: ignore[misc]
@@ -202,48 +170,17 @@ class ModelReplica:
         let_threads_alternate()
         model = await asyncio.to_thread(load_replica, config, on_own_gpu(served))
         self._lock = await asyncio.to_thread(_only_one, config.data_dir, name)
-        self._process = process = await Process.open(config)
-        group = process.layout.models[served.name]
-
-        def is_ours(run: RunRecord) -> bool:
-            return group.owner(run.run_id, run.replica) == name
-
-        compute = Compute()
-        sampling = Compute() if isinstance(model.sampler, RemoteSampler) else compute
-        self._computes = (compute, sampling)
-        self._services = services_on(
+        process = await self._open(config)
+        group = self._layout.models[served.name]
+        self._services = process.add_model(
             model,
-            config,
-            process.store,
-            compute,
-            process.files,
-            process.tenants,
-            process.telemetry,
             merge=served.model.merge,
-            sampling_compute=sampling,
-            memory=process.memory,
-            is_ours=is_ours,
+            sampler_apart=isinstance(model.sampler, RemoteSampler),
+            is_ours=lambda run: group.owner(run.run_id, run.replica) == name,
             replica=name,
         )
-        self._gateway = process.gateway({model.name: self._services}, replica=name)
-        self._app = process.app_of(self._gateway)
-        self.entrance = process.entrance(self._app, own=name)
-        await self._gateway.books.read_key_names()
-        await start_services([self._services])
-        maintenance = run_maintenance(self._gateway.end_what_was_ending(), self._maintain)
-        self._tasks = ProcessTasks(maintenance, self._gateway.running_time.watch())
-        self._loopback = LoopbackOnly()
-
-    async def answer(self, request: HttpRequest) -> HttpReply:
-        return await answered(self._app, request)
-
-    async def stream(self, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
-        async with aclosing(relay.stream(self._app, request)) as parts:
-            async for part in parts:
-                yield part
-
-    async def metrics(self) -> list[Metric]:
-        return await self._process.telemetry.families_of_process(self._gateway)
+        self._gateway = await self._begin(name=name)
+        process.run(run_maintenance(self._gateway.end_what_was_ending(), self._maintain))
 
     async def report(self) -> ModelReport:
         return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
@@ -258,20 +195,16 @@ class ModelReplica:
         await relay.to_the_end(self._gateway.park(run, why))
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that raises here. A step that takes long is reported, but never cut off by this."""
-        self._loopback.enforce()
-        sampling = self._services.sampling
-        if not self._services.training.alive or (sampling is not None and not sampling.alive):
+        """A step that takes long is reported, but never cut off by this."""
+        await super().check_health()
+        if stopped_in(self._services) is not None:
             raise TwinkleServerError((await self.report()).detail)
 
     async def __del__(self) -> None:
         """Finish what runs, and put every adapter on disk."""
-        self._tasks.cancel()
+        self._process.cancel_tasks()
         self._gateway.release_waiters()
-        await stop_services([self._services])
-        await self._gateway.books.flush_usage()
-        for compute in self._computes:
-            compute.close()
+        await self._process.stop()
         await self._process.close()
         self._lock.release()
 
@@ -281,28 +214,18 @@ class ModelReplica:
         await answer_operators(self._gateway, now, lambda request: has(request.target) is not None)
 
 
-class ProcessorReplica:
+class ProcessorReplica(Host):
     """Datasets and loaders of the sessions that fall to this replica, each session's in a process of its own."""
 
     async def __init__(self, config: ServerConfig, name: str, *companions: object) -> None:  # type: ignore[misc]
         """``companions``: the other replicas, which Serve deploys with the first one."""
         log_to(config, name)
-        self._process = await Process.open(config)
+        await self._open(config)
         service = configured_processors(config, await asyncio.to_thread(_tokenizers, config), name)
         assert service is not None, "there is an application of processors"
         self._service = service
         await service.start()
-        self._gateway = self._process.gateway(processors=service)
-        self._app = self._process.app_of(self._gateway)
-        self.entrance = self._process.entrance(self._app, own=name)
-        await self._gateway.books.read_key_names()
-        self._loopback = LoopbackOnly()
-
-    async def answer(self, request: HttpRequest) -> HttpReply:
-        return await answered(self._app, request)
-
-    async def metrics(self) -> list[Metric]:
-        return await self._process.telemetry.families_of_process(self._gateway)
+        await self._begin(service, name)
 
     async def batch(
         self, tenant_id: str, session_id: str, processor_id: str, number: int
@@ -315,12 +238,9 @@ class ProcessorReplica:
     async def end_session(self, session_id: str) -> None:
         await self._service.end_session(session_id)
 
-    async def check_health(self) -> None:
-        """Is called by Serve before the first request, too."""
-        self._loopback.enforce()
-
     async def __del__(self) -> None:
-        self._gateway.release_waiters()
+        self._process.cancel_tasks()
+        self._process.gateway.release_waiters()
         await self._service.stop()
         await self._process.close()
 

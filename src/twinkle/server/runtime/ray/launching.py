@@ -20,7 +20,7 @@ from twinkle.environment import read_ray_variables, twinkle_variables
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import ApplicationSpec, SamplerArgs, ServerArgs
-from twinkle.server.runtime.process import listen
+from twinkle.server.runtime.process import listen, url_of
 from twinkle.server.runtime.ray.deployments import application_for, gpus_wanted
 from twinkle.server.runtime.ray.layout import wanted_replicas
 
@@ -82,11 +82,11 @@ def _connect(config: ServerConfig, address: str | None) -> ray.runtime_context.R
 def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
     """Run the applications and give the server's URL. What was deployed is taken down again in any case."""
     http = config.http_options
-    port = http.port or _free_port(http.host)
-    _check_port(config, port)
+    port = _port(config)
+    host = "127.0.0.1" if http.host == "localhost" else http.host
     serve.start(
         proxy_location=config.proxy_location or "HeadOnly",
-        http_options=HTTPOptions(host=_listening_host(http.host), port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
+        http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=_KEEP_ALIVE_SECONDS),
     )
     gpus = ray.cluster_resources().get("GPU", 0.0)
     wanted = gpus_wanted(config, gpus > 0)
@@ -99,8 +99,7 @@ def deployed(config: ServerConfig, cluster: Cluster) -> Iterator[str]:
     try:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         _wait_until_running([target.name for target in targets])
-        reachable = "127.0.0.1" if http.host in ("0.0.0.0", "::", "localhost") else http.host
-        url = f"http://{reachable}:{port}"
+        url = url_of(http.host, port)
         if config.proxy_location != "Disabled":
             _check_answers(url)
         yield config.public_url or url
@@ -206,11 +205,13 @@ def _reason(application: serve.schema.ApplicationStatusOverview) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "Serve does not say why")
 
 
-def _check_port(config: ServerConfig, port: int) -> None:
-    """Raise for a port that is taken, before anything slow happens, unless it is Serve's own proxy that has it."""
-    if config.proxy_location == "Disabled" or serve.status().proxies:
-        return
-    listen(_listening_host(config.http_options.host), port).close()
+def _port(config: ServerConfig) -> int:
+    """Return the server's port. Raises if it is taken, before anything slow happens, unless by Serve's own proxy."""
+    http = config.http_options
+    if http.port and (config.proxy_location == "Disabled" or serve.status().proxies):
+        return http.port
+    with listen(http.host, http.port) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _check_answers(url: str) -> None:
@@ -223,12 +224,3 @@ def _check_answers(url: str) -> None:
         f"the applications run, but nothing answers at {url}: Serve was running on this cluster before and listens "
         "where it did then; say so in http_options, or end it with `serve shutdown` first"
     )
-
-
-def _listening_host(host: str) -> str:
-    return "127.0.0.1" if host == "localhost" else host
-
-
-def _free_port(host: str) -> int:
-    with listen(_listening_host(host), 0) as listener:
-        return int(listener.getsockname()[1])

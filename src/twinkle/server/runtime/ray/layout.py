@@ -10,9 +10,10 @@ from twinkle.server.config.applications import ApplicationSpec, ModelArgs, Proce
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of one base model, by name. Every process of a server knows the same ones."""
+    """The replicas of one base model, or of the processors, by name. Every process of a server knows the same ones."""
 
     names: tuple[str, ...]
+    model: str = ""  # the name under which it is served
 
     def owner(self, identifier: str, recorded: str) -> str:
         """Return which replica has a run or a sampling session that is on record as ``recorded``'s.
@@ -37,30 +38,23 @@ GATEWAY = "Gateway"  # the deployment of an application that has no replicas to 
 
 
 @dataclass(frozen=True)
-class ReplicaAddress:
-    """How a Serve handle finds a replica."""
-
-    application: str
-    deployment: str
-
-
-@dataclass(frozen=True)
 class Layout:
     models: Mapping[str, Replicas]  # by the name of the served model
     processors: Replicas
-    addresses: Mapping[str, ReplicaAddress]  # by the name of the replica
+    applications: Mapping[str, str]  # of each replica, whose name is also that of its deployment
 
 
 def layout_of(config: ServerConfig) -> Layout:
     """Return the layout, the same in every process: it follows from the configuration."""
     trained = [one for one in config.applications if isinstance(one.args, ModelArgs)]
     models = {
-        served.name: Replicas(replica_names(one)) for served, one in zip(config.served_models, trained, strict=True)
+        served.name: Replicas(replica_names(one), served.name)
+        for served, one in zip(config.served_models, trained, strict=True)
     }
     processing = [one for one in config.applications if isinstance(one.args, ProcessorArgs)]
     processors = Replicas(tuple(name for one in processing for name in replica_names(one)))
-    addresses = {name: ReplicaAddress(one.name, name) for one in (*trained, *processing) for name in replica_names(one)}
-    return Layout(models, processors, addresses)
+    applications = {name: one.name for one in (*trained, *processing) for name in replica_names(one)}
+    return Layout(models, processors, applications)
 
 
 def replica_names(application: ApplicationSpec) -> tuple[str, ...]:

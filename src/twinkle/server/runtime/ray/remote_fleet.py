@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,17 +29,21 @@ class RemoteFleet:
     def __init__(self, layout: Layout, replicas: Mapping[str, Replica]) -> None:
         self._layout = layout
         self._replicas = replicas
+        self._of_models = [name for group in layout.models.values() for name in group.names]
         self._last: dict[str, ModelReport] = {}  # by replica: what is true of a model even while it is away
 
     async def reports(self) -> dict[str, ModelReport]:
-        await asyncio.gather(*(self._refresh(name) for group in self._layout.models.values() for name in group.names))
-        return {model: report for model, group in self._layout.models.items() if (report := self._merged(group))}
+        found = await self._answers(self._of_models, lambda replica: replica.report())
+        self._last = {**{name: _away(last) for name, last in self._last.items()}, **found}
+        return {
+            model: _sum(known)
+            for model, group in self._layout.models.items()
+            if (known := [self._last[name] for name in group.names if name in self._last])
+        }
 
     async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
         """Return what a tenant has, by model, without replicas that are away."""
-        names = [name for group in self._layout.models.values() for name in group.names]
-        answers = await asyncio.gather(*(_answer_in_time(self._replicas[name].of_tenant(tenant_id)) for name in names))
-        found = {name: report for name, report in zip(names, answers, strict=True) if report is not None}
+        found = await self._answers(self._of_models, lambda replica: replica.of_tenant(tenant_id))
         return {
             model: _joined([found[name] for name in group.names if name in found])
             for model, group in self._layout.models.items()
@@ -47,20 +51,15 @@ class RemoteFleet:
 
     async def metrics(self) -> dict[str, Sequence[Metric]]:
         """Return metrics by replica, without those that are away, and without gateways: Serve gives those no names."""
-        answers = await asyncio.gather(*(_answer_in_time(one.metrics()) for one in self._replicas.values()))
-        return {name: families for name, families in zip(self._replicas, answers, strict=True) if families is not None}
+        return await self._answers(list(self._replicas), lambda replica: replica.metrics())
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Tell all replicas that a session ended. One that is away finds that out when it comes back."""
-        names = [name for group in self._layout.models.values() for name in group.names]
+        told = [self._replicas[name].release_session(session, state) for name in self._of_models]
         results = await asyncio.gather(
-            *(
-                asyncio.wait_for(self._replicas[name].release_session(session, state), _RELEASE_SECONDS)
-                for name in names
-            ),
-            return_exceptions=True,
+            *(asyncio.wait_for(each, _RELEASE_SECONDS) for each in told), return_exceptions=True
         )
-        for name, result in zip(names, results, strict=True):
+        for name, result in zip(self._of_models, results, strict=True):
             if isinstance(result, BaseException):
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
 
@@ -75,19 +74,17 @@ class RemoteFleet:
         except (ReplicaGoneError, TimeoutError) as error:
             logger.warning("%s did not park %s: %s", name, run.run_id, error)
 
-    async def _refresh(self, name: str) -> None:
-        report = await _answer_in_time(self._replicas[name].report())
-        if report is not None:
-            self._last[name] = report
-        elif name in self._last:
-            away = "a replica does not answer"
-            self._last[name] = replace(
-                self._last[name], healthy=False, recovering=True, detail=away, numbers={}, adapters={}
-            )
+    async def _answers(self, names: Sequence[str], ask: Callable[[Replica], Awaitable[T]]) -> dict[str, T]:
+        """Return what replicas answer, by name, without those that are away."""
 
-    def _merged(self, group: Replicas) -> ModelReport | None:
-        known = [self._last[name] for name in group.names if name in self._last]
-        return _sum(known) if known else None
+        async def in_time(name: str) -> T | None:
+            try:
+                return await asyncio.wait_for(ask(self._replicas[name]), _REPORT_SECONDS)
+            except (ReplicaGoneError, TimeoutError):
+                return None
+
+        answers = await asyncio.gather(*map(in_time, names))
+        return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
 
 class RemoteProcessors:
@@ -116,12 +113,9 @@ class RemoteProcessors:
         return self._remote[self._replicas.chosen(session_id)]
 
 
-async def _answer_in_time(asked: Awaitable[T]) -> T | None:
-    """Return what a replica answers; None if it is away."""
-    try:
-        return await asyncio.wait_for(asked, _REPORT_SECONDS)
-    except (ReplicaGoneError, TimeoutError):
-        return None
+def _away(last: ModelReport) -> ModelReport:
+    """Return the last report of a replica that does not answer now."""
+    return replace(last, healthy=False, recovering=True, detail="a replica does not answer", numbers={}, adapters={})
 
 
 def _sum(reports: Sequence[ModelReport]) -> ModelReport:
@@ -151,10 +145,8 @@ def _sum_numbers(all_numbers: Sequence[Mapping[str, object]]) -> dict[str, objec
     for numbers in all_numbers:
         for key, value in numbers.items():
             before = total.get(key)
-            if key == "merge_ratio" and isinstance(value, int | float) and isinstance(before, int | float):
-                total[key] = max(before, value)
-            elif isinstance(value, int | float) and isinstance(before, int | float):
-                total[key] = before + value
-            else:
+            if not isinstance(value, int | float) or not isinstance(before, int | float):
                 total.setdefault(key, value)
+            else:
+                total[key] = max(before, value) if key == "merge_ratio" else before + value
     return total

@@ -6,7 +6,6 @@ next one gets both and draws the same tokens again. Of what was streamed already
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,13 @@ from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, TopLogprobs
 from twinkle.server.backends.backend import TrainingBackend
-from twinkle.server.runtime.ray.replica import raised
+from twinkle.server.runtime.ray.replica import end_process, raised
 from twinkle.server.runtime.ray.sampler_engine import AdapterWeights
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_PROCESS_LOST = 70  # EX_SOFTWARE
 _START_TRIES = 3
 _MOST_DEATHS = 3  # a request that saw more of them may be what engines die of
 _DIED = (RayActorError, OutOfMemoryError)  # the latter: Ray's, which killed it to save the machine
@@ -34,15 +32,10 @@ _DIED = (RayActorError, OutOfMemoryError)  # the latter: Ray's, which killed it 
 
 @dataclass(frozen=True)
 class _Version:
-    """How an engine gets a version: weights in Ray's store, or a directory that all machines see."""
+    """How an engine gets a version: its method that takes ``source``, arrays in Ray's store or a directory."""
 
-    weights: Any = None  # an ObjectRef
-    directory: str = ""
-
-    def send(self, engine: Any, version_id: str) -> Any:
-        if self.weights is not None:
-            return engine.receive_version.remote(version_id, self.weights)
-        return engine.load_version.remote(version_id, self.directory)
+    method: str
+    source: Any  # an ObjectRef, or the name of a directory that all machines see
 
 
 @dataclass(eq=False)
@@ -91,16 +84,13 @@ class RemoteSampler:
     def publish(self, version_id: str, adapter_id: str) -> None:
         """Publish an adapter's weights. Runs in the trainer's thread."""
         weights = AdapterWeights(self._trainer.peft_config(adapter_id), self._trainer.weights(adapter_id))
-        self._add(version_id, _Version(weights=ray.put(weights)))
+        self._add(version_id, _Version("receive_version", ray.put(weights)))
 
     def load_version(self, version_id: str, directory: str) -> None:
-        self._add(version_id, _Version(directory=directory))
+        self._add(version_id, _Version("load_version", directory))
 
     def retire(self, version_id: str) -> None:
-        def forget(_: None) -> None:
-            self._versions.pop(version_id, None)
-
-        self._ask(lambda engine: engine.retire.remote(version_id), forget)
+        self._ask("retire", version_id, note=lambda _: self._versions.pop(version_id, None))
 
     def version_ids(self) -> list[str]:
         return list(self._versions)
@@ -108,17 +98,11 @@ class RemoteSampler:
     def submit(self, request: SampleRequest) -> None:
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=fresh_seed()))
-
-        def keep(_: None) -> None:
-            self._requests[request.request_id] = _UnderWay(request)
-
-        self._ask(lambda engine: engine.submit.remote(request), keep)
+        started = _UnderWay(request)
+        self._ask("submit", request, note=lambda _: self._requests.update({request.request_id: started}))
 
     def cancel(self, request_id: str) -> None:
-        def forget(_: None) -> None:
-            self._requests.pop(request_id, None)
-
-        self._ask(lambda engine: engine.cancel.remote(request_id), forget)
+        self._ask("cancel", request_id, note=lambda _: self._requests.pop(request_id, None))
 
     @property
     def busy(self) -> bool:
@@ -128,22 +112,21 @@ class RemoteSampler:
         if not self._requests:
             with self._lock:
                 return self._take_failed()
-        return self._ask(lambda engine: engine.step.remote(), self._heard)
+        return self._ask("step", note=self._heard)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _add(self, version_id: str, version: _Version) -> None:
-        def keep(_: None) -> None:
-            self._versions[version_id] = version
+        self._ask(
+            version.method, version_id, version.source, note=lambda _: self._versions.update({version_id: version})
+        )
 
-        self._ask(lambda engine: version.send(engine, version_id), keep)
-
-    def _ask(self, call: Callable[[Any], Any], note: Callable[[Any], T]) -> T:
-        """Give the engine's answer to ``note``. If that engine is gone meanwhile, the next one is asked."""
+    def _ask(self, method: str, *arguments: object, note: Callable[[Any], T]) -> T:
+        """Call the engine's method and give its answer to ``note``. If that engine is gone meanwhile, ask the next."""
         while True:
             engine = self._engine
             try:
-                answer = ray.get(call(engine))
+                answer = ray.get(getattr(engine, method).remote(*arguments))
             except _DIED as error:
                 self._replace(engine, error)
                 continue
@@ -183,16 +166,14 @@ class RemoteSampler:
                     return
                 except (RayError, TwinkleError):
                     logger.exception("the sampler's process could not be started")
-        logger.critical("there is no sampler any more, and this process ends with it")
-        logging.shutdown()
-        os._exit(_PROCESS_LOST)
+        end_process("there is no sampler any more")
 
     def _started_again(self) -> Any:
         """Return a new engine with all that the last one had."""
         engine = self._start()
         for version_id, version in list(self._versions.items()):
             try:
-                raised(ray.get(version.send(engine, version_id)))
+                raised(ray.get(getattr(engine, version.method).remote(version_id, version.source)))
             except TwinkleError:  # its directory was deleted: those who sample from it are told below
                 logger.exception("version %s is lost", version_id)
                 del self._versions[version_id]

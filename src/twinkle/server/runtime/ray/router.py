@@ -4,7 +4,6 @@ What concerns nobody in particular, or this process, is answered by its own appl
 """
 
 import asyncio
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from twinkle.server.app import ROUTES
 from twinkle.server.http import asgi_relay as relay
 from twinkle.server.http.asgi_relay import HttpHead, HttpReply, HttpRequest
 from twinkle.server.http.body_limits import Upload, read_body
-from twinkle.server.http.requests import SMALL_BODY, gateway_of, key_of, refuse_rebinding, status_of
+from twinkle.server.http.requests import SMALL_BODY, gateway_of, json_response, key_of, refuse_rebinding, status_of
 from twinkle.server.http.routes import RouteFacts
 from twinkle.server.http.streams import unless_gone
 from twinkle.server.runtime.ray.directory import Directory, destination_of
@@ -52,9 +51,9 @@ class Router:
         replicas: Mapping[str, Replica],
         *,
         max_body_bytes: int,
-        own: str | None = None,
+        own: str = "",
     ) -> None:
-        """``own``: the name of the replica that ``app`` is."""
+        """``own``: the name of the replica that ``app`` is; empty: it is none."""
         self._app = app
         self._directory = directory
         self._replicas = replicas
@@ -63,12 +62,10 @@ class Router:
         self._uploading = Tally()  # bytes of long bodies that are not answered yet, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        elif scope["type"] == "http":
+        if scope["type"] == "http":
             await self._http(_from_the_root(scope), receive, send)
         else:
-            await send({"type": "websocket.close", "code": 1000})
+            await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. A long body counts among its tenant's uploads until then."""
@@ -89,7 +86,7 @@ class Router:
                     await self._app(scope, receive, send)  # it says so, without reading the body
                     return
                 upload.belongs_to(tenant_id)
-                limit = self._app.state.gateway.tenants.limits(tenant_id).uploading_bytes
+                limit = self._app.state.gateway.tenants.limits(tenant_id).max_uploading_bytes_per_tenant
             body = await read_body(Request(scope, receive), most, lambda size: upload.grow_to(size, limit))
             request = HttpRequest.of(scope, body)
             replica, streams = await self._replica_for(request)
@@ -101,7 +98,7 @@ class Router:
             await _send(send, _refusal(status_of(error), str(error)))
             return
         if replica is None:
-            own = self._app(scope, _again(body, receive), send)
+            own = self._app(scope, relay.replayed(body, receive), send)
             await (own if facts.ends_with_client else relay.to_the_end(own))
         else:
             work = self._stream(request, replica, send) if streams else self._whole(request, facts, replica, send)
@@ -160,15 +157,6 @@ def _from_the_root(scope: Scope) -> Scope:
     return {**scope, "root_path": "", "path": path if path.startswith(prefix) else prefix + path}
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
-    """Confirm every event of the lifespan: the process that has this router starts and stops what it needs."""
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
-
-
 def _announced(scope: Scope) -> int:
     """Return how long a body is going to be: 0 without one, as long as can be where it is not said."""
     headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
@@ -176,20 +164,6 @@ def _announced(scope: Scope) -> int:
         return sys.maxsize
     length = headers.get(b"content-length", b"0")
     return int(length) if length.isdigit() else sys.maxsize
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a receive that gives the body once more, then whatever comes."""
-    is_read = False
-
-    async def replayed() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
 
 
 def _message(part: HttpHead | bytes) -> Message:
@@ -204,6 +178,5 @@ async def _send(send: Send, reply: HttpReply) -> None:
 
 
 def _refusal(status: int, detail: str) -> HttpReply:
-    headers = {"content-type": "application/json", **({"Retry-After": "1"} if status in (429, 503) else {})}
-    raw = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
-    return HttpReply(HttpHead(status, raw), json.dumps({"detail": detail}).encode())
+    answer = json_response({"detail": detail}, status, {"Retry-After": "1"} if status in (429, 503) else None)
+    return HttpReply(HttpHead(status, tuple(answer.raw_headers)), bytes(answer.body))

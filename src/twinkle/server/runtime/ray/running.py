@@ -5,16 +5,14 @@ and has its token, or finds that it asks for none, runs any code on it. So a clu
 loopback address alone and asks for a token.
 """
 
-import os
-import secrets
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from twinkle.environment import RayVariables, read_ray_variables, set_variable_defaults
 from twinkle.server.config import ServerConfig
 from twinkle.server.runtime.process import announcement, recorded
 from twinkle.server.runtime.ray.proxy_answers import PROXY_CALLBACK, PROXY_VARIABLE
+from twinkle.server.state.integrity.copies import new_secret
 
 # What Ray reads when it is imported or starts a process.
 _SETTINGS = {
@@ -104,18 +102,5 @@ def _has_token(variables: RayVariables) -> bool:
 def _ensure_token(variables: RayVariables) -> None:
     """Make a token for clusters of this user where there is none. Ray would, too, readable for everybody."""
     if variables.token is None and not variables.token_path.exists():
-        _write(variables.token_path, secrets.token_hex(32))
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    try:
-        os.link(draft, path)  # the first one wins
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
+        variables.token_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new_secret(variables.token_path)

@@ -5,14 +5,13 @@ replica, which starts it, and another one in its place when it dies.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from twinkle.environment import set_variables, twinkle_variables
-from twinkle.errors import TwinkleError
 from twinkle.model.types import FloatArray
 from twinkle.sampler.types import Finished, Progress, SampleRequest
 from twinkle.server.config import ServerConfig
@@ -24,7 +23,7 @@ from twinkle.server.config.applications import (
     resources_of,
 )
 from twinkle.server.config.placement import DeviceGroup
-from twinkle.server.runtime.ray.replica import Failure, raised
+from twinkle.server.runtime.ray.replica import Failure, raised, tried
 from twinkle.server.runtime.ray.trainer_group import mesh_of
 
 if TYPE_CHECKING:
@@ -70,27 +69,27 @@ class SamplerEngine:
             self._engine = load_sampling_engine(served, devices.device, int(devices.num_gpus))
             return self._engine.memory
 
-        return _tried(load)
+        return tried(load)
 
     def receive_version(self, version_id: str, weights: AdapterWeights) -> Failure | None:
         from twinkle.sampler.received_weights import as_tensors
 
-        return _tried(lambda: self._engine.receive_version(version_id, weights.config, as_tensors(weights.arrays)))
+        return tried(lambda: self._engine.receive_version(version_id, weights.config, as_tensors(weights.arrays)))
 
     def load_version(self, version_id: str, directory: str) -> Failure | None:
-        return _tried(lambda: self._engine.load_version(version_id, directory))
+        return tried(lambda: self._engine.load_version(version_id, directory))
 
     def retire(self, version_id: str) -> Failure | None:
-        return _tried(lambda: self._engine.retire(version_id))
+        return tried(lambda: self._engine.retire(version_id))
 
     def submit(self, request: SampleRequest) -> Failure | None:
-        return _tried(lambda: self._engine.submit(request))
+        return tried(lambda: self._engine.submit(request))
 
     def cancel(self, request_id: str) -> Failure | None:
-        return _tried(lambda: self._engine.cancel(request_id))
+        return tried(lambda: self._engine.cancel(request_id))
 
     def step(self) -> list[Finished | Progress] | Failure:
-        return _tried(self._engine.step)
+        return tried(self._engine.step)
 
 
 def devices_of(config: ServerConfig, served: ServedModelConfig) -> EngineDevices | None:
@@ -142,10 +141,3 @@ def start_engine(served: ServedModelConfig, devices: EngineDevices) -> StartingE
         .remote({**twinkle_variables(), **devices.variables})
     )
     return StartingEngine(actor, actor.load.remote(served, devices), devices)
-
-
-def _tried(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except TwinkleError as error:
-        return Failure(error)

@@ -7,52 +7,28 @@ bring back what was acknowledged.
 """
 
 import functools
-import logging
-import os
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from twinkle import hub
 from twinkle.environment import set_variables, twinkle_variables
-from twinkle.errors import TwinkleError
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.model.types import (
-    EMPTY,
-    AdamParams,
-    AdapterSnapshot,
-    FloatArray,
-    LoraSpec,
-    TrainerNumbers,
-    TrainFailure,
-    TrainItem,
-    TrainResult,
-)
+from twinkle.model.types import EMPTY, AdapterSnapshot, LoraSpec, TrainerNumbers, TrainFailure, TrainItem, TrainResult
 from twinkle.network import find_free_port
-from twinkle.server.backends.backend import GPU_CHEAP_TOKENS, ServedModel
-from twinkle.server.config.applications import ModelArgs, ServedModelConfig, public_tokenizer_id
-from twinkle.server.runtime.ray.replica import Failure
+from twinkle.server.backends.backend import ServedModel, TrainingBackend
+from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
+from twinkle.server.config.applications import ModelArgs, ServedModelConfig
+from twinkle.server.runtime.ray.replica import Failure, end_process, tried
 
-logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
-_PROCESS_LOST = 70  # EX_SOFTWARE
 _GRACE_SECONDS = 60.0  # for the other ranks to end as one did that failed
-
-
-@dataclass(frozen=True)
-class _Described:
-    """What the service must know of a trainer that is elsewhere."""
-
-    architecture: str
-    max_length: int
-    tokens: int
-    memory: str
 
 
 class _Rank:
@@ -66,28 +42,15 @@ class _Rank:
         address = ray.util.get_node_ip_address()
         return address, find_free_port(address)
 
-    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> _Described:
+    def load(self, master: tuple[str, int], args: ModelArgs, mesh: DeviceMesh) -> TrainerFacts:
         set_variables({"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])})
-        from twinkle.model import Trainer
-
-        self._trainer = Trainer.from_pretrained(
-            args.model_id,
-            device=mesh.device_type,
-            dtype=args.dtype,
-            memory_budget_bytes=None if args.memory_budget_gib is None else int(args.memory_budget_gib * 2**30),
-            max_tokens_per_batch=args.max_tokens_per_batch,
-            compiled=args.compiled,
-            device_mesh=mesh,
-        )
-        architecture, memory = self._trainer.architecture, self._trainer.memory
-        return _Described(architecture.family, architecture.max_length, memory.tokens, str(memory))
+        self._trainer = load_trainer(args, mesh.device_type, budget_of(args), compiled=args.compiled, mesh=mesh)
+        return TrainerFacts.of(self._trainer)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         """Return what the trainer returns, or :class:`Failure`."""
         try:
-            return getattr(self._trainer, method)(*args, **kwargs)
-        except TwinkleError as error:
-            return Failure(error)
+            return tried(lambda: getattr(self._trainer, method)(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 - an edge: the caller decides what it means for the group
             return Failure(RuntimeError("".join(traceback.format_exception(error))))
 
@@ -97,8 +60,18 @@ class _Rank:
         return results if isinstance(results, Failure) else (results, [item.objective for item in items])
 
 
-class TrainerGroup:
-    """A :class:`~twinkle.server.backends.backend.TrainingBackend`."""
+def _on_all(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["TrainerGroup", P], T]:
+    """Return a method of the group: the trainer's own, called on all ranks."""
+
+    def call(self: "TrainerGroup", /, *arguments: P.args, **options: P.kwargs) -> T:
+        answer: T = self._all(method.__name__, *arguments, **options)
+        return answer
+
+    return call
+
+
+class TrainerGroup(TrainingBackend):
+    """A trainer of several ranks, which stay together: a batch is one step. Each has and divides its own memory."""
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = tuple(ranks)
@@ -121,12 +94,8 @@ class TrainerGroup:
     def adapter_ids(self) -> list[str]:
         return list(self._adapters)
 
-    def resident_adapter_ids(self) -> list[str]:
-        """Return all adapters: which of them are in host memory each rank decides for itself."""
-        return list(self._adapters)
-
     def host_bytes(self) -> int:
-        """Return 0: nothing is in this process. Each rank has its own memory, and divides it by itself."""
+        """Return 0: nothing is in this process."""
         return 0
 
     def host_bytes_of(self, spec: LoraSpec) -> int:
@@ -142,26 +111,14 @@ class TrainerGroup:
     def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
         return self._passes("forward_backward", items)
 
-    def in_steps(
-        self,
-        items: Sequence[TrainItem],
-        *,
-        train: bool,
-        limit: Callable[[], int | None],
-        give_way: Callable[[], None] | None = None,
-    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
-        """Run all in one step: the ranks stay together."""
-        yield from ()
-        return self.forward_backward(items) if train else self.forward(items)
-
-    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
-        return cast("dict[str, float]", self._all("optim_step", adapter_id, params, decoupled=decoupled))
-
-    def zero_grad(self, adapter_id: str) -> None:
-        self._all("zero_grad", adapter_id)
-
-    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
-        return cast("AdapterSnapshot", self._all("snapshot", adapter_id))
+    optim_step = _on_all(TrainingBackend.optim_step)
+    zero_grad = _on_all(TrainingBackend.zero_grad)
+    snapshot = _on_all(TrainingBackend.snapshot)
+    load = _on_all(TrainingBackend.load)
+    scale_gradient = _on_all(TrainingBackend.scale_gradient)
+    gradient_norm = _on_all(TrainingBackend.gradient_norm)
+    weights = _on_all(TrainingBackend.weights)
+    peft_config = _on_all(TrainingBackend.peft_config)
 
     def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
         self._all("restore", adapter_id, snapshot)
@@ -177,21 +134,6 @@ class TrainerGroup:
         """Return a function that writes the copy, which comes to this process, from here."""
         write: functools.partial[None] = self._all("prepare_save", adapter_id, optimizer, dict(state))
         return functools.partial(write, companions=companions)
-
-    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
-        self._all("load", adapter_id, directory, optimizer)
-
-    def scale_gradient(self, adapter_id: str, factor: float) -> None:
-        self._all("scale_gradient", adapter_id, factor)
-
-    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
-        return cast("float", self._all("gradient_norm", adapter_id, norm_type))
-
-    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
-        return cast("dict[str, FloatArray]", self._all("weights", adapter_id))
-
-    def peft_config(self, adapter_id: str) -> dict[str, object]:
-        return cast("dict[str, object]", self._all("peft_config", adapter_id))
 
     def _all(self, method: str, *args: object, **kwargs: object) -> Any:
         return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
@@ -225,21 +167,8 @@ def load_group(served: ServedModelConfig) -> ServedModel:
         for number in range(mesh.world_size)
     ]
     master = ray.get(ranks[0].meeting_place.remote())
-    described: _Described = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
-    return ServedModel(
-        name=served.name,
-        aliases=served.aliases,
-        trainer=TrainerGroup(ranks),
-        sampler=None,
-        architecture=described.architecture,
-        max_context_length=described.max_length,
-        tokens_per_batch=described.tokens * mesh.world_size,
-        tokenizer_dir=str(hub.resolve(args.model_id).path),
-        tokenizer_id=public_tokenizer_id(args.model_id),
-        memory=f"{mesh.world_size} processes, each: {described.memory}",
-        text=None,
-        cheap_tokens=GPU_CHEAP_TOKENS * mesh.world_size if mesh.device_type == "cuda" else 0,
-    )
+    facts: TrainerFacts = ray.get([rank.load.remote(master, args, mesh) for rank in ranks])[0]
+    return served_model(served, TrainerGroup(ranks), facts, mesh.world_size)
 
 
 def mesh_of(args: ModelArgs) -> DeviceMesh:
@@ -271,21 +200,15 @@ def _answers(calls: Sequence[Any]) -> list[Any]:
         waiting = [call for call in calls if call not in answers]
         done, _ = ray.wait(waiting, num_returns=1, timeout=_GRACE_SECONDS if failed else None)
         if not done:
-            _end("a process of the model's group failed and the others hang")
+            end_process("a process of the model's group failed and the others hang")
         try:
             answers[done[0]] = ray.get(done[0])
         except RayError as error:
-            _end(f"a process of the model's group died: {error}")
+            end_process(f"a process of the model's group died: {error}")
         failed = failed or isinstance(answers[done[0]], Failure)
     failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
     if failures and len(failures) < len(calls):
-        _end(f"one process of the model's group failed and another did not: {failures[0].error}")
+        end_process(f"one process of the model's group failed and another did not: {failures[0].error}")
     if failures:
         raise failures[0].error
     return [answers[call] for call in calls]
-
-
-def _end(why: str) -> NoReturn:
-    logger.critical("%s: this process ends, and Serve starts the group anew", why)
-    logging.shutdown()
-    os._exit(_PROCESS_LOST)

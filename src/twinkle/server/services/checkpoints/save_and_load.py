@@ -163,7 +163,7 @@ class Checkpoints:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         # What we keep ourselves, when an adapter leaves the device, is kept in any case.
-        most = None if op.seq == _PARKING else self._tenants.limits(run.tenant_id).checkpoint_bytes
+        most = None if op.seq == _PARKING else self._tenants.limits(run.tenant_id).max_checkpoint_bytes_per_tenant
         await self._check_space(run.tenant_id, most)
         directory = self._files.checkpoint(path, op.seq)
         async with self._writing.turn(run.tenant_id):
@@ -242,7 +242,7 @@ class Checkpoints:
         """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
         version_id, directory = record.sampling_session_id, record.directory
         assert directory is not None, "a version has files"
-        most = self._tenants.limits(record.tenant_id).checkpoint_bytes
+        most = self._tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant
         await self._check_space(record.tenant_id, most)
         write = await self._compute.run(lambda: self._publish(version_id, adapter_id))
         made = None

@@ -132,15 +132,16 @@ class SampleAdmission:
         """Raise QuotaError if no sample of this tenant would be taken now, however small."""
         limits = self._tenants.limits(tenant_id)
         under_way = self._under_way[tenant_id]
-        if under_way >= limits.waiting_samples:
-            raise QuotaError("waiting samples", under_way, limits.waiting_samples, "max_waiting_samples_per_tenant")
-        self._futures.check_unfetched(tenant_id, limits.unfetched_bytes)
-        self._tenants.sampling_rate.check(tenant_id, limits.sampling_tokens_per_minute)
+        most = limits.max_waiting_samples_per_tenant
+        if under_way >= most:
+            raise QuotaError("waiting samples", under_way, most, "max_waiting_samples_per_tenant")
+        self._futures.check_unfetched(tenant_id, limits.max_unfetched_result_bytes)
+        self._tenants.sampling_rate.check(tenant_id, limits.max_sampling_tokens_per_minute)
 
     def enter(self, job: SampleJob) -> SampleJob:
         """Accept a job and charge the most that it may cost, but no more than a minute's tokens."""
         self.check(job.tenant_id)
-        limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
+        limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
         if limit is not None:
             job = replace(job, charged=min(job.cost, limit))
             self._tenants.sampling_rate.charge(job.tenant_id, job.charged, limit)
@@ -153,7 +154,7 @@ class SampleAdmission:
     def give_back(self, job: SampleJob, used: int) -> None:
         """Refund all that was charged but what the job used."""
         if job.charged:
-            limit = self._tenants.limits(job.tenant_id).sampling_tokens_per_minute
+            limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
             self._tenants.sampling_rate.give_back(job.tenant_id, job.charged - used, limit)
 
     def count(self, event: SampleEvent) -> None:
@@ -179,7 +180,7 @@ class SampleAdmission:
         if own >= self._engine_samples - quarter or (full and (own > 0 or len(self._in_engine) >= quarter)):
             return False
         unfetched, coming = self._futures.unfetched_bytes(tenant_id), self._coming[tenant_id]
-        return unfetched + coming < self._tenants.limits(tenant_id).unfetched_bytes
+        return unfetched + coming < self._tenants.limits(tenant_id).max_unfetched_result_bytes
 
     def start(self, job: SampleJob) -> None:
         self._in_engine[job.tenant_id] += job.request.num_samples

@@ -38,7 +38,8 @@ from twinkle.server.services.sampling.versions import SamplerVersions
 from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry.logs import note_request_id
-from twinkle.server.telemetry.readings import SamplingReadings
+from twinkle.server.telemetry.metrics import Reading
+from twinkle.server.telemetry.readings import queue_readings
 from twinkle.server.telemetry.recording import Outcomes, SamplingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
@@ -298,14 +299,11 @@ class SamplerService:
         """Return whether accepted requests will be run."""
         return self.loop.alive
 
-    def readings(self) -> SamplingReadings:
-        polls = 0 if self.completions is None else self.completions.polls
-        return SamplingReadings(
-            waiting=len(self._jobs),
-            busy_seconds=self.busy_seconds,
-            long_polls=self._futures.polls + polls,
-            unfetched_bytes=self._futures.all_unfetched_bytes,
-        )
+    def readings(self, model: str) -> Iterator[Reading]:
+        """Yield the metrics that are read when somebody asks."""
+        polls = self._futures.polls + (0 if self.completions is None else self.completions.polls)
+        unfetched, waiting = self._futures.all_unfetched_bytes, len(self._jobs)
+        return queue_readings(model, "sampling", waiting, polls, unfetched, self.busy_seconds)
 
     def status(self) -> dict[str, object]:
         return {

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from twinkle.errors import OverloadedError, QuotaError
+from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import PROMISE_BYTES, Futures
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
-from twinkle.server.tenancy.tenants import TenantLimits, Tenants
+from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Op, Price, Tally
 
 _COUNT_SECONDS = 0.25  # between two counts of all ops that wait
@@ -51,13 +52,13 @@ class OpAdmission:
         limits = self._tenants.limits(tenant_id)
         self.check_results(tenant_id)
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
-        if waiting >= limits.queued_ops:
-            raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
-        self._tenants.training_rate.check(tenant_id, limits.training_tokens_per_minute)
+        if waiting >= limits.max_queued_ops_per_tenant:
+            raise QuotaError("queued ops", waiting, limits.max_queued_ops_per_tenant, "max_queued_ops_per_tenant")
+        self._tenants.training_rate.check(tenant_id, limits.max_training_tokens_per_minute)
 
     def check_results(self, tenant_id: str) -> None:
         """Raise QuotaError if the tenant has too many results to fetch, OverloadedError if all tenants together do."""
-        self._futures.check_unfetched(tenant_id, self._tenants.limits(tenant_id).unfetched_bytes)
+        self._futures.check_unfetched(tenant_id, self._tenants.limits(tenant_id).max_unfetched_result_bytes)
 
     @contextmanager
     def entering(self, adapter: LiveAdapter, op: Op) -> Iterator[Entry]:
@@ -67,7 +68,7 @@ class OpAdmission:
         if op.seq not in adapter.ops:
             self._check_queue(adapter, op, limits)
         price = op.price
-        self._tenants.training_rate.charge(tenant_id, _charged(price), limits.training_tokens_per_minute)
+        self._tenants.training_rate.charge(tenant_id, _charged(price), limits.max_training_tokens_per_minute)
         self._entering[tenant_id] += 1
         self._entering_bytes[tenant_id] += price.held_bytes
         self._entering_results[tenant_id] += price.result_bytes
@@ -80,30 +81,31 @@ class OpAdmission:
             self._entering_bytes[tenant_id] -= price.held_bytes
             self._entering_results[tenant_id] -= price.result_bytes
             if not entry.taken:
-                self._tenants.training_rate.give_back(tenant_id, _charged(price), limits.training_tokens_per_minute)
+                self._tenants.training_rate.give_back(tenant_id, _charged(price), limits.max_training_tokens_per_minute)
 
-    def _check_queue(self, adapter: LiveAdapter, op: Op, limits: TenantLimits) -> None:
+    def _check_queue(self, adapter: LiveAdapter, op: Op, limits: LimitsConfig) -> None:
         tenant_id = adapter.run.tenant_id
         self.check_results(tenant_id)
         if op.seq == self._scheduler.next_seq(op.adapter_id):
             return  # all others of its adapter wait for it: without it they would wait in vain
         waiting = self._scheduler.waiting(tenant_id) + self._entering[tenant_id]
-        if waiting >= limits.queued_ops:
-            raise QuotaError("queued ops", waiting, limits.queued_ops, "max_queued_ops_per_tenant")
+        if waiting >= limits.max_queued_ops_per_tenant:
+            raise QuotaError("queued ops", waiting, limits.max_queued_ops_per_tenant, "max_queued_ops_per_tenant")
         queued, results = self._queued(tenant_id)
-        if queued and queued + op.price.held_bytes > limits.queued_bytes:
-            raise QuotaError("bytes of queued ops", queued, limits.queued_bytes, "max_queued_bytes_per_tenant")
+        most = limits.max_queued_bytes_per_tenant
+        if queued and queued + op.price.held_bytes > most:
+            raise QuotaError("bytes of queued ops", queued, most, "max_queued_bytes_per_tenant")
         everybody = self.budget.used
         if everybody and everybody + op.price.held_bytes > self._most_bytes:
             raise OverloadedError("bytes of queued ops", everybody, self._most_bytes, "max_queued_bytes")
         # What waits and runs will have results, too.
         coming = results + (waiting + 1) * PROMISE_BYTES + op.price.result_bytes
         unfetched = self._futures.unfetched_bytes(tenant_id)
-        if waiting and unfetched + coming > limits.unfetched_bytes:
+        if waiting and unfetched + coming > limits.max_unfetched_result_bytes:
             raise QuotaError(
                 "bytes of results not fetched, or on their way",
                 unfetched,
-                limits.unfetched_bytes,
+                limits.max_unfetched_result_bytes,
                 "max_unfetched_result_bytes",
             )
 

@@ -36,7 +36,7 @@ class JournalQuota:
 
     def check(self, tenant_id: str, size: int, *, urgent: bool) -> None:
         """Raise QuotaError if there is no room for ``size`` bytes of a tenant. ``urgent``: other ops wait for this."""
-        limit = self._tenants.limits(tenant_id).journal_bytes
+        limit = self._tenants.limits(tenant_id).max_journal_bytes_per_tenant
         used = self._bytes[tenant_id]
         if used + size > (limit * _MORE if urgent else limit):
             raise QuotaError("bytes in the journal", used, limit, "max_journal_bytes_per_tenant")

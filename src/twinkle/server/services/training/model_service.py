@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from urllib.parse import quote
 
@@ -39,8 +39,10 @@ from twinkle.server.services.training.snapshot_choice import usable_snapshot
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state import DamagedRecordError, JournalError, Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
-from twinkle.server.telemetry.readings import TrainingReadings
+from twinkle.server.telemetry.metrics import Reading
+from twinkle.server.telemetry.readings import queue_readings, trainer_readings
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
@@ -222,7 +224,7 @@ class ModelService:
         with self._recorder.journalling(op):
             limits = self._tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
-                run, op, op.digest, time.time(), limits.adapters, limits.session_rows
+                run, op, op.digest, time.time(), limits.max_adapters_per_tenant, limits.max_session_rows_per_tenant
             )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
@@ -403,11 +405,6 @@ class ModelService:
         return self.adapters.memory.budget, self._admission.budget, self._feed.budget()
 
     @property
-    def alive(self) -> bool:
-        """Whether what is accepted will be run."""
-        return self.loop.alive
-
-    @property
     def loop(self) -> ServiceLoop:
         return self._runner.loop
 
@@ -421,18 +418,21 @@ class ModelService:
         """For how long the compute thread has been at its present piece of work, training or sampling."""
         return self._compute.step_seconds
 
-    def readings(self) -> TrainingReadings:
-        numbers = self._scheduler.numbers()
-        return TrainingReadings(
-            waiting=numbers.waiting,
-            merge_ratio=numbers.merge_ratio,
-            adapters_on_disk=sum(adapter.place is Place.DISK for adapter in self.adapters),
-            busy_seconds=self._runner.busy_seconds,
-            step_seconds=self.step_seconds,
-            long_polls=self._futures.polls,
-            unfetched_bytes=self._futures.all_unfetched_bytes,
-            trainer=self._recorder.trainer_numbers,
-        )
+    def waiting_ops(self) -> Mapping[str, int]:
+        """Return how many ops wait, by tenant."""
+        return self._scheduler.numbers().waiting
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield the metrics that are read when somebody asks. Those of the trainer are there after its first batch."""
+        numbers, model, futures = self._scheduler.numbers(), self.model.name, self._futures
+        waiting, busy = sum(numbers.waiting.values()), self._runner.busy_seconds
+        yield from queue_readings(model, "training", waiting, futures.polls, futures.all_unfetched_bytes, busy)
+        yield Reading(instruments.COMPUTE_STEP, self.step_seconds, (model,))
+        yield Reading(instruments.MERGE_RATIO, numbers.merge_ratio, (model,))
+        on_disk = sum(adapter.place is Place.DISK for adapter in self.adapters)
+        yield Reading(instruments.ADAPTERS, on_disk, (model, "disk"))
+        if self._recorder.trainer_numbers is not None:
+            yield from trainer_readings(model, self._recorder.trainer_numbers)
 
     def status(self) -> dict[str, object]:
         numbers = self._scheduler.numbers()

@@ -48,7 +48,7 @@ def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
             raise DamagedStateError(file, "is damaged: it must hold 64 hexadecimal digits", data_dir)
         if not may_make:
             raise DamagedStateError(file, "is missing, and API keys and tenants depend on it", data_dir)
-        found = _new_secret(file)
+        found = new_secret(file)
     if copy is None:
         if copy_file.exists():
             _logger.error("%s was damaged: it is made again from %s", copy_file, file)
@@ -90,7 +90,7 @@ def _with_sum(secret: bytes) -> bytes:
     return secret + b" %08x\n" % zlib.crc32(secret)
 
 
-def _new_secret(file: Path) -> bytes:
+def new_secret(file: Path) -> bytes:
     """Make one; whoever comes second reads what the first one wrote."""
     draft = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     write_private(draft, secrets.token_hex(32).encode())
