@@ -3,14 +3,13 @@
 An entry is written in the transaction of what it tells of: both are there or neither.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import bindparam, delete, func, insert, select
+from sqlalchemy import bindparam, delete, func, select
 
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.mapper import RecordMapper
@@ -21,7 +20,6 @@ _MOST_ENTRIES = 100_000  # of one tenant; the oldest go first
 
 _OF_TENANT = AUDIT.c.tenant_id == bindparam("tenant")
 
-_INSERT = insert(AUDIT)
 _LIST = (
     select(AUDIT)
     .where(_OF_TENANT, AUDIT.c.at >= bindparam("since"), AUDIT.c.at < bindparam("until"))
@@ -43,7 +41,7 @@ class AuditEntry:
     details: Mapping[str, object]
 
 
-_ENTRY = RecordMapper(AuditEntry)
+_ENTRY = RecordMapper(AuditEntry, AUDIT)
 
 
 class Audit(Area):
@@ -73,11 +71,4 @@ def _drop_oldest(tenant_id: str, most: int, cursor: Cursor) -> None:
 
 def add_entry(cursor: Cursor, tenant_id: str, event: str, now: float, details: Mapping[str, object]) -> None:
     """Add an entry inside a write."""
-    entry = {
-        "entry_id": secrets.token_hex(12),
-        "tenant_id": tenant_id,
-        "at": now,
-        "event": event,
-        "details": json.dumps(dict(details)),
-    }
-    cursor.execute(_INSERT, entry)
+    _ENTRY.insert(cursor, AuditEntry(now, event, details), entry_id=secrets.token_hex(12), tenant_id=tenant_id)

@@ -41,7 +41,6 @@ _SETTLED = or_(
     and_(OPS.c.finished_at.is_(None), ~_LIVE, OPS.c.accepted_at < bindparam("finished_before")),
 )
 
-_GET = select(OPS).where(_AT)
 _AFTER = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number"))
 _SINCE = select(OPS).where(_AFTER, ~_FINAL).order_by(OPS.c.seq)
 _FINAL_SINCE = select(OPS.c.seq).where(_AFTER, _FINAL).order_by(OPS.c.seq)
@@ -121,7 +120,7 @@ class OpTimes:
     failed: bool
 
 
-_OP_TIMES = RecordMapper(OpTimes)
+_OP_TIMES = RecordMapper(OpTimes, OPS)
 
 
 class Ops(Area):
@@ -161,7 +160,7 @@ class Ops(Area):
             return recorded
         if recorded is run:
             return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
-        return AcceptedRun(recorded, _OP.first(cursor, _GET, **_at(recorded.run_id, op.seq)), created=False)
+        return AcceptedRun(recorded, _OP.find(cursor, adapter_id=recorded.run_id, seq=op.seq), created=False)
 
     @in_write
     def record_outcomes(self, cursor: Cursor, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
@@ -188,7 +187,7 @@ class Ops(Area):
         )
 
     async def get(self, adapter_id: str, seq: int) -> OpRecord | None:
-        return await self._first(_OP, _GET, **_at(adapter_id, seq))
+        return await self._find(_OP, adapter_id=adapter_id, seq=seq)
 
     async def since(self, adapter_id: str, seq: int) -> tuple[OpRecord, ...]:
         """Return the adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
@@ -213,7 +212,7 @@ class Ops(Area):
     @in_read
     def outcome(self, cursor: Cursor, adapter_id: str, seq: int) -> Outcome | None:
         """Return an op's outcome; None while the op is not done, or not on record."""
-        record = _OP.first(cursor, _GET, **_at(adapter_id, seq))
+        record = _OP.find(cursor, adapter_id=adapter_id, seq=seq)
         if record is None or record.outcome is None or record.encoding is None:
             return None
         body = self._outcomes.read(record.outcome)
@@ -271,7 +270,7 @@ class Ops(Area):
         return Pruned(rows, len(bodies), len(outcomes), freed)
 
     def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
-        known = _OP.first(cursor, _GET, **_at(op.adapter_id, op.seq))
+        known = _OP.find(cursor, adapter_id=op.adapter_id, seq=op.seq)
         if known is not None:
             return Accepted(known, created=False)
         (body,) = self._bodies.append([op.body])
