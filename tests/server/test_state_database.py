@@ -58,9 +58,9 @@ def add(number: int):
 def test_many_callers_share_few_transactions(tmp_path):
     async def check(store: Store):
         await begin(store, *range(300))
-        before = store.transactions
+        before = store._database.transactions
         await asyncio.gather(*(accept(store, op(1, adapter_id=f"s1:train:{number}")) for number in range(300)))
-        assert store.transactions - before <= 10
+        assert store._database.transactions - before <= 10
         records = await asyncio.gather(*(store.ops.get(f"s1:train:{number}", 1) for number in range(300)))
         assert None not in records
 

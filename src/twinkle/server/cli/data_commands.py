@@ -179,7 +179,7 @@ async def _clear_state(config: ServerConfig) -> int:
     """Return the number of records. The state is opened as a server opens it: where one runs, that is the error."""
     store = await Store.open(config.data_dir, config.database_url)
     try:
-        records = await store.clear()
+        records = await store.retention.clear()
         await store.ops.prune(time.time(), 0, 0)  # the journal, of which nothing is needed
         for name in _CLEARED_DIRECTORIES:
             shutil.rmtree(config.data_dir / name, ignore_errors=True)

@@ -49,19 +49,8 @@ _TIMES = (
     .where(OPS.c.adapter_id == bindparam("adapter"))
     .order_by(OPS.c.seq)
 )
-_FINISH = (
-    update(OPS)
-    .where(_AT, OPS.c.finished_at.is_(None))
-    .values(
-        outcome_segment=bindparam("segment"),
-        outcome_offset=bindparam("offset"),
-        outcome_length=bindparam("length"),
-        encoding=bindparam("encoding"),
-        failed=bindparam("failed"),
-        ending=bindparam("how"),
-        finished_at=bindparam("now"),
-    )
-)
+_OF_OUTCOME = "outcome_segment", "outcome_offset", "outcome_length", "encoding", "failed", "ending", "finished_at"
+_FINISH = update(OPS).where(_AT, OPS.c.finished_at.is_(None)).values({name: bindparam(name) for name in _OF_OUTCOME})
 _DELIVERED = update(OPS).where(_AT, OPS.c.delivered_at.is_(None)).values(delivered_at=bindparam("now"))
 _FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finished_at=bindparam("now"))
 _DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
@@ -174,13 +163,13 @@ class Ops(Area):
             [
                 {
                     **_at(adapter_id, seq),
-                    "segment": ref.segment,
-                    "offset": ref.offset,
-                    "length": ref.length,
+                    "outcome_segment": ref.segment,
+                    "outcome_offset": ref.offset,
+                    "outcome_length": ref.length,
                     "encoding": outcome.encoding.value,
                     "failed": int(outcome.failed),
-                    "how": outcome.ending.value,
-                    "now": now,
+                    "ending": outcome.ending.value,
+                    "finished_at": now,
                 }
                 for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
             ],
