@@ -12,8 +12,8 @@ from twinkle.server.config import default_config
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.runtime.assembly import services_on
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import SessionRecord
 

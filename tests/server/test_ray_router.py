@@ -24,8 +24,9 @@ from twinkle.server.runtime.ray.layout import layout_of
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
 from twinkle.server.runtime.ray.replica import ReplicaGoneError
 from twinkle.server.runtime.ray.router import Router, answered
-from twinkle.server.state import DatabaseUnavailableError, Store
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 
 

@@ -6,9 +6,10 @@ import re
 import pytest
 from state_samples import opened, query, with_store
 
-from twinkle.server.state import DamagedStateError, Store
+from twinkle.server.state.errors import DamagedStateError
 from twinkle.server.state.integrity.copies import read_secret
 from twinkle.server.state.records import keys as keys_module
+from twinkle.server.state.store import Store
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -18,16 +18,16 @@ from state_samples import accept, begin, op, run, session
 from test_recovery import STEPS, results, train, undisturbed
 
 from twinkle.errors import UserError
-from twinkle.server.state import (
+from twinkle.server.state.database import database as database_module
+from twinkle.server.state.errors import (
     DamagedStateError,
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
     SchemaVersionError,
     StorageFullError,
-    Store,
 )
-from twinkle.server.state.database import database as database_module
+from twinkle.server.state.store import Store
 
 pytestmark = pytest.mark.skipif(cluster_url() is None, reason="needs PostgreSQL: make test-postgres")
 

@@ -19,8 +19,8 @@ from twinkle.server.backends.mock import MockTrainer, mock_model
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.model_service import ModelService
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import TenantLimits, Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
 from twinkle.server.wire.training import decode_forward_backward

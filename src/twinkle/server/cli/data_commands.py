@@ -13,12 +13,12 @@ from pathlib import Path
 from twinkle.errors import TwinkleServerError, UnsupportedError
 from twinkle.server.cli.config_commands import config_of, server_options
 from twinkle.server.config import ServerConfig
-from twinkle.server.state import Store
 from twinkle.server.state.backup import BackupSummary, back_up, check_backup, restore
 from twinkle.server.state.data_check import Finding, check_data
 from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
+from twinkle.server.state.store import Store
 
 _SQLITE = "sqlite:///"
 _DAMAGED = 1  # exit code

@@ -20,7 +20,7 @@ from twinkle.errors import ConfigError, MissingDependencyError
 from twinkle.model.types import TrainerNumbers
 from twinkle.server.config import TelemetryConfig
 from twinkle.server.gateway.gateway import Gateway, Services
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
 from twinkle.server.telemetry.readings import SamplingReadings, TrainingReadings, machine_readings

@@ -29,8 +29,9 @@ from twinkle.server.processors.service import configured_processors
 from twinkle.server.runtime.assembly import let_threads_alternate, services_on, start_services, stop_services
 from twinkle.server.runtime.maintenance import ProcessTasks, run_maintenance
 from twinkle.server.runtime.process import announcement, listen, recorded
-from twinkle.server.state import StorageFullError, Store
+from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.telemetry import instruments
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import configured_tenants

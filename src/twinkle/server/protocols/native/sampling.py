@@ -20,7 +20,7 @@ from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_ba
 from twinkle.server.ids import CheckpointPath, native_run_id
 from twinkle.server.protocols.openai.choices import Choice
 from twinkle.server.services.sampling.sampler_service import SamplerService
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SamplingSessionRecord, SessionRecord
 from twinkle.server.verbs.templates import SamplingTemplate, TemplateChoice

@@ -13,7 +13,7 @@ from twinkle.errors import (
     UnauthorizedError,
     UserError,
 )
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError
 from twinkle.server.wire.fields import short
 

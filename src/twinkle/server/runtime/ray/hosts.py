@@ -50,9 +50,10 @@ from twinkle.server.runtime.ray.replica import Failure
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
 from twinkle.server.runtime.ray.trainer_group import load_group
-from twinkle.server.state import Claim, Store
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.guards import DirectoryLock
+from twinkle.server.state.records.coordination import Claim
+from twinkle.server.state.store import Store
 from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import configured_tenants
