@@ -114,7 +114,7 @@ class _Repair:
         tenants = {other["session_id"]: other["tenant_id"] for other in belonging}
         known = tenants.keys() - {other["session_id"] for other in self._good(name)}
         copied = self._copied(name, row)
-        session_id = _nearest(row["session_id"], known) or (copied and copied["session_id"])
+        session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
             self._say(f"session {row['session_id']}", "its record is damaged, and nothing belongs to it: it is removed")
             return
