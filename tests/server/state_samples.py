@@ -16,8 +16,8 @@ import postgres_cluster
 from sqlalchemy import create_engine
 
 from twinkle.model.types import AdamParams, LoraSpec
-from twinkle.server.state import Store
 from twinkle.server.state.integrity.row_checksums import fill_checksums
+from twinkle.server.state.store import Store
 from twinkle.server.types import (
     CheckpointRecord,
     Op,

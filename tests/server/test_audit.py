@@ -7,7 +7,7 @@ import pytest
 from running import Tenant
 from state_samples import checkpoint, delete_checkpoint, run, session, with_store
 
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 
 
 def events(tenant: Tenant, **query: object) -> list[str]:

@@ -11,10 +11,10 @@ from state_samples import accept, begin, checkpoint, op, with_store
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.state import Store
 from twinkle.server.state.backup import back_up, restore
 from twinkle.server.state.data_check import check_data
 from twinkle.server.state.files.data_dir import DataDir, write_whole
+from twinkle.server.state.store import Store
 from twinkle.server.types import Encoding, OpKind, Outcome
 
 RUN = "s1:train:1"

@@ -10,8 +10,8 @@ from running import Server, Tenant, datum
 from state_samples import checkpoint, run, session, with_store
 
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.work_pools import FairPool
 
 ROW = [datum(range(8))]

@@ -14,8 +14,9 @@ from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import mock_model
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.training.run_kind import RunKinds
-from twinkle.server.state import StorageFullError, Store
+from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Op, OpKind, Outcome, PublishSampler, SaveWeights
 

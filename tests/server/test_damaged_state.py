@@ -18,12 +18,13 @@ from state_samples import accept, begin, checkpoint, op, opened, run, session, w
 
 from twinkle.errors import CheckpointError, TwinkleServerError
 from twinkle.server.cli.command_line import main
-from twinkle.server.state import DamagedRecordError, DamagedStateError, DatabaseInUseError, Store
 from twinkle.server.state.backup import back_up, restore
 from twinkle.server.state.data_check import check_data
+from twinkle.server.state.errors import DamagedRecordError, DamagedStateError, DatabaseInUseError
 from twinkle.server.state.files.data_dir import DataDir, write_whole
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.state.files.guards import RESERVE_BYTES, give_up_reserve, keep_reserve
+from twinkle.server.state.store import Store
 from twinkle.server.types import SamplingSessionRecord
 
 RUN = "s1:train:1"
@@ -246,7 +247,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from state_samples import accept, begin, op
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 
 async def main():
     store = await Store.open(Path(sys.argv[1]))

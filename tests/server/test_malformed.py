@@ -25,7 +25,7 @@ from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.http.requests import install_error_handlers
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.training.run_kind import RunKinds
-from twinkle.server.state import StorageFullError
+from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Op, OpKind, RunRecord, SaveWeights

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from twinkle.server.runtime.process import ServerProcess, recorded, running
-from twinkle.server.state import DataDirInUseError
+from twinkle.server.state.errors import DataDirInUseError
 from twinkle.server.state.files.guards import DirectoryLock
 
 

@@ -23,7 +23,7 @@ from twinkle.server.runtime.ray.layout import layout_of
 from twinkle.server.runtime.ray.remote_fleet import RemoteFleet
 from twinkle.server.runtime.ray.replica import ReplicaGoneError
 from twinkle.server.runtime.ray.router import Router, answered
-from twinkle.server.state import DatabaseUnavailableError, Store
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
@@ -343,7 +343,9 @@ def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
         session = await cluster.session()
         models = [await cluster.model(session, number) for number in range(2)]
         for member in cluster.members.values():
-            monkeypatch.setattr(member.process.store.checkpoints, "get", unavailable)  # asked for before the adapter is kept
+            monkeypatch.setattr(
+                member.process.store.checkpoints, "get", unavailable
+            )  # asked for before the adapter is kept
         await cluster.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         assert [run.state for run in await cluster.store.runs.of_session(session)] == ["live", "live"]
         monkeypatch.undo()

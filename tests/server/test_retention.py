@@ -8,7 +8,7 @@ from running import MODEL, Server, Tenant, mock_config
 from state_samples import checkpoint, delete_checkpoint, query, run, sampling_session, session, with_store
 
 from twinkle.errors import QuotaError
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.types import MeasuredStep
 
 HOUR = 3600.0

@@ -11,7 +11,7 @@ from running import MODEL, Server, Tenant, datum, key_for, tensor
 
 from twinkle.server.services.training import measurements as run_measurements
 from twinkle.server.services.training.measurements import RunMeasurements
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.types import MeasuredStep
 
 RUN = "s1:train:1"

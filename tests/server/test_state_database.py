@@ -8,13 +8,13 @@ import pytest
 from sqlalchemy import bindparam, insert, make_url, select
 from state_samples import accept, begin, integrity_error, op, opened, session, url_of, with_store
 
-from twinkle.server.state import StorageFullError, Store, StoreClosedError
 from twinkle.server.state.database import sqlite as sqlite_module
 from twinkle.server.state.database.database import Cursor, Database
 from twinkle.server.state.database.driver import Part
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
 from twinkle.server.state.database.tables import SCHEMA_VERSION, SESSIONS
-from twinkle.server.state.store import _driver
+from twinkle.server.state.errors import StorageFullError, StoreClosedError
+from twinkle.server.state.store import Store, _driver
 
 ADD = insert(SCHEMA_VERSION)
 ALL = select(SCHEMA_VERSION).order_by(SCHEMA_VERSION.c.version)
@@ -58,9 +58,9 @@ def add(number: int):
 def test_many_callers_share_few_transactions(tmp_path):
     async def check(store: Store):
         await begin(store, *range(300))
-        before = store.transactions
+        before = store._database.transactions
         await asyncio.gather(*(accept(store, op(1, adapter_id=f"s1:train:{number}")) for number in range(300)))
-        assert store.transactions - before <= 10
+        assert store._database.transactions - before <= 10
         records = await asyncio.gather(*(store.ops.get(f"s1:train:{number}", 1) for number in range(300)))
         assert None not in records
 

@@ -6,11 +6,17 @@ import re
 import pytest
 from state_samples import opened, query, with_store
 
-from twinkle.server.state import DamagedStateError, Store
+from twinkle.server.state.errors import DamagedStateError
 from twinkle.server.state.integrity.copies import read_secret
 from twinkle.server.state.records import keys as keys_module
+from twinkle.server.state.store import Store
 
 pytestmark = pytest.mark.usefixtures("backend")
+
+
+async def tenant_of(store: Store, key: str) -> str | None:
+    record = await store.keys.find(key)
+    return None if record is None else record.tenant_id
 
 
 def test_a_key_belongs_to_its_tenant_until_it_is_revoked(tmp_path):
@@ -20,17 +26,17 @@ def test_a_key_belongs_to_its_tenant_until_it_is_revoked(tmp_path):
         assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key)
         assert (alice.tenant_id, alice.name, alice.created_at, alice.revoked_at) == ("alice", "laptop", 5.0, None)
         assert new.tenant_id not in ("alice", "")
-        assert await store.keys.tenant_of(key) == "alice"
-        assert await store.keys.tenant_of(other) == new.tenant_id
+        assert await tenant_of(store, key) == "alice"
+        assert await tenant_of(store, other) == new.tenant_id
         for wrong in ("", "tml-", key[:-1], key + "x", key.upper(), "ключ"):
-            assert await store.keys.tenant_of(wrong) is None
+            assert await tenant_of(store, wrong) is None
         assert await store.keys.list() == (alice, new)
 
         assert await store.keys.revoke(alice.key_id, now=7.0)
         assert not await store.keys.revoke(alice.key_id, now=8.0)
         assert not await store.keys.revoke("key-unknown", now=8.0)
-        assert await store.keys.tenant_of(key) is None
-        assert await store.keys.tenant_of(other) == new.tenant_id
+        assert await tenant_of(store, key) is None
+        assert await tenant_of(store, other) == new.tenant_id
         assert [record.revoked_at for record in await store.keys.list()] == [7.0, None]
 
     with_store(tmp_path, check)
@@ -43,7 +49,7 @@ def test_keys_survive_and_are_stored_nowhere(tmp_path):
         made.append((await store.keys.create("alice", "laptop", now=5.0))[1])
         made.append("tml-open-mode-key-" + "z" * 29)
         made.append(store.keys.open_tenant(made[1]))
-        assert await store.keys.tenant_of(made[0]) == "alice"
+        assert await tenant_of(store, made[0]) == "alice"
         search()
 
     def search() -> None:
@@ -56,7 +62,7 @@ def test_keys_survive_and_are_stored_nowhere(tmp_path):
             assert not any(key.removeprefix("tml-") in str(row) for key in made[:2])
 
     async def look(store: Store):
-        assert await store.keys.tenant_of(made[0]) == "alice"
+        assert await tenant_of(store, made[0]) == "alice"
         assert store.keys.open_tenant(made[1]) == made[2]
 
     with_store(tmp_path, make)
@@ -77,16 +83,16 @@ def test_in_open_mode_a_key_is_a_tenant(tmp_path):
 def test_a_request_costs_no_query(tmp_path, monkeypatch):
     async def check(store: Store):
         _, key = await store.keys.create("alice", "laptop", now=5.0)
-        assert await store.keys.tenant_of(key) == "alice"
+        assert await tenant_of(store, key) == "alice"
 
         async def no_query(work):
             raise AssertionError("queried")
 
         with monkeypatch.context() as patch:
             patch.setattr(store.keys._database, "read", no_query)
-            assert await store.keys.tenant_of(key) == "alice"
+            assert await tenant_of(store, key) == "alice"
             with pytest.raises(AssertionError, match="queried"):
-                await store.keys.tenant_of("tml-unknown")
+                await tenant_of(store, "tml-unknown")
 
     with_store(tmp_path, check)
 
@@ -99,10 +105,10 @@ def test_a_tool_makes_and_revokes_keys_beside_the_server(tmp_path, monkeypatch):
         nonlocal now
         async with opened(tmp_path) as server, opened(tmp_path, lock=False) as tool:
             record, key = await tool.keys.create("alice", "laptop", now=5.0)
-            assert await server.keys.tenant_of(key) == "alice"
+            assert await tenant_of(server, key) == "alice"
             await tool.keys.revoke(record.key_id, now=6.0)
             now += 11.0
-            assert await server.keys.tenant_of(key) is None
+            assert await tenant_of(server, key) is None
 
     asyncio.run(main())
 
@@ -113,7 +119,7 @@ def test_the_cache_stays_small(tmp_path, monkeypatch):
     async def check(store: Store):
         for _ in range(10):
             _, key = await store.keys.create("alice", "laptop", now=5.0)
-            assert await store.keys.tenant_of(key) == "alice"
+            assert await tenant_of(store, key) == "alice"
         assert len(store.keys._found) <= 3
 
     with_store(tmp_path, check)

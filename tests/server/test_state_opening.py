@@ -13,11 +13,11 @@ from sqlalchemy import Connection, make_url
 from state_samples import begin, opened, query, run, url_of, with_store
 
 from twinkle.errors import UnsupportedError
-from twinkle.server.state import DataDirInUseError, SchemaVersionError, Store
 from twinkle.server.state.database.driver import Part
 from twinkle.server.state.database.migrations import MIGRATIONS, migrate
 from twinkle.server.state.database.sqlite import SqliteDriver, default_url
-from twinkle.server.state.store import _driver
+from twinkle.server.state.errors import DataDirInUseError, SchemaVersionError
+from twinkle.server.state.store import Store, _driver
 
 VERSION = 1 + len(MIGRATIONS)
 
@@ -79,7 +79,8 @@ def test_a_second_process_is_refused(tmp_path):
     program = """
 import asyncio, sys
 from pathlib import Path
-from twinkle.server.state import DataDirInUseError, Store
+from twinkle.server.state.errors import DataDirInUseError
+from twinkle.server.state.store import Store
 try:
     asyncio.run(Store.open(Path(sys.argv[1]), sys.argv[2] or None))
 except DataDirInUseError:
@@ -232,7 +233,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from state_samples import accept, begin, op
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.types import Encoding, Outcome
 
 def body(adapter, seq):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from state_samples import accept, begin, digest, integrity_error, op, opened, run, session, with_store
 
-from twinkle.server.state import JournalError, StorageFullError, Store, StoreClosedError
+from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
+from twinkle.server.state.store import Store
 from twinkle.server.types import Encoding, OpKind, Outcome, SnapshotRecord
 
 ADAPTER = "s1:train:1"

@@ -18,16 +18,16 @@ from state_samples import accept, begin, op, run, session
 from test_recovery import STEPS, results, train, undisturbed
 
 from twinkle.errors import UserError
-from twinkle.server.state import (
+from twinkle.server.state.database import database as database_module
+from twinkle.server.state.errors import (
     DamagedStateError,
     DatabaseConnectionError,
     DatabaseInUseError,
     DatabaseUnavailableError,
     SchemaVersionError,
     StorageFullError,
-    Store,
 )
-from twinkle.server.state.database import database as database_module
+from twinkle.server.state.store import Store
 
 pytestmark = pytest.mark.skipif(cluster_url() is None, reason="needs PostgreSQL: make test-postgres")
 
@@ -204,10 +204,10 @@ def test_an_answer_to_commit_that_never_came(tmp_path, url, monkeypatch, committ
                 cursor.execute("SELECT 1")
 
             monkeypatch.setattr(driver, "commit", cut_off)
-            before = store.transactions
+            before = store._database.transactions
             accepted = await asyncio.gather(*(accept(store, op(seq, str(seq).encode())) for seq in range(1, 21)))
             assert all(one.created for one in accepted)
-            assert store.transactions - before <= 3  # the first op, and all others, which came meanwhile
+            assert store._database.transactions - before <= 3  # the first op, and all others, which came meanwhile
             assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == list(range(1, 21))
             for one in accepted:
                 assert await store.ops.body(one.record) == str(one.record.seq).encode()

@@ -11,7 +11,7 @@ import pytest
 from twinkle.server.config import TelemetryConfig
 from twinkle.server.gateway import reporting
 from twinkle.server.gateway.reporting import Telemetry
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.tenancy.tenants import Tenants
 

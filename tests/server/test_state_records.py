@@ -7,7 +7,9 @@ import pytest
 from state_samples import begin, checkpoint, integrity_error, opened, run, sampling_session, session, with_store
 
 from twinkle.model.types import LoraSpec
-from twinkle.server.state import CheckpointExistsError, Page, Store
+from twinkle.server.state.database.database import Page
+from twinkle.server.state.errors import CheckpointExistsError
+from twinkle.server.state.store import Store
 from twinkle.server.types import SnapshotRecord
 
 pytestmark = pytest.mark.usefixtures("backend")

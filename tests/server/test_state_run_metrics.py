@@ -6,8 +6,8 @@ import pytest
 from state_samples import begin, with_store
 
 from twinkle.errors import InvalidInputError
-from twinkle.server.state import Store
 from twinkle.server.state.records import run_metrics as table
+from twinkle.server.state.store import Store
 from twinkle.server.types import MeasuredStep
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from state_samples import begin, op, run, with_store
 
-from twinkle.server.state import Claim, DataDirInUseError, Store
 from twinkle.server.state.database.journal import Journal, JournalWriters
+from twinkle.server.state.errors import DataDirInUseError
 from twinkle.server.state.files.guards import DirectoryLock
+from twinkle.server.state.records.coordination import Claim
+from twinkle.server.state.store import Store
 from twinkle.server.types import Encoding, Outcome
 
 CHILD = """

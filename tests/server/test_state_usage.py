@@ -9,7 +9,8 @@ from state_samples import begin, checkpoint, delete_checkpoint, opened, sampling
 
 from twinkle.errors import QuotaError, StorageQuotaError
 from twinkle.server.gateway.usage_recorder import Bookkeeping
-from twinkle.server.state import DailyUsage, Store
+from twinkle.server.state.records.usage import DailyUsage
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.usage import Usage, UsageCounts
 

@@ -14,7 +14,7 @@ import pytest
 from cli_process import CliProcess, Said
 from running import Server, Tenant, environment, mock_config
 
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 
 
 class Terminal:

@@ -15,8 +15,8 @@ from twinkle.server.gateway import identity
 from twinkle.server.runtime import assembly
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
 from twinkle.server.services.training import snapshots
-from twinkle.server.state import StorageFullError
 from twinkle.server.state.database import database
+from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.records import keys
 from twinkle.server.state.records.ops import Accepted, Ops
 from twinkle.server.types import Op

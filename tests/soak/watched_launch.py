@@ -25,7 +25,7 @@ from twinkle.server.cli import command_line as cli  # noqa: E402
 from twinkle.server.gateway.gateway import Gateway  # noqa: E402
 from twinkle.server.runtime import embedded  # noqa: E402
 from twinkle.server.services.sampling import completions  # noqa: E402
-from twinkle.server.state import Store  # noqa: E402
+from twinkle.server.state.store import Store  # noqa: E402
 
 SEGMENT_BYTES = 64 * 1024  # of 64 MiB none would be full after twenty minutes, and none would be deleted
 SECONDS = {"gap": 15.0, "snapshot": 1.0, "housekeeping": 1.0}

@@ -11,7 +11,7 @@ from twinkle.environment import read_server_variables
 from twinkle.errors import ConfigError, InvalidInputError, TwinkleError
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
 from twinkle.server.config.messages import without_passwords
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 
 _BAD_CONFIGURATION = 2
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from twinkle.errors import TwinkleServerError, UnsupportedError
 from twinkle.server.cli.config_commands import config_of, server_options
 from twinkle.server.config import ServerConfig
-from twinkle.server.state import Store
 from twinkle.server.state.backup import BackupSummary, back_up, check_backup, restore
 from twinkle.server.state.data_check import Finding, check_data
 from twinkle.server.state.files.guards import DirectoryLock, give_up_reserve
 from twinkle.server.state.integrity.copies import copied_database
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
+from twinkle.server.state.store import Store
 
 _SQLITE = "sqlite:///"
 _DAMAGED = 1  # exit code
@@ -179,7 +179,7 @@ async def _clear_state(config: ServerConfig) -> int:
     """Return the number of records. The state is opened as a server opens it: where one runs, that is the error."""
     store = await Store.open(config.data_dir, config.database_url)
     try:
-        records = await store.clear()
+        records = await store.retention.clear()
         await store.ops.prune(time.time(), 0, 0)  # the journal, of which nothing is needed
         for name in _CLEARED_DIRECTORIES:
             shutil.rmtree(config.data_dir / name, ignore_errors=True)

@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 
 from twinkle.errors import NotFoundError, TwinkleServerError
 from twinkle.server.cli.config_commands import open_store, server_options
-from twinkle.server.state import EVICT, OperatorRequest, Store
+from twinkle.server.state.records.coordination import EVICT, OperatorRequest
+from twinkle.server.state.store import Store
 
 _POLL_SECONDS = 0.2
 _COLUMNS = {

@@ -7,8 +7,8 @@ from twinkle.errors import NotFoundError
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import expired
 from twinkle.server.services.checkpoints.save_and_load import delete_checkpoint
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import CheckpointRecord
 

@@ -42,8 +42,10 @@ from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.custom_losses import CustomLosses
 from twinkle.server.services.training.model_service import ModelService
-from twinkle.server.state import SAMPLING_SESSION_ROWS, SESSION_ROWS, Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.records.sampling import SAMPLING_SESSION_ROWS
+from twinkle.server.state.records.sessions import SESSION_ROWS
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns

@@ -13,7 +13,8 @@ import jwt
 
 from twinkle.errors import ForbiddenError, UnauthorizedError, UnsupportedError
 from twinkle.server.config.sections import AuthConfig
-from twinkle.server.state import Keys, Store
+from twinkle.server.state.records.keys import Keys
+from twinkle.server.state.store import Store
 
 _TOKEN_PURPOSE = "tokens of clients"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from twinkle.errors import NotFoundError, TwinkleError, TwinkleServerError, UnknownNameError
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.state import EVICT, OperatorRequest
+from twinkle.server.state.records.coordination import EVICT, OperatorRequest
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from twinkle.errors import ConfigError, MissingDependencyError
 from twinkle.server.config import TelemetryConfig
 from twinkle.server.gateway.gateway import Gateway
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
 from twinkle.server.telemetry.readings import machine_readings

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from twinkle.server.ids import SEQ_IDS_PER_CLIENT, RequestId
 from twinkle.server.services.sampling.completions import Completion, Completions
 from twinkle.server.services.sampling.sampler_service import SamplerService
-from twinkle.server.state import SamplingSessions
+from twinkle.server.state.records.sampling import SamplingSessions
 
 _BLOCK = 1024  # numbers that one write covers, and as many before them: requests overtake each other
 _MOST = 16 * _BLOCK  # a client that has numbers under way which lie further apart is told of the highest ones

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twinkle.errors import InvalidInputError
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.types import SessionRecord
 from twinkle.server.wire.requests import SearchCursor, SearchSessionsRequest, Status
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from twinkle.errors import QuotaError
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.usage import utc_day
 

@@ -15,7 +15,7 @@ from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, version_of
-from twinkle.server.state import CheckpointExistsError, StorageFullError
+from twinkle.server.state.errors import CheckpointExistsError, StorageFullError
 from twinkle.server.state.files.data_dir import copy_whole
 from twinkle.server.types import CheckpointRecord, CreateFromCheckpoint, Op, OpKind, RunRecord, SessionRecord
 from twinkle.server.wire.requests import CopyWeightsRequest, CreateFromRequest, check_access_token

@@ -30,7 +30,7 @@ from twinkle.server.config.applications import GATEWAY_PREFIX
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.gateway.gateway import Gateway
 from twinkle.server.http.body_limits import read_body, upload_of
-from twinkle.server.state import DatabaseUnavailableError, StorageFullError
+from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
 from twinkle.server.telemetry.logs import current_request, note_refusing_limit
 from twinkle.server.wire.errors import BodyTooLargeError, SequenceConflictError

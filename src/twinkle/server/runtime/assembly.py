@@ -19,8 +19,8 @@ from twinkle.server.processors.service import Processors
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.model_service import ModelService
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord

@@ -26,7 +26,7 @@ from twinkle.server.http.connections import BoundedProtocol, Connections, connec
 from twinkle.server.processors.service import configured_processors
 from twinkle.server.runtime.assembly import Process, let_threads_alternate, run_maintenance
 from twinkle.server.runtime.process import announcement, listen, recorded, url_of
-from twinkle.server.state import StorageFullError
+from twinkle.server.state.errors import StorageFullError
 from twinkle.server.telemetry import instruments
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ The manifest holds a checksum of every file, and one of its own: a backup of whi
 import json
 import os
 import shutil
-import sqlite3
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -28,8 +27,9 @@ from twinkle.server.state.database.sqlite import as_sql
 from twinkle.server.state.database.tables import CHECKPOINTS, SAMPLING_SESSIONS, SNAPSHOTS
 from twinkle.server.state.files.data_dir import make_parents, restrict, sync, sync_all
 from twinkle.server.state.files.file_checksums import sums_of
-from twinkle.server.state.integrity.copies import write_private
+from twinkle.server.state.integrity.copies import copy_sqlite, write_private
 from twinkle.server.state.integrity.examination import check_before_opening
+from twinkle.server.state.integrity.sqlite_check import connect
 from twinkle.server.state.records.ops import BODIES_NEEDED, OUTCOMES_NEEDED
 from twinkle.server.state.records.sampling import ACTIVE_DIRECTORIES
 
@@ -200,8 +200,8 @@ def _stage(staging: _Staging, database: Path) -> _Named:
     """Link all that the records of one moment name, and those records; returns the names."""
     copy = staging.directory / _DATABASE
     for _ in range(_ATTEMPTS):
-        copy.unlink(missing_ok=True)
-        _copy_database(database, copy)
+        with closing(connect(database, read_only=True)) as live:
+            copy_sqlite(live, copy)
         named = _named(copy)
         segments = [staging.link(name) for name in named.segments - staging.linked]
         fresh = named.directories - staging.linked
@@ -218,7 +218,7 @@ def _stage(staging: _Staging, database: Path) -> _Named:
 
 
 def _named(database: Path) -> _Named:
-    with closing(_open(database)) as connection:
+    with closing(connect(database, read_only=True)) as connection:
         directories, versions, bodies, outcomes = (
             frozenset(row[0] for row in connection.execute(as_sql(statement)))
             for statement in (_DIRECTORIES, _VERSIONS, BODIES_NEEDED, OUTCOMES_NEEDED)
@@ -226,16 +226,6 @@ def _named(database: Path) -> _Named:
         segments = {f"journal/bodies/{number:08d}.journal" for number in bodies}
         segments |= {f"journal/outcomes/{number:08d}.journal" for number in outcomes}
         return _Named(directories, versions - directories, frozenset(segments))
-
-
-def _copy_database(source: Path, target: Path) -> None:
-    target.touch(mode=0o600)
-    with closing(_open(source)) as live, closing(sqlite3.connect(target)) as copy:
-        live.backup(copy)
-
-
-def _open(database: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

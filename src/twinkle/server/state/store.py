@@ -10,7 +10,8 @@ lock          held by the one server that works here, or shared by its processes
 
 import asyncio
 import time
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import URL, Connection, make_url
@@ -57,29 +58,29 @@ class Store:
         database_url = default_url(data_dir) if url is None else _parsed(url)
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
-        self._lock = DirectoryLock(data_dir) if part is Part.SERVER else None
-        self._database_lock: DirectoryLock | None = None
-        self._writers: JournalWriters | None = None
         self._copies: DatabaseCopies | None = None
-        driver = None
         file = Path(database_url.database or "") if database_url.get_backend_name() == "sqlite" else None
-        try:
+        with ExitStack() as held:  # let go of at once where the rest fails, otherwise when the store is closed
+            if part is Part.SERVER:
+                held.enter_context(DirectoryLock(data_dir))
             if file is not None and str(file) not in ("", ".", ":memory:"):
-                self._database_lock = _database_lock(data_dir, file, part)
-                self._examine(data_dir, file, part)
+                held.enter_context(_database_lock(data_dir, file, part))
+                _examine(data_dir, file, part)
             driver = _driver(database_url, part)
+            held.callback(driver.engine.dispose)
             _update_schema(data_dir, driver, part)
             if part is Part.MEMBER:
-                self._lock = DirectoryLock(data_dir, shared=True, wait_seconds=_MEMBER_SECONDS)
+                held.enter_context(DirectoryLock(data_dir, shared=True, wait_seconds=_MEMBER_SECONDS))
             with driver.connect() as connection:
                 secret = read_secret(data_dir, may_make=_is_unused(connection))
             journal_dir = data_dir / "journal"
             journal_dir.mkdir(mode=0o700, exist_ok=True)
             writable = part is not Part.TOOL
-            if part is Part.MEMBER:
-                self._writers = JournalWriters(journal_dir / "writers")
-            self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, self._writers)
-            self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, self._writers)
+            writers = (
+                held.enter_context(closing(JournalWriters(journal_dir / "writers"))) if part is Part.MEMBER else None
+            )
+            self._bodies = Journal(journal_dir / "bodies", segment_bytes, writable, writers)
+            self._outcomes = Journal(journal_dir / "outcomes", segment_bytes, writable, writers)
             self._database = Database(driver, loop)
             if part is Part.SERVER:
                 driver.fail_damaged_rows()
@@ -87,17 +88,13 @@ class Store:
                 self._copies = DatabaseCopies(file, data_dir)
                 self._copies.make()
                 driver.after_maintenance = self._copies.make_if_old
-        except BaseException:
-            if driver is not None:
-                driver.engine.dispose()
-            self._let_go()
-            raise
+            self._held = held.pop_all()
         self.sessions = Sessions(self._database)
         self.runs = Runs(self._database)
         self.run_metrics = RunMetrics(self._database)
         self.checkpoints = Checkpoints(self._database)
         self.sampling_sessions = SamplingSessions(self._database)
-        self.ops = Ops(self._database, self._bodies, self._outcomes, self._writers)
+        self.ops = Ops(self._database, self._bodies, self._outcomes, writers)
         self.leases = Leases(self._database)
         self.custom_losses = CustomLosses(self._database)
         self.snapshots = Snapshots(self._database)
@@ -107,15 +104,6 @@ class Store:
         self.audit = Audit(self._database)
         self.retention = Retention(self._database)
         self.damage = DamageRecords(self._database)
-
-    def _examine(self, data_dir: Path, database: Path, part: Part) -> None:
-        """Look for damage before anything is opened. Of several processes of a server the first one looks."""
-        check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
-        if part is Part.TOOL:
-            return
-        # In use: another process of the server has looked.
-        with suppress(DataDirInUseError), DirectoryLock(data_dir) if part is Part.MEMBER else nullcontext():
-            examine(database, data_dir)
 
     @classmethod
     async def open(
@@ -134,43 +122,27 @@ class Store:
         they may do everything but journal and prune ops.
         """
         part = Part.TOOL if not lock else Part.MEMBER if shared else Part.SERVER
-        loop = asyncio.get_running_loop()
+        opened = partial(cls, data_dir, url, part, segment_bytes, asyncio.get_running_loop())
         give_up_reserve(data_dir, only_if_low=True)
         try:
-            return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, loop)
+            return await asyncio.to_thread(opened)
         except Exception as error:
             if not is_disk_full(error) or not give_up_reserve(data_dir, only_if_low=False):
                 raise
-        return await asyncio.to_thread(cls, data_dir, url, part, segment_bytes, loop)
+        return await asyncio.to_thread(opened)
 
     def keep_reserve(self) -> None:
         """Hold some space in reserve, for when the disk is full. Blocks."""
         keep_reserve(self.data_dir)
-
-    async def clear(self) -> int:
-        """Forget all that is under way, for a server that begins again; returns how many records are gone."""
-        return await self.retention.clear()
 
     async def close(self) -> None:
         """Finish what was asked for, and release the lock for the next server."""
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
-        if self._copies is not None and self._lock is not None:
+        if self._copies is not None:
             await asyncio.to_thread(self._copies.make_if_changed)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._writers is not None:
-            self._writers.close()
-        for lock in (self._database_lock, self._lock):
-            if lock is not None:
-                lock.release()
-
-    @property
-    def transactions(self) -> int:
-        """Return how many transactions were committed since opening."""
-        return self._database.transactions
+        self._held.close()
 
 
 def _parsed(url: str) -> URL:
@@ -194,16 +166,24 @@ def _driver(url: URL, part: Part) -> Driver:
     return PostgresDriver(url, part)
 
 
-def _database_lock(data_dir: Path, database: Path, part: Part) -> DirectoryLock | None:
+def _database_lock(data_dir: Path, database: Path, part: Part) -> AbstractContextManager[object]:
     """Lock a database file outside of the data directory, which servers with other data directories may name too."""
     if part is Part.TOOL or database.absolute() == (data_dir / "state.db").absolute():
-        return None
+        return nullcontext()
     database.parent.mkdir(parents=True, exist_ok=True)
-    shared = part is Part.MEMBER
     try:
-        return DirectoryLock(database.parent, name=f"{database.name}.lock", shared=shared)
+        return DirectoryLock(database.parent, name=f"{database.name}.lock", shared=part is Part.MEMBER)
     except DataDirInUseError:
         raise DatabaseInUseError(str(database)) from None
+
+
+def _examine(data_dir: Path, database: Path, part: Part) -> None:
+    """Look for damage before anything is opened. Of several processes of a server the first one looks."""
+    check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
+    if part is not Part.TOOL:
+        # In use: another process of the server has looked.
+        with suppress(DataDirInUseError), DirectoryLock(data_dir) if part is Part.MEMBER else nullcontext():
+            examine(database, data_dir)
 
 
 def _is_unused(connection: Connection) -> bool:

@@ -17,9 +17,9 @@ from twinkle.server.services.checkpoints.access import loadable_checkpoint, with
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints, check_readable, delete_checkpoint
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.run_kind import DevicePass, RunKind
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir, copy_whole
 from twinkle.server.state.files.export import allowed_path
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import (
     CreateNative,

@@ -30,7 +30,7 @@ from twinkle.server.http.streams import EVENTS, begun, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, Format, Generation
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from twinkle.errors import InvalidInputError
 from twinkle.server.http.owners import anybody
 from twinkle.server.http.requests import PREFIX, iso_time, json_response
 from twinkle.server.http.routes import Call, Routes
-from twinkle.server.state import AuditEntry, DailyUsage
+from twinkle.server.state.records.audit import AuditEntry
+from twinkle.server.state.records.usage import DailyUsage
 
 routes = Routes(PREFIX)
 

@@ -14,8 +14,8 @@ from twinkle.server.http.owners import anybody
 from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id_of, key_of, listing, public_address
 from twinkle.server.http.routes import Call, Routes, json_body, raw_body, unread_body
 from twinkle.server.protocols.tinker.runs import Limit, Offset, Scope
-from twinkle.server.state import Store
 from twinkle.server.state.records.ops import OpTimes
+from twinkle.server.state.store import Store
 from twinkle.server.types import RunRecord, SessionRecord
 from twinkle.server.wire import fields, requests
 

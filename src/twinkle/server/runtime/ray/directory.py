@@ -21,7 +21,7 @@ from twinkle.server.http.owners import (
 )
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.runtime.ray.layout import Layout, Replicas
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.types import RunRecord, SamplingSessionRecord
 
 _REMEMBERED = 65_536

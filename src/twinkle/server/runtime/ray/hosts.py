@@ -47,8 +47,8 @@ from twinkle.server.runtime.ray.replica import Failure
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.runtime.ray.sampler_engine import devices_of, start_engine
 from twinkle.server.runtime.ray.trainer_group import load_group
-from twinkle.server.state import Claim
 from twinkle.server.state.files.guards import DirectoryLock
+from twinkle.server.state.records.coordination import Claim
 from twinkle.server.telemetry.logs import configure_logging
 from twinkle.server.types import RunRecord, SessionRecord
 

@@ -23,7 +23,7 @@ from twinkle.server.http.routes import RouteFacts
 from twinkle.server.http.streams import unless_gone
 from twinkle.server.runtime.ray.directory import Directory, destination_of
 from twinkle.server.runtime.ray.replica import Replica, ReplicaGoneError
-from twinkle.server.state import DatabaseUnavailableError
+from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
 from twinkle.server.types import Tally
 from twinkle.server.wire.errors import BodyTooLargeError

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from twinkle.errors import CheckpointError, InvalidInputError, UnknownCheckpointError, UserError
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.types import CheckpointKind, CheckpointRecord
 
 T = TypeVar("T")

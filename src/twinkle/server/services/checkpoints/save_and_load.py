@@ -25,9 +25,10 @@ from twinkle.server.services.checkpoints.access import loadable_checkpoint, with
 from twinkle.server.services.checkpoints.export import prepare_export
 from twinkle.server.services.training.execution import failure_of
 from twinkle.server.services.training.run_kind import RunKinds
-from twinkle.server.state import StorageFullError, Store
+from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir, make_parents, seal_written, size_of
 from twinkle.server.state.files.file_checksums import check_files
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
 from twinkle.server.types import (

@@ -33,8 +33,8 @@ from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.recovery import Replay
 from twinkle.server.services.training.run_kind import RunKind, RunKinds
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir, read_snapshot, read_state_beside
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 

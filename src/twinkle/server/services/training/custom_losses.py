@@ -12,7 +12,7 @@ from functools import partial
 from twinkle.errors import InvalidInputError, NotFoundError, QuotaError, UserError
 from twinkle.loss.graph.nodes import LossGraph
 from twinkle.server import ids
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import (
     CustomLossRecord,

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 from twinkle.errors import QuotaError
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget
 

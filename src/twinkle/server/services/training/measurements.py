@@ -23,7 +23,8 @@ import numpy as np
 
 from twinkle.model.csr import listed
 from twinkle.server.backends.compute_thread import compute_thread, event_loop
-from twinkle.server.state import DatabaseUnavailableError, RunMetrics, StorageFullError
+from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
+from twinkle.server.state.records.run_metrics import RunMetrics
 from twinkle.server.types import MeasuredStep, TrainPass
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from twinkle.server.services.training.runner import OpRunner
 from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshot_choice import usable_snapshot
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state import DamagedRecordError, JournalError, Store
+from twinkle.server.state.errors import DamagedRecordError, JournalError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id

@@ -8,7 +8,7 @@ from twinkle.errors import UserError
 from twinkle.server.scheduling.sequence import Passed
 from twinkle.server.services.training.refused_ops import is_refused, read_refused
 from twinkle.server.services.training.run_kind import RunKind
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.types import Ending, Op, OpKind, OpRecord, Outcome, Refused, RunRecord
 
 

@@ -14,7 +14,8 @@ from twinkle.server.services.running_ops import MOST_DEATHS, RunningOps
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
 from twinkle.server.services.training.custom_losses import LossGraphs
 from twinkle.server.services.training.recovery import Replay, decode
-from twinkle.server.state import Damage, DatabaseUnavailableError, Store
+from twinkle.server.state.errors import Damage, DatabaseUnavailableError
+from twinkle.server.state.store import Store
 from twinkle.server.types import Budget, Ending, Op, Outcome
 
 logger = logging.getLogger(__name__)

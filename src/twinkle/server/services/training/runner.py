@@ -25,7 +25,7 @@ from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state import Store
+from twinkle.server.state.store import Store
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import Ending, Op, OpKind, Outcome
 

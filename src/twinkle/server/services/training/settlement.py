@@ -11,7 +11,8 @@ from twinkle.server.services.service_loop import BackgroundTasks
 from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.journal_quota import JournalQuota
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state import DatabaseUnavailableError, StorageFullError, Store
+from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
+from twinkle.server.state.store import Store
 from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import Op, OpKind, Outcome
 from twinkle.server.usage import Usage

@@ -5,9 +5,10 @@ import logging
 import time
 
 from twinkle.errors import CheckpointError
-from twinkle.server.state import Damage, DamagedRecordError, JournalError, Store
+from twinkle.server.state.errors import Damage, DamagedRecordError, JournalError
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.files.file_checksums import check_files
+from twinkle.server.state.store import Store
 from twinkle.server.types import RunRecord, SnapshotRecord
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from twinkle.model.types import AdapterSnapshot
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
 from twinkle.server.services.training.run_kind import RunKinds
-from twinkle.server.state import Store
 from twinkle.server.state.files.data_dir import DataDir, write_snapshot
+from twinkle.server.state.store import Store
 from twinkle.server.types import SnapshotRecord
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Engine, PoolProxiedConnection, Select
+from sqlalchemy import (
+    ColumnElement,
+    Engine,
+    PoolProxiedConnection,
+    Select,
+    Table,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.sql.dml import UpdateBase
 
 from twinkle.errors import QuotaError
@@ -119,11 +132,64 @@ class Cursor:
         self.driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
         return int(self.driver_cursor.rowcount)
 
+    # Statements about the rows of one table that have certain values in certain columns:
+
+    def find(self, table: Table, **key: object) -> Row | None:
+        """Return the only row with these values, or None where there is none."""
+        return self.row(_find(table, tuple(key)), key)
+
+    def count(self, table: Table, **key: object) -> int:
+        return self.number(_count(table, tuple(key)), key)
+
+    def insert(self, table: Table, **row: object) -> None:
+        """Insert a row, which has a value for every column."""
+        self.execute(_insert(table), row)
+
+    def update(self, table: Table, key: Parameters, **values: object) -> int:
+        """Set ``values`` in the rows with this key; returns how many there are."""
+        wanted = {f"its_{name}": value for name, value in key.items()}
+        return self.execute(_update(table, tuple(key), tuple(values)), wanted | values)
+
+    def delete(self, table: Table, **key: object) -> int:
+        """Delete the rows with these values; returns how many there were."""
+        return self.execute(_delete(table, tuple(key)), key)
+
     def _compile(self, statement: Statement) -> _Compiled:
         known = self._compiled.get(statement)
         if known is None:
             known = self._compiled[statement] = _compile(statement, self._engine)
         return known
+
+
+# Each is made once for a table and the names of columns: statements are compiled by identity.
+
+
+@cache
+def _find(table: Table, key: tuple[str, ...]) -> Select[Any]:
+    return select(table).where(*_equal(table, key))
+
+
+@cache
+def _count(table: Table, key: tuple[str, ...]) -> Select[Any]:
+    return select(func.count()).select_from(table).where(*_equal(table, key))
+
+
+_insert = cache(insert)
+
+
+@cache
+def _update(table: Table, key: tuple[str, ...], values: tuple[str, ...]) -> UpdateBase:
+    """Make an UPDATE. Parameters of the key have names of their own: SQLAlchemy names values after their columns."""
+    return update(table).where(*_equal(table, key, "its_")).values({name: bindparam(name) for name in values})
+
+
+@cache
+def _delete(table: Table, key: tuple[str, ...]) -> UpdateBase:
+    return delete(table).where(*_equal(table, key))
+
+
+def _equal(table: Table, names: tuple[str, ...], prefix: str = "") -> list[ColumnElement[bool]]:
+    return [table.c[name] == bindparam(f"{prefix}{name}") for name in names]
 
 
 def _compile(statement: Statement, engine: Engine) -> _Compiled:
@@ -147,11 +213,6 @@ def _compile(statement: Statement, engine: Engine) -> _Compiled:
 class _Write:
     work: Callable[[Cursor], Any]
     future: asyncio.Future[Any]
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: BaseException
 
 
 class _Line:
@@ -207,12 +268,9 @@ class Database:
         other callers share, done again.
         """
         self._check_open()
-        future: asyncio.Future[T | QuotaError] = self._loop.create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Write(work, future))
-        result = await future
-        if isinstance(result, QuotaError):
-            raise result
-        return result
+        return await future
 
     async def close(self) -> None:
         """Commit what waits and let go of the files."""
@@ -252,7 +310,7 @@ class Database:
                         self._reconnect(line, error)
                         if attempts < _ATTEMPTS:
                             continue
-                    typed = self._driver.typed(error)
+                    typed = self._typed(error)
                     if typed is error:
                         raise
                     raise typed from error
@@ -262,37 +320,38 @@ class Database:
     def _write_groups(self) -> None:
         last = False
         while not last:
-            group, last = self._next_group()
+            group, last = self._next_group(_GROUP)
             if group:
                 results = self._commit(group)
                 self._wake(group, results)
                 self._maintain(len(group))
 
-    def _next_group(self) -> tuple[list[_Write], bool]:
-        """Return all writes that wait (at least one), and whether the store is being closed."""
+    def _next_group(self, most: int | None = None) -> tuple[list[_Write], bool]:
+        """Return the writes that wait, and whether the store is being closed.
+
+        With ``most``, not more than so many, and at least one: it waits for the first. Otherwise all, perhaps none.
+        """
         group: list[_Write] = []
-        while len(group) < _GROUP:
-            try:
-                write = self._queue.get(block=not group)
-            except queue.Empty:
-                break
-            if write is None:
-                return group, True
-            group.append(write)
+        with suppress(queue.Empty):
+            while most is None or len(group) < most:
+                write = self._queue.get(block=most is not None and not group)
+                if write is None:
+                    return group, True
+                group.append(write)
         return group, False
 
     def _commit(self, group: Sequence[_Write]) -> list[Any]:
-        """Return the results in order, failures as :class:`_Failure`: an error is for the caller whose write it was.
+        """Return the results in order. One that is an exception is raised by the caller whose write it was.
 
         Hardly ever does one fail. If one does, nothing of the transaction is left, and each gets one of its own.
         """
         try:
             return self._transact(group)
         except (DatabaseInUseError, DatabaseUnavailableError) as error:  # nobody's own fault
-            return [_Failure(error)] * len(group)
+            return [error] * len(group)
         except Exception as error:  # noqa: BLE001
             if len(group) == 1:
-                return [_Failure(_typed(error, self._driver))]
+                return [self._typed(error)]
         return [result for write in group for result in self._commit([write])]
 
     def _transact(self, group: Sequence[_Write]) -> list[Any]:
@@ -336,12 +395,10 @@ class Database:
                 error = again
 
     def _refuse_waiting(self, error: DatabaseUnavailableError) -> None:
-        refused: list[_Write] = []
-        with suppress(queue.Empty):
-            while (write := self._queue.get_nowait()) is not None:
-                refused.append(write)
+        refused, is_closing = self._next_group()
+        if is_closing:
             self._queue.put(None)
-        self._wake(refused, [_Failure(error)] * len(refused))
+        self._wake(refused, [error] * len(refused))
         time.sleep(_RECONNECT_PAUSE)
 
     def _reconnect(self, line: _Line, error: BaseException) -> None:
@@ -368,6 +425,12 @@ class Database:
             self._away_since, self._is_missed = None, False
             _logger.warning("the database is back after %.1f s", time.monotonic() - since)
 
+    def _typed(self, error: Exception) -> Exception:
+        typed = self._driver.typed(error)
+        if typed is not error:
+            typed.__cause__ = error
+        return typed
+
     def _wake(self, group: Sequence[_Write], results: Sequence[Any]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_resolve, group, results)
@@ -386,18 +449,11 @@ class Database:
             _logger.exception("maintenance of the database failed")
 
 
-def _typed(error: Exception, driver: Driver) -> Exception:
-    typed = driver.typed(error)
-    if typed is not error:
-        typed.__cause__ = error
-    return typed
-
-
 def _resolve(group: Sequence[_Write], results: Sequence[Any]) -> None:
     for write, result in zip(group, results, strict=True):
         if write.future.done():
             continue
-        if isinstance(result, _Failure):
-            write.future.set_exception(result.error)
+        if isinstance(result, BaseException):
+            write.future.set_exception(result)
         else:
             write.future.set_result(result)

@@ -14,17 +14,15 @@ more: whatever their writer had committed is committed, and nothing will be adde
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from itertools import count
 from pathlib import Path
 
 from twinkle.server.state.errors import JournalError, StorageFullError, StoreClosedError
-from twinkle.server.state.files.guards import DISK_FULL
+from twinkle.server.state.files.guards import DISK_FULL, try_lock
 from twinkle.server.types import BlobRef
 
 SEGMENT_BYTES = 64 * 1024 * 1024
@@ -53,12 +51,9 @@ class JournalWriters:
         except FileNotFoundError:
             return True
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            return try_lock(fd, shared=True)
         finally:
             os.close(fd)
-        return True
 
     def forget_dead(self, with_segments: set[int]) -> None:
         """Remove the files of dead writers of which no segment is left."""
@@ -74,18 +69,16 @@ class JournalWriters:
         """Take a number that no process had. Its file is locked before it has its name: it is never seen unlocked."""
         unnamed = self._directory / f".{secrets.token_hex(8)}"
         fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try_lock(fd, shared=False)  # nobody else knows the file yet
         highest = max((int(path.stem) for path in self._directory.glob(f"*{_WRITER_SUFFIX}")), default=_ALONE)
         try:
-            for number in count(highest + 1):
-                try:
-                    os.link(unnamed, self._path(number))
-                except FileExistsError:
-                    continue
-                return fd, number
+            while True:
+                highest += 1
+                with contextlib.suppress(FileExistsError):
+                    os.link(unnamed, self._path(highest))
+                    return fd, highest
         finally:
             unnamed.unlink()
-        raise AssertionError("there are always more numbers")
 
     def _path(self, writer: int) -> Path:
         return self._directory / f"{writer:08d}{_WRITER_SUFFIX}"

@@ -8,7 +8,7 @@ from operator import attrgetter
 from types import NoneType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from sqlalchemy import Select, Table, insert
+from sqlalchemy import Select, Table
 
 from twinkle.server.state.database.database import Cursor, Row
 from twinkle.server.types import BlobRef
@@ -26,12 +26,11 @@ class RecordMapper(Generic[R]):
     and the next version reads what this one wrote.
     """
 
-    def __init__(self, record: type[R], table: Table | None = None) -> None:
-        """``table``: where records are inserted; None for those that are only read, from queries of several tables."""
+    def __init__(self, record: type[R], table: Table) -> None:
         self._record: Callable[..., R] = record
+        self._table = table
         kinds = {name: _kind(hint) for name, hint in get_type_hints(record).items()}
-        self._columns: Row = dict.fromkeys(column.name for column in table.c) if table is not None else {}
-        self._insert = insert(table) if table is not None else None
+        self._columns: Row = dict.fromkeys(column.name for column in table.c)
         blobs = [name for name, kind in kinds.items() if kind is BlobRef]
         self._blobs = [(name, f"{name}_segment", f"{name}_offset", f"{name}_length") for name in blobs]
         self._names = [field.name for field in fields(record) if field.name not in blobs]  # type: ignore[arg-type]
@@ -54,10 +53,9 @@ class RecordMapper(Generic[R]):
 
     def insert(self, cursor: Cursor, record: R, **others: object) -> None:
         """Store a record as a new row, with the values of ``others`` in columns that are no field."""
-        assert self._insert is not None, "a mapper without a table only reads"
         row = self.row(record)
         row.update(others)
-        cursor.execute(self._insert, row)
+        cursor.insert(self._table, **row)
 
     def record(self, row: Row) -> R:
         """Return the record of a row, which may have more columns than the record has fields."""
@@ -70,9 +68,9 @@ class RecordMapper(Generic[R]):
             values[name] = BlobRef(row[segment], row[offset], row[length]) if stored else None
         return self._record(**values)
 
-    def first(self, cursor: Cursor, statement: Select[Any], **parameters: object) -> R | None:
-        """Return the only record that a query finds; None where it finds none."""
-        row = cursor.row(statement, parameters)
+    def find(self, cursor: Cursor, **key: object) -> R | None:
+        """Return the only record with these values in its columns; None where there is none."""
+        row = cursor.find(self._table, **key)
         return None if row is None else self.record(row)
 
     def all(self, cursor: Cursor, statement: Select[Any], **parameters: object) -> tuple[R, ...]:

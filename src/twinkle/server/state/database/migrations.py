@@ -33,54 +33,59 @@ from twinkle.server.state.integrity.row_checksums import fill_checksums
 Migration = Callable[[Connection], None]
 
 
+def _run(connection: Connection, *statements: str) -> None:
+    """Run statements in which {double} and {without_rowid} stand for the words of the database for them."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    double, without_rowid = ("DOUBLE", "WITHOUT ROWID") if is_sqlite else ("DOUBLE PRECISION", "")
+    for statement in statements:
+        connection.exec_driver_sql(statement.format(double=double, without_rowid=without_rowid))
+
+
 def _add_sampling_clients(connection: Connection) -> None:
-    layout = "WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
-    connection.exec_driver_sql(
-        f"""
+    _run(
+        connection,
+        """
         CREATE TABLE sampling_clients (
             sampling_session_id VARCHAR NOT NULL REFERENCES sampling_sessions (sampling_session_id),
             client BIGINT NOT NULL,
             first_seq BIGINT NOT NULL,
             next_seq BIGINT NOT NULL,
             PRIMARY KEY (sampling_session_id, client)
-        ) {layout}
-        """
+        ) {without_rowid}
+        """,
     )
 
 
 def _add_replicas(connection: Connection) -> None:
-    for table in ("runs", "sampling_sessions"):
-        connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN replica VARCHAR NOT NULL DEFAULT ''")
-    real = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
-    connection.exec_driver_sql(
-        f"CREATE TABLE leases (name VARCHAR NOT NULL PRIMARY KEY, holder VARCHAR NOT NULL, until {real} NOT NULL)"
+    _run(
+        connection,
+        "ALTER TABLE runs ADD COLUMN replica VARCHAR NOT NULL DEFAULT ''",
+        "ALTER TABLE sampling_sessions ADD COLUMN replica VARCHAR NOT NULL DEFAULT ''",
+        "CREATE TABLE leases (name VARCHAR NOT NULL PRIMARY KEY, holder VARCHAR NOT NULL, until {double} NOT NULL)",
     )
 
 
 def _add_run_metrics(connection: Connection) -> None:
-    layout = "WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
-    number = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
-    connection.exec_driver_sql(
-        f"""
+    _run(
+        connection,
+        """
         CREATE TABLE run_metrics (
             run_id VARCHAR NOT NULL REFERENCES runs (run_id),
             number BIGINT NOT NULL,
-            recorded_at {number} NOT NULL,
+            recorded_at {double} NOT NULL,
             seq BIGINT,
             step BIGINT NOT NULL,
             metrics TEXT NOT NULL,
             PRIMARY KEY (run_id, number)
-        ) {layout}
+        ) {without_rowid}
+        """,
         """
-    )
-    connection.exec_driver_sql(
-        f"""
         CREATE TABLE run_metric_names (
             run_id VARCHAR NOT NULL REFERENCES runs (run_id),
             name VARCHAR NOT NULL,
             PRIMARY KEY (run_id, name)
-        ) {layout}
-        """
+        ) {without_rowid}
+        """,
     )
 
 
@@ -107,13 +112,11 @@ def _add_usage(connection: Connection) -> None:
     """And what operators ask of a running server. Versions that are on disk already count as if they were empty."""
     counters = "trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests", "storage_bytes"
     columns = ", ".join(f"{name} BIGINT NOT NULL" for name in counters)
-    connection.exec_driver_sql(
+    _run(
+        connection,
         f"CREATE TABLE usage (tenant_id VARCHAR NOT NULL, day VARCHAR NOT NULL, {columns},"
-        " PRIMARY KEY (tenant_id, day))"
-    )
-    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
-    connection.exec_driver_sql(
-        f"""
+        " PRIMARY KEY (tenant_id, day))",
+        """
         CREATE TABLE operator_requests (
             request_id VARCHAR NOT NULL,
             kind VARCHAR NOT NULL,
@@ -123,17 +126,17 @@ def _add_usage(connection: Connection) -> None:
             failed INTEGER NOT NULL,
             PRIMARY KEY (request_id)
         )
-        """
+        """,
+        "ALTER TABLE sampling_sessions ADD COLUMN size_bytes BIGINT NOT NULL DEFAULT 0",
+        "CREATE INDEX sampling_sessions_by_size ON sampling_sessions (tenant_id, size_bytes)",
+        "CREATE INDEX sessions_by_state_of_tenant ON sessions (tenant_id, state)",
     )
-    connection.exec_driver_sql("ALTER TABLE sampling_sessions ADD COLUMN size_bytes BIGINT NOT NULL DEFAULT 0")
-    connection.exec_driver_sql("CREATE INDEX sampling_sessions_by_size ON sampling_sessions (tenant_id, size_bytes)")
-    connection.exec_driver_sql("CREATE INDEX sessions_by_state_of_tenant ON sessions (tenant_id, state)")
 
 
 def _add_audit_and_finish_reasons(connection: Connection) -> None:
-    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
-    connection.exec_driver_sql(
-        f"""
+    _run(
+        connection,
+        """
         CREATE TABLE audit (
             entry_id VARCHAR NOT NULL PRIMARY KEY,
             tenant_id VARCHAR NOT NULL,
@@ -141,12 +144,12 @@ def _add_audit_and_finish_reasons(connection: Connection) -> None:
             event VARCHAR NOT NULL,
             details TEXT NOT NULL
         )
-        """
+        """,
+        "CREATE INDEX audit_by_tenant ON audit (tenant_id, at)",
+        "CREATE INDEX audit_by_time ON audit (at)",
+        "ALTER TABLE sessions ADD COLUMN finish_reason VARCHAR",
+        "ALTER TABLE sessions ADD COLUMN finish_detail TEXT",
     )
-    connection.exec_driver_sql("CREATE INDEX audit_by_tenant ON audit (tenant_id, at)")
-    connection.exec_driver_sql("CREATE INDEX audit_by_time ON audit (at)")
-    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_reason VARCHAR")
-    connection.exec_driver_sql("ALTER TABLE sessions ADD COLUMN finish_detail TEXT")
 
 
 def _add_endings(connection: Connection) -> None:
@@ -166,9 +169,9 @@ def _add_checksums_and_damage(connection: Connection) -> None:
     for name in tables:
         connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0")
         fill_checksums(connection, name)
-    double = "DOUBLE" if connection.dialect.name == "sqlite" else "DOUBLE PRECISION"
-    connection.exec_driver_sql(
-        f"""
+    _run(
+        connection,
+        """
         CREATE TABLE damage (
             subject VARCHAR NOT NULL PRIMARY KEY,
             tenant_id VARCHAR,
@@ -177,7 +180,7 @@ def _add_checksums_and_damage(connection: Connection) -> None:
             found_at {double} NOT NULL,
             checksum BIGINT NOT NULL DEFAULT 0
         )
-        """
+        """,
     )
 
 
@@ -195,28 +198,27 @@ MIGRATIONS: Sequence[Migration] = (
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
     """Bring the database to the newest version. The caller holds the transaction: all of it happens or nothing."""
-    known = 1 + len(migrations)
-    version = _version(connection)
+    version, known = _versions(connection, migrations)
     if version is None:
         METADATA.create_all(connection)
         connection.execute(insert(SCHEMA_VERSION).values(version=known))
         return
-    if version > known:
-        raise SchemaVersionError(version, known)
     for step in migrations[version - 1 :]:
         step(connection)
     connection.execute(update(SCHEMA_VERSION).values(version=known))
 
 
 def needs_migration(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> bool:
-    known = 1 + len(migrations)
-    version = _version(connection)
-    if version is not None and version > known:
-        raise SchemaVersionError(version, known)
+    version, known = _versions(connection, migrations)
     return version != known
 
 
-def _version(connection: Connection) -> int | None:
+def _versions(connection: Connection, migrations: Sequence[Migration]) -> tuple[int | None, int]:
+    """Return the version of the database, None of a new one, and the newest; SchemaVersionError: it is newer still."""
+    known = 1 + len(migrations)
     if not inspect(connection).has_table(SCHEMA_VERSION.name):
-        return None
-    return connection.execute(select(SCHEMA_VERSION.c.version)).scalar_one()
+        return None, known
+    version = connection.execute(select(SCHEMA_VERSION.c.version)).scalar_one()
+    if version > known:
+        raise SchemaVersionError(version, known)
+    return version, known

@@ -107,30 +107,31 @@ class PostgresDriver:
     # --- connections --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def connect(self) -> Iterator[Connection]:
+    def _connecting(self, *failures: type[Exception]) -> Iterator[None]:
+        """Raise DatabaseConnectionError, which names the database, in the place of these errors of drivers."""
         try:
-            with self.engine.connect() as connection:
-                yield connection
-        except DBAPIError as error:
+            yield
+        except failures as error:
             raise DatabaseConnectionError(self.name, _reason(error)) from None
 
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        with self._connecting(DBAPIError), self.engine.connect() as connection:
+            yield connection
+
     def connect_reader(self) -> PoolProxiedConnection:
-        try:
+        with self._connecting(psycopg.Error, DBAPIError):
             return self.engine.raw_connection()
-        except (psycopg.Error, DBAPIError) as error:
-            raise DatabaseConnectionError(self.name, _reason(error)) from None
 
     def connect_writer(self) -> PoolProxiedConnection:
         connection = self.connect_reader()
         try:
-            cursor = connection.cursor()
-            if self._part is not Part.TOOL:
-                shared = "_shared" if self._part is Part.MEMBER else ""
-                self._take_lock(cursor, f"pg_try_advisory_lock{shared}")
-            self._register(cursor)
-        except psycopg.OperationalError as error:
-            connection.invalidate()
-            raise DatabaseConnectionError(self.name, _reason(error)) from None
+            with self._connecting(psycopg.OperationalError):
+                cursor = connection.cursor()
+                if self._part is not Part.TOOL:
+                    shared = "_shared" if self._part is Part.MEMBER else ""
+                    self._take_lock(cursor, f"pg_try_advisory_lock{shared}")
+                self._register(cursor)
         except BaseException:
             connection.invalidate()
             raise

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -131,22 +132,16 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
     check_files(directory)
     try:
         meta = json.loads((directory / "meta.json").read_text())
-        arrays = {
-            name: np.load(directory / f"{name}.npy", allow_pickle=False)
-            for name in _ARRAYS
-            if name != "gradient" or (directory / "gradient.npy").exists()
-        }
+        arrays = {name: _read_array(directory / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"snapshot {directory.name} cannot be read: {error}") from error
-    return AdapterSnapshot(
-        spec=LoraSpec(**meta["spec"]),
-        step=meta["step"],
-        layout=meta["layout"],
-        weights=arrays["weights"],
-        exp_avg=arrays["exp_avg"],
-        exp_avg_sq=arrays["exp_avg_sq"],
-        gradient=arrays.get("gradient"),
-    )
+    return AdapterSnapshot(LoraSpec(**meta["spec"]), meta["step"], meta["layout"], **arrays)
+
+
+def _read_array(file: Path) -> Any:
+    """Return an array; None where there is no gradient, which only an open window has."""
+    is_there = file.name != "gradient.npy" or file.exists()
+    return np.load(file, allow_pickle=False) if is_there else None
 
 
 def read_state_beside(directory: Path) -> bytes | None:

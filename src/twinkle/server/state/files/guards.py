@@ -28,7 +28,7 @@ class DirectoryLock:
         """``shared``: with others that share it, and with nobody who wants it alone. Blocks for ``wait_seconds``."""
         self._fd = os.open(data_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + wait_seconds
-        while not _try(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+        while not try_lock(self._fd, shared=shared):
             if time.monotonic() >= deadline:
                 os.close(self._fd)
                 raise DataDirInUseError(data_dir)
@@ -44,9 +44,10 @@ class DirectoryLock:
         self.release()
 
 
-def _try(fd: int, kind: int) -> bool:
+def try_lock(fd: int, *, shared: bool) -> bool:
+    """Lock an open file until it is closed; returns whether that was possible at once."""
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from twinkle.server.state.errors import DamagedStateError
+from twinkle.server.state.files.data_dir import sync
 
 COPIES = "copies"
 _SECRET = "secret"
@@ -38,7 +39,7 @@ def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
     """
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
     file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
-    found, copy = _secret_in(file), _copied_secret(copy_file)
+    found, copy = _secret_in(file), _secret_in(copy_file, with_sum=True)
     if copy is not None and found != copy:
         _logger.error("%s was missing or damaged: it is put back from %s", file, copy_file)
         write_private(file, copy)
@@ -60,7 +61,7 @@ def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
 def secret_problem(data_dir: Path) -> str | None:
     """Return what is wrong with the secret or its copy, changing nothing."""
     file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
-    found, copy = _secret_in(file), _copied_secret(copy_file)
+    found, copy = _secret_in(file), _secret_in(copy_file, with_sum=True)
     if found is not None and found == copy:
         return None
     if copy is not None:
@@ -70,20 +71,15 @@ def secret_problem(data_dir: Path) -> str | None:
     return f"{copy_file} is missing or damaged; the next start makes it again from {file}"
 
 
-def _secret_in(file: Path) -> bytes | None:
+def _secret_in(file: Path, *, with_sum: bool = False) -> bytes | None:
+    """Return the secret that the file holds, ``with_sum`` or alone; None where it is missing or damaged."""
     try:
         content = file.read_bytes()
     except OSError:
         return None
-    return content if _DIGITS.fullmatch(content) else None
-
-
-def _copied_secret(file: Path) -> bytes | None:
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return None
-    return content[:64] if content == _with_sum(content[:64]) and _DIGITS.fullmatch(content[:64]) else None
+    secret = content[:64]
+    is_whole = content == (_with_sum(secret) if with_sum else secret)
+    return secret if is_whole and _DIGITS.fullmatch(secret) else None
 
 
 def _with_sum(secret: bytes) -> bytes:
@@ -125,21 +121,27 @@ def copied_database(data_dir: Path) -> Path:
 
 
 def copy_database(database: Path, data_dir: Path) -> None:
-    """Copy a database that may be in use. The copy is a file of its own, without a WAL."""
+    """Copy a database that may be in use to where the server keeps its copy, whole or not at all."""
     target = copied_database(data_dir)
     target.parent.mkdir(mode=0o700, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
-        with closing(sqlite3.connect(database, timeout=10)) as live, closing(sqlite3.connect(draft)) as copy:
-            live.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")
-        with draft.open("rb") as written:
-            os.fsync(written.fileno())
+        with closing(sqlite3.connect(database, timeout=10)) as live:
+            copy_sqlite(live, draft)
+        sync(draft)
         os.replace(draft, target)
     finally:
         for leftover in target.parent.glob(f"{draft.name}*"):
             leftover.unlink(missing_ok=True)
+
+
+def copy_sqlite(live: sqlite3.Connection, target: Path) -> None:
+    """Copy a database as it is at one moment; it may be in use. The copy is a file of its own, without a WAL."""
+    target.unlink(missing_ok=True)
+    target.touch(mode=0o600)
+    with closing(sqlite3.connect(target)) as copy:
+        live.backup(copy)
+        copy.execute("PRAGMA journal_mode=DELETE")
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from sqlalchemy import (
     cast,
     func,
     literal,
-    select,
 )
 from sqlalchemy.dialects.postgresql import BIT
 from sqlalchemy.sql.dml import UpdateBase
@@ -122,21 +121,13 @@ def fill_checksums(connection: Connection, name: str) -> None:
     """Set the checksums of all rows of a table, whatever they were. For migrations."""
     table = Table(name, MetaData(), autoload_with=connection)
     columns = checked_columns(table)
-    if connection.dialect.name != "sqlite":
-        connection.execute(table.update().values({CHECKSUM: expected_checksum(columns)}))
-        return
-    key = list(table.primary_key.columns)
-    rows = connection.execute(select(*columns, *(column.label(f"key_{column.name}") for column in key))).all()
-    change = table.update().values({CHECKSUM: bindparam("new_sum")})
-    for column in key:
-        change = change.where(column == bindparam(f"key_{column.name}"))
-    changes = [
-        {"new_sum": row_checksum(row[: len(columns)])}
-        | {f"key_{column.name}": value for column, value in zip(key, row[len(columns) :], strict=True)}
-        for row in rows
-    ]
-    if changes:
-        connection.execute(change, changes)
+    checksum: ColumnElement[int] = expected_checksum(columns)
+    if connection.dialect.name == "sqlite":
+        driver_connection = connection.connection.driver_connection
+        assert driver_connection is not None
+        driver_connection.create_function("new_row_checksum", -1, lambda *values: row_checksum(values))
+        checksum = func.new_row_checksum(*columns)
+    connection.execute(table.update().values({CHECKSUM: checksum}))
 
 
 def _reusable(value: Any) -> Any:

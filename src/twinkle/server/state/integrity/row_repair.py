@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +33,8 @@ Row = dict[str, Any]
 
 _logger = logging.getLogger(__name__)
 
-_PUT_BACK = "its record was damaged: it is put back from the copy"
+# Of these tables all rows are looked at, and of the others only those with damaged rows are kept in memory.
+_OWNERS = ("runs", "sessions", "checkpoints", "sampling_sessions", "snapshots")
 _SESSION = RecordMapper(SessionRecord, SESSIONS)
 _CHECKPOINT = RecordMapper(CheckpointRecord, CHECKPOINTS)
 # What a run's row holds where the damaged row cannot be believed.
@@ -47,13 +50,11 @@ _OTHERWISE: Row = {
 
 def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
     """Deal with all damaged rows in one transaction; returns how many there were. Raises sqlite3.Error."""
-    names = row_tables(connection)
     repair = _Repair(data_dir)
-    for name in names:
+    for name in row_tables(connection):
         contents = read_table(connection, name)
-        if name not in ("runs", "sessions", "checkpoints", "sampling_sessions", "snapshots") and not contents.damaged:
-            continue  # of the large tables, only what is needed is kept in memory
-        repair.tables[name] = contents
+        if contents.damaged or name in _OWNERS:
+            repair.tables[name] = contents
     damaged = sum(len(contents.damaged) for contents in repair.tables.values())
     if damaged == 0:
         return 0
@@ -94,12 +95,12 @@ class _Repair:
         deciding: Mapping[str, Callable[[str, Row], None]] = {
             "sessions": self._sessions,
             "runs": self._runs,
-            "sampling_sessions": self._sampling_sessions,
+            "sampling_sessions": partial(self._same_or_gone, "sampling session", "create another one"),
             "checkpoints": self._checkpoints,
             "snapshots": self._snapshots,
             "ops": self._ops,
             "api_keys": self._api_keys,
-            "custom_losses": self._custom_losses,
+            "custom_losses": partial(self._same_or_gone, "custom loss", "create it again"),
         }
         for name in sorted(self.tables, key=lambda name: [*deciding, name].index(name)):
             for row in self.tables[name].damaged:
@@ -109,64 +110,58 @@ class _Repair:
     # --- by table -----------------------------------------------------------------------------------------------------
 
     def _sessions(self, name: str, row: Row) -> None:
-        owners = (*self._good("runs"), *self._good("sampling_sessions"))
+        belonging = (*self._good("runs"), *self._good("sampling_sessions"))
+        tenants = {other["session_id"]: other["tenant_id"] for other in belonging}
+        known = tenants.keys() - {other["session_id"] for other in self._good(name)}
         copied = self._copied(name, row)
-        known = {other["session_id"] for other in owners} - {other["session_id"] for other in self._good(name)}
         session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
             self._say(f"session {row['session_id']}", "its record is damaged, and nothing belongs to it: it is removed")
             return
         copied = copied or self._copied(name, {"session_id": session_id})
-        tenant_id = next((other["tenant_id"] for other in owners if other["session_id"] == session_id), None)
         now = time.time()
-        if copied is not None and copied["state"] == row["state"]:
-            self._put(name, copied | {"last_seen": now})
-            self._say(f"session {session_id}", _PUT_BACK, copied["tenant_id"])
-            return
-        if copied is None and tenant_id is None:
-            self._say(f"session {session_id}", "its record is damaged: it is removed")
-            return
+        if copied is not None:
+            tenants.setdefault(session_id, copied["tenant_id"])
+            if copied["state"] == row["state"]:
+                self._put_back(name, copied | {"last_seen": now}, f"session {session_id}")
+                return
         what = "the session's record was damaged on the server's disk: make a new client"
-        owner = tenant_id or (copied["tenant_id"] if copied else None)
-        assert owner is not None, "one of both is there"
-        created_at = _believed(row, {"created_at": now})["created_at"]
+        tenant_id, created_at = tenants[session_id], _believed(row, {"created_at": now})["created_at"]
         session = SessionRecord(
-            session_id, owner, created_at, now, "expired", finish_reason="errored", finish_detail=what
+            session_id, tenant_id, created_at, now, "expired", finish_reason="errored", finish_detail=what
         )
         self._put(name, _SESSION.row(session))
         self._say(f"session {session_id}", f"{what}; its adapters are parked", tenant_id)
 
     def _runs(self, name: str, row: Row) -> None:
-        here = {other["run_id"] for other in self._good(name)}
         named = {
             other[column]
             for table, column in (("ops", "adapter_id"), ("snapshots", "adapter_id"), ("checkpoints", "run_id"))
             for other in self._good(table)
-        } - here
+        } - {other["run_id"] for other in self._good(name)}
         copied = self._copied(name, row)
         run_id = _nearest(row["run_id"], named) or (copied and copied["run_id"]) or _text(row["run_id"])
         copied = copied or self._copied(name, {"run_id": run_id})
-        sessions = {other["session_id"]: other for other in self._good("sessions")}
         if copied is not None:
             state = row["state"] if row["state"] in ("live", "failed", "parked") else "failed"
-            self._put(name, copied | {"state": state, "note": copied["note"] if state == copied["state"] else None})
-            self._say(f"run {run_id}", _PUT_BACK, copied["tenant_id"], run_id)
+            note = copied["note"] if state == copied["state"] else None
+            self._put_back(name, copied | {"state": state, "note": note}, f"run {run_id}", run_id)
             return
+        tenants = {other["session_id"]: other["tenant_id"] for other in self._good("sessions")}
         session_id = next(
-            (each for each in sessions if run_id.startswith((f"{each}:train:", f"{each}-"))), row["session_id"]
+            (each for each in tenants if run_id.startswith((f"{each}:train:", f"{each}-"))), row["session_id"]
         )
-        session = sessions.get(session_id)
-        if session is None:
+        if session_id not in tenants:
             self._say(f"run {run_id}", "its record is damaged, its session is not known: it is removed", None, run_id)
             return
         message = lost_run(run_id, "its record was damaged on the server's disk")
-        owned = {"run_id": run_id, "session_id": session_id, "tenant_id": session["tenant_id"]}
+        owned = {"run_id": run_id, "session_id": session_id, "tenant_id": tenants[session_id]}
         number = run_id.rpartition(":train:")[2]
         if number.isdigit():
             owned["number"] = int(number)
         otherwise = _OTHERWISE | dict.fromkeys(("created_at", "last_request_at"), time.time())
         self._put(name, _believed(row, otherwise) | owned | {"state": "failed", "note": message})
-        self._say(f"run {run_id}", message, session["tenant_id"], run_id)
+        self._say(f"run {run_id}", message, tenants[session_id], run_id)
 
     def _snapshots(self, name: str, row: Row) -> None:
         with_one = {other["adapter_id"] for other in self._good(name)}
@@ -175,8 +170,7 @@ class _Repair:
         if run_id is None:
             self._say(f"snapshot of {row['adapter_id']}", "its record is damaged, and no live run misses one")
             return
-        seqs = {op["seq"] for op in self._good("ops") if op["adapter_id"] == run_id}
-        if seqs and seqs == set(range(max(seqs) + 1)):
+        if self._has_gap(run_id, -1) is False:
             what = "the record of its snapshot was damaged: it is brought back from its journal, from its creation on"
             self._say(f"snapshot of {run_id}", what, self._tenant(run_id), run_id)
             return
@@ -230,36 +224,24 @@ class _Repair:
     def _api_keys(self, name: str, row: Row) -> None:
         copied = self._copied(name, row)
         if copied is not None and copied["revoked_at"] is None and row["revoked_at"] is None:
-            self._put(name, copied)
-            self._say(f"key {copied['key_id']}", _PUT_BACK, copied["tenant_id"])
+            self._put_back(name, copied, f"key {copied['key_id']}")
             return
         tenant = row["tenant_id"] if copied is None else copied["tenant_id"]
         command = f"`twinkle-server keys create --tenant {tenant}` makes a new one"
         self._say(f"key {row['key_id']}", f"its record is damaged: the key does not work any more; {command}")
 
-    def _sampling_sessions(self, name: str, row: Row) -> None:
-        self._same_or_gone(name, row, "sampling session", "create another one")
-
-    def _custom_losses(self, name: str, row: Row) -> None:
-        self._same_or_gone(name, row, "custom loss", "create it again")
-
-    def _same_or_gone(self, name: str, row: Row, kind: str, advice: str) -> None:
+    def _same_or_gone(self, kind: str, advice: str, name: str, row: Row) -> None:
         """Put back the copy of a row that never changes; without one, the row is gone."""
         copied = self._copied(name, row)
         (key,) = _key(name)
         if copied is not None:
-            self._put(name, copied)
-            self._say(f"record of {copied[key]}", _PUT_BACK, copied["tenant_id"])
+            self._put_back(name, copied, f"record of {copied[key]}")
             return
         message = f"{kind} {row[key]}: its record was damaged on the server's disk; {advice}"
         self._say(f"{kind} {row[key]}", message)
 
     def _other(self, name: str, row: Row) -> None:
-        content = {
-            column: _printable(value) if isinstance(value, str) else value
-            for column, value in row.items()
-            if column != CHECKSUM
-        }
+        content = {column: value for column, value in row.items() if column != CHECKSUM}
         shown = json.dumps(content, default=str)[:500]
         subject = f"row of {name} {row_checksum([shown]):08x}"  # it has no other name
         self._say(subject, f"a row of the table {name} is damaged: it is removed; it reads {shown}")
@@ -274,6 +256,10 @@ class _Repair:
         columns = self.tables[name].columns
         whole = {column: row.get(column) for column in columns if column != CHECKSUM}
         self.tables[name].good.append(_with_checksum(whole))
+
+    def _put_back(self, name: str, row: Row, subject: str, run_id: str | None = None) -> None:
+        self._put(name, row)
+        self._say(subject, "its record was damaged: it is put back from the copy", row["tenant_id"], run_id)
 
     def _fail(self, run_id: str, what: str) -> None:
         message = lost_run(run_id, what)
@@ -291,34 +277,30 @@ class _Repair:
 
     def _with_a_gap(self) -> str | None:
         """Return the only live run among whose ops a number is missing."""
-        with_gap = []
         covered = {each["adapter_id"]: each["seq"] for each in self._good("snapshots")}
-        for run in self._good("runs"):
-            if run["state"] == "live":
-                first = covered.get(run["run_id"], -1)
-                ops = [op for op in self._good("ops") if op["adapter_id"] == run["run_id"]]
-                seqs = {op["seq"] for op in ops if op["seq"] > first}
-                if seqs and seqs != set(range(first + 1, max(seqs) + 1)):
-                    with_gap.append(run["run_id"])
+        live = [run["run_id"] for run in self._good("runs") if run["state"] == "live"]
+        with_gap = [run_id for run_id in live if self._has_gap(run_id, covered.get(run_id, -1))]
         return with_gap[0] if len(with_gap) == 1 else None
+
+    def _has_gap(self, run_id: str, after: int) -> bool | None:
+        """Return whether a number is missing among the run's ops after that one; None where it has none of them."""
+        seqs = {op["seq"] for op in self._good("ops") if op["adapter_id"] == run_id and op["seq"] > after}
+        return seqs != set(range(after + 1, max(seqs) + 1)) if seqs else None
 
     def _copied(self, name: str, row: Row) -> Row | None:
         """Return the row as the copy has it, if it has it whole: by its key, or by all but the damaged part."""
-        key = _key(name)
-        found = None
+        rows: Sequence[Row] = ()
         with (
             suppress(sqlite3.Error, UnicodeDecodeError, OSError),
             closing(connect(copied_database(self.data_dir), read_only=True)) as copy,
         ):
             rows = read_table(copy, name).good
-            here = {tuple(other[column] for column in key) for other in self._good(name)}
-            missing = [other for other in rows if tuple(other[column] for column in key) not in here]
-            wanted = tuple(row.get(column) for column in key)
-            found = next((other for other in missing if tuple(other[column] for column in key) == wanted), None)
-            if found is None:  # the key itself was hit
-                likely = [other for other in missing if _differences(other, row) == 1]
-                found = likely[0] if len(likely) == 1 else None
-        return found
+        key = itemgetter(*_key(name))
+        here = set(map(key, self._good(name)))
+        missing = [other for other in rows if key(other) not in here]
+        same = [other for other in missing if all(other[column] == row.get(column) for column in _key(name))]
+        likely = same or [other for other in missing if _differences(other, row) == 1]  # the key itself was hit
+        return likely[0] if len(likely) == 1 else None
 
     def _say(self, subject: str, message: str, tenant_id: str | None = None, run_id: str | None = None) -> None:
         subject, message = _printable(subject), _printable(message)

@@ -16,6 +16,7 @@ from typing import Any
 from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
 
 _MOST_COMPLAINTS = 200
+_BUSY_SECONDS = 30.0  # how long to wait for a server that is writing
 # What integrity_check says of an index that does not fit its table: it can be made again from it.
 _ABOUT_INDEX = re.compile(
     r"row \d+ missing from index|wrong # of entries in index|non-unique entry in index|rowid not at end-of-record"
@@ -44,7 +45,8 @@ class Contents:
 def connect(database: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """Open a database for inspection: text that is no UTF-8 any more can be read all the same."""
     mode = "ro" if read_only else "rw"
-    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+    address = f"{database.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(address, uri=True, isolation_level=None, timeout=_BUSY_SECONDS)
     connection.text_factory = _lenient
     return connection
 

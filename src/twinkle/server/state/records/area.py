@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Select
+from sqlalchemy import Select, Table
 from sqlalchemy.sql.dml import UpdateBase
 
 from twinkle.errors import QuotaError
@@ -23,8 +23,9 @@ class Area:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def _first(self, mapper: RecordMapper[R], statement: Select[Any], **parameters: object) -> R | None:
-        return await self._database.read(lambda cursor: mapper.first(cursor, statement, **parameters))
+    async def _find(self, mapper: RecordMapper[R], **key: object) -> R | None:
+        """Return the only record with these values in its columns; None where there is none."""
+        return await self._database.read(lambda cursor: mapper.find(cursor, **key))
 
     async def _all(self, mapper: RecordMapper[R], statement: Select[Any], **parameters: object) -> tuple[R, ...]:
         return await self._database.read(lambda cursor: mapper.all(cursor, statement, **parameters))
@@ -42,6 +43,10 @@ class Area:
 
     async def _number(self, statement: Select[Any], **parameters: object) -> int:
         return await self._database.read(lambda cursor: cursor.number(statement, parameters))
+
+    async def _update(self, table: Table, key: Row, **values: object) -> int:
+        """Set ``values`` in the rows with this key; return how many there are."""
+        return await self._database.write(lambda cursor: cursor.update(table, key, **values))
 
     async def _execute(self, statement: UpdateBase, **parameters: object) -> int:
         """Return the number of rows that were changed."""

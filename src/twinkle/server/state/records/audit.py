@@ -3,25 +3,22 @@
 An entry is written in the transaction of what it tells of: both are there or neither.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from sqlalchemy import bindparam, delete, func, insert, select
+from sqlalchemy import bindparam, delete, func, select
 
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import AUDIT
-from twinkle.server.state.records.area import Area
+from twinkle.server.state.records.area import Area, in_write
 
 _MOST_ENTRIES = 100_000  # of one tenant; the oldest go first
 
 _OF_TENANT = AUDIT.c.tenant_id == bindparam("tenant")
 
-_INSERT = insert(AUDIT)
 _LIST = (
     select(AUDIT)
     .where(_OF_TENANT, AUDIT.c.at >= bindparam("since"), AUDIT.c.at < bindparam("until"))
@@ -43,7 +40,7 @@ class AuditEntry:
     details: Mapping[str, object]
 
 
-_ENTRY = RecordMapper(AuditEntry)
+_ENTRY = RecordMapper(AuditEntry, AUDIT)
 
 
 class Audit(Area):
@@ -62,22 +59,15 @@ class Audit(Area):
         """Forget what is older than ``before``, and of every tenant all but the newest ``most``."""
         await self._execute(_DROP, before=before)
         for row in await self._rows(_COUNTS, most=most):
-            await self._database.write(partial(_drop_oldest, row["tenant_id"], most))
+            await self._drop_oldest(row["tenant_id"], most)
 
-
-def _drop_oldest(tenant_id: str, most: int, cursor: Cursor) -> None:
-    row = cursor.row(_LAST_KEPT, {"tenant": tenant_id, "most": most})
-    if row is not None:
-        cursor.execute(_DROP_OF_TENANT, {"tenant": tenant_id, "before": row["at"]})
+    @in_write
+    def _drop_oldest(self, cursor: Cursor, tenant_id: str, most: int) -> None:
+        row = cursor.row(_LAST_KEPT, {"tenant": tenant_id, "most": most})
+        if row is not None:
+            cursor.execute(_DROP_OF_TENANT, {"tenant": tenant_id, "before": row["at"]})
 
 
 def add_entry(cursor: Cursor, tenant_id: str, event: str, now: float, details: Mapping[str, object]) -> None:
     """Add an entry inside a write."""
-    entry = {
-        "entry_id": secrets.token_hex(12),
-        "tenant_id": tenant_id,
-        "at": now,
-        "event": event,
-        "details": json.dumps(dict(details)),
-    }
-    cursor.execute(_INSERT, entry)
+    _ENTRY.insert(cursor, AuditEntry(now, event, details), entry_id=secrets.token_hex(12), tenant_id=tenant_id)

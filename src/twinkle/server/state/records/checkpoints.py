@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from sqlalchemy import Update, bindparam, delete, func, select, update
+from sqlalchemy import bindparam, func, select
 
 from twinkle.server.state.database.database import Cursor, Page, Row
 from twinkle.server.state.database.mapper import RecordMapper
@@ -16,25 +16,15 @@ from twinkle.server.types import CheckpointKind, CheckpointRecord
 
 _CHECKPOINT = RecordMapper(CheckpointRecord, CHECKPOINTS)
 
-_NAMED = (
-    (CHECKPOINTS.c.run_id == bindparam("run"))
-    & (CHECKPOINTS.c.kind == bindparam("kind_"))
-    & (CHECKPOINTS.c.name == bindparam("name_"))
-)
 _OF_TENANT = CHECKPOINTS.c.tenant_id == bindparam("tenant_id")
 _NEWEST_FIRST = (CHECKPOINTS.c.created_at.desc(), CHECKPOINTS.c.run_id, CHECKPOINTS.c.kind, CHECKPOINTS.c.name)
 
-_GET = select(CHECKPOINTS).where(_NAMED)
-_DELETE = delete(CHECKPOINTS).where(_NAMED)
 _OF_RUN = select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == bindparam("run")).order_by(*_NEWEST_FIRST)
-_AT = select(func.count()).select_from(CHECKPOINTS).where(CHECKPOINTS.c.directory == bindparam("place"))
 _COUNT = select(func.count()).select_from(CHECKPOINTS).where(_OF_TENANT)
 _LIST = (
     select(CHECKPOINTS).where(_OF_TENANT).order_by(*_NEWEST_FIRST).limit(bindparam("limit")).offset(bindparam("offset"))
 )
 _EXPIRED = select(CHECKPOINTS).where(CHECKPOINTS.c.expires_at <= bindparam("now")).order_by(CHECKPOINTS.c.expires_at)
-_SET_EXPIRY = update(CHECKPOINTS).where(_NAMED).values(expires_at=bindparam("expires_at"))
-_SET_PUBLIC = update(CHECKPOINTS).where(_NAMED).values(public=bindparam("public"))
 _SUMS = (
     select(func.count().label("count"), func.coalesce(func.sum(CHECKPOINTS.c.size_bytes), 0).label("bytes"))
     .select_from(CHECKPOINTS.join(RUNS))
@@ -60,13 +50,13 @@ class Checkpoints(Area):
         A name that is taken is an error unless ``overwrite`` is set or the same request took it: an op that is
         replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for all files of the tenant.
         """
-        name = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-        known = _CHECKPOINT.first(cursor, _GET, **name)
+        key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+        known = _CHECKPOINT.find(cursor, **key)
         is_replayed = known is not None and known.request_id == checkpoint.request_id
         if known is not None:
             if not overwrite and not is_replayed:
                 raise CheckpointExistsError(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-            cursor.execute(_DELETE, name)
+            cursor.delete(CHECKPOINTS, **key)
         _CHECKPOINT.insert(cursor, checkpoint)
         check_storage(cursor, checkpoint.tenant_id, checkpoint.size_bytes, most_bytes)
         if not is_replayed:
@@ -74,7 +64,7 @@ class Checkpoints(Area):
         return known
 
     async def get(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
-        return await self._first(_CHECKPOINT, _GET, **_key(run_id, kind, name))
+        return await self._find(_CHECKPOINT, **_key(run_id, kind, name))
 
     async def of_run(self, run_id: str) -> tuple[CheckpointRecord, ...]:
         """Return the checkpoints of a run, newest first."""
@@ -99,41 +89,37 @@ class Checkpoints(Area):
         is among the expired ones, and the next maintenance deletes both.
         """
         key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-        row = cursor.row(_GET, key)
-        if row is not None and row["directory"] == checkpoint.directory and row["expires_at"] != _DELETED:
-            cursor.execute(_SET_EXPIRY, key | {"expires_at": _DELETED})
+        known = _CHECKPOINT.find(cursor, **key)
+        if known is not None and known.directory == checkpoint.directory and known.expires_at != _DELETED:
+            cursor.update(CHECKPOINTS, key, expires_at=_DELETED)
             _audit(cursor, checkpoint, event, time.time())
 
     @in_write
     def finish_delete(self, cursor: Cursor, checkpoint: CheckpointRecord) -> None:
         """Delete the record, unless another checkpoint has its name by now."""
         key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
-        row = cursor.row(_GET, key)
-        if row is not None and row["directory"] == checkpoint.directory:
-            cursor.execute(_DELETE, key)
+        cursor.delete(CHECKPOINTS, **key, directory=checkpoint.directory)
 
     async def lie_in(self, directory: str) -> bool:
         """Return whether a checkpoint's files are in this directory."""
-        return await self._number(_AT, place=directory) > 0
+        return await self._database.read(lambda cursor: cursor.count(CHECKPOINTS, directory=directory)) > 0
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
         """Set when a checkpoint expires; returns whether there is such a checkpoint."""
-        return await self._change(_SET_EXPIRY, _key(run_id, kind, name), "checkpoint_set_ttl", "expires_at", expires_at)
+        return await self._change(_key(run_id, kind, name), "checkpoint_set_ttl", "expires_at", expires_at)
 
     async def set_public(self, run_id: str, kind: CheckpointKind, name: str, public: bool) -> bool:
         """Publish a checkpoint or make it private again; returns whether there is such a checkpoint."""
         event = "checkpoint_publish" if public else "checkpoint_unpublish"
-        return await self._change(_SET_PUBLIC, _key(run_id, kind, name), event, "public", int(public))
+        return await self._change(_key(run_id, kind, name), event, "public", int(public))
 
     @in_write
-    def _change(
-        self, cursor: Cursor, statement: Update, key: Row, event: str, column: str, value: float | None
-    ) -> bool:
-        row = cursor.row(_GET, key)
+    def _change(self, cursor: Cursor, key: Row, event: str, column: str, value: float | None) -> bool:
+        row = cursor.find(CHECKPOINTS, **key)
         if row is None:
             return False
         if row[column] != value:
-            cursor.execute(statement, key | {column: value})
+            cursor.update(CHECKPOINTS, key, **{column: value})
             _audit(cursor, _CHECKPOINT.record(row), event, time.time(), **{column: value})
         return True
 
@@ -150,4 +136,4 @@ def _audit(cursor: Cursor, checkpoint: CheckpointRecord, event: str, now: float,
 
 
 def _key(run_id: str, kind: CheckpointKind, name: str) -> Row:
-    return {"run": run_id, "kind_": kind, "name_": name}
+    return {"run_id": run_id, "kind": kind, "name": name}

@@ -2,7 +2,7 @@
 
 import time
 
-from sqlalchemy import bindparam, delete, select
+from sqlalchemy import bindparam, select
 
 from twinkle.server.state.database.database import Cursor
 from twinkle.server.state.database.mapper import RecordMapper
@@ -10,12 +10,8 @@ from twinkle.server.state.database.tables import DAMAGE
 from twinkle.server.state.errors import Damage, DamagedRecordError, lost_run
 from twinkle.server.state.records.area import Area, in_write
 
-_OF_SUBJECT = DAMAGE.c.subject == bindparam("about")
-_DELETE = delete(DAMAGE).where(_OF_SUBJECT)
-_GET = select(DAMAGE).where(_OF_SUBJECT)
 _LIST = select(DAMAGE).order_by(DAMAGE.c.found_at, DAMAGE.c.subject)
 _OF_RUN = select(DAMAGE).where(DAMAGE.c.run_id == bindparam("run")).order_by(DAMAGE.c.found_at.desc())
-
 
 _DAMAGE = RecordMapper(Damage, DAMAGE)
 
@@ -26,7 +22,7 @@ class DamageRecords(Area):
     @in_write
     def note(self, cursor: Cursor, damage: Damage) -> None:
         """Put it on record; an earlier entry about the same thing is replaced."""
-        cursor.execute(_DELETE, {"about": damage.subject})
+        cursor.delete(DAMAGE, subject=damage.subject)
         _DAMAGE.insert(cursor, damage)
 
     async def list(self) -> tuple[Damage, ...]:
@@ -35,7 +31,7 @@ class DamageRecords(Area):
 
     async def of_run(self, run_id: str) -> Damage | None:
         """Return the newest entry about a run or anything of it; None: nothing was found."""
-        return await self._first(_DAMAGE, _OF_RUN, run=run_id)
+        return next(iter(await self._all(_DAMAGE, _OF_RUN, run=run_id)), None)
 
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
         """Note that a run cannot go on because of damage; returns what to tell its client."""
@@ -46,6 +42,6 @@ class DamageRecords(Area):
 
 def raise_if_damaged(cursor: Cursor, subject: str) -> None:
     """Raise DamagedRecordError where a record that is not found was there and was damaged."""
-    row = cursor.row(_GET, {"about": subject})
-    if row is not None:
-        raise DamagedRecordError(row["message"])
+    damage = _DAMAGE.find(cursor, subject=subject)
+    if damage is not None:
+        raise DamagedRecordError(damage.message)

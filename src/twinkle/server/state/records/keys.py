@@ -91,11 +91,6 @@ class Keys(Area):
         self._found.clear()
         return revoked
 
-    async def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of a configured key; None if the key is unknown or revoked."""
-        record = await self.find(key)
-        return None if record is None else record.tenant_id
-
     async def find(self, key: str) -> KeyRecord | None:
         """Return the record of a configured key; None if the key is unknown or revoked."""
         key_hash = self._hash(b"key", key)

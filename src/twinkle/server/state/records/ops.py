@@ -41,7 +41,6 @@ _SETTLED = or_(
     and_(OPS.c.finished_at.is_(None), ~_LIVE, OPS.c.accepted_at < bindparam("finished_before")),
 )
 
-_GET = select(OPS).where(_AT)
 _AFTER = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq > bindparam("number"))
 _SINCE = select(OPS).where(_AFTER, ~_FINAL).order_by(OPS.c.seq)
 _FINAL_SINCE = select(OPS.c.seq).where(_AFTER, _FINAL).order_by(OPS.c.seq)
@@ -50,19 +49,8 @@ _TIMES = (
     .where(OPS.c.adapter_id == bindparam("adapter"))
     .order_by(OPS.c.seq)
 )
-_FINISH = (
-    update(OPS)
-    .where(_AT, OPS.c.finished_at.is_(None))
-    .values(
-        outcome_segment=bindparam("segment"),
-        outcome_offset=bindparam("offset"),
-        outcome_length=bindparam("length"),
-        encoding=bindparam("encoding"),
-        failed=bindparam("failed"),
-        ending=bindparam("how"),
-        finished_at=bindparam("now"),
-    )
-)
+_OF_OUTCOME = "outcome_segment", "outcome_offset", "outcome_length", "encoding", "failed", "ending", "finished_at"
+_FINISH = update(OPS).where(_AT, OPS.c.finished_at.is_(None)).values({name: bindparam(name) for name in _OF_OUTCOME})
 _DELIVERED = update(OPS).where(_AT, OPS.c.delivered_at.is_(None)).values(delivered_at=bindparam("now"))
 _FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finished_at=bindparam("now"))
 _DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
@@ -121,7 +109,7 @@ class OpTimes:
     failed: bool
 
 
-_OP_TIMES = RecordMapper(OpTimes)
+_OP_TIMES = RecordMapper(OpTimes, OPS)
 
 
 class Ops(Area):
@@ -161,7 +149,7 @@ class Ops(Area):
             return recorded
         if recorded is run:
             return AcceptedRun(run, self._accept(cursor, op, digest, now).record, created=True)
-        return AcceptedRun(recorded, _OP.first(cursor, _GET, **_at(recorded.run_id, op.seq)), created=False)
+        return AcceptedRun(recorded, _OP.find(cursor, adapter_id=recorded.run_id, seq=op.seq), created=False)
 
     @in_write
     def record_outcomes(self, cursor: Cursor, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
@@ -175,20 +163,20 @@ class Ops(Area):
             [
                 {
                     **_at(adapter_id, seq),
-                    "segment": ref.segment,
-                    "offset": ref.offset,
-                    "length": ref.length,
+                    "outcome_segment": ref.segment,
+                    "outcome_offset": ref.offset,
+                    "outcome_length": ref.length,
                     "encoding": outcome.encoding.value,
                     "failed": int(outcome.failed),
-                    "how": outcome.ending.value,
-                    "now": now,
+                    "ending": outcome.ending.value,
+                    "finished_at": now,
                 }
                 for (adapter_id, seq, outcome), ref in zip(outcomes, refs, strict=True)
             ],
         )
 
     async def get(self, adapter_id: str, seq: int) -> OpRecord | None:
-        return await self._first(_OP, _GET, **_at(adapter_id, seq))
+        return await self._find(_OP, adapter_id=adapter_id, seq=seq)
 
     async def since(self, adapter_id: str, seq: int) -> tuple[OpRecord, ...]:
         """Return the adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
@@ -213,7 +201,7 @@ class Ops(Area):
     @in_read
     def outcome(self, cursor: Cursor, adapter_id: str, seq: int) -> Outcome | None:
         """Return an op's outcome; None while the op is not done, or not on record."""
-        record = _OP.first(cursor, _GET, **_at(adapter_id, seq))
+        record = _OP.find(cursor, adapter_id=adapter_id, seq=seq)
         if record is None or record.outcome is None or record.encoding is None:
             return None
         body = self._outcomes.read(record.outcome)
@@ -271,7 +259,7 @@ class Ops(Area):
         return Pruned(rows, len(bodies), len(outcomes), freed)
 
     def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
-        known = _OP.first(cursor, _GET, **_at(op.adapter_id, op.seq))
+        known = _OP.find(cursor, adapter_id=op.adapter_id, seq=op.seq)
         if known is not None:
             return Accepted(known, created=False)
         (body,) = self._bodies.append([op.body])

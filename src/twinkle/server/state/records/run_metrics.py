@@ -24,10 +24,8 @@ MAX_NAMES = 64  # that a client may give to values of one run
 _THIN_EVERY = 256  # points: how often the number of points is looked at
 
 _OF_RUN = RUN_METRICS.c.run_id == bindparam("run")
-_NAMES_OF_RUN = RUN_METRIC_NAMES.c.run_id == bindparam("run")
 _NEWEST_FIRST = RUN_METRICS.c.number.desc()
 
-_INSERT = insert(RUN_METRICS)
 # Two processes may write points of one run, where the database serves several: one waits for the other.
 _LOCK_RUN = select(RUNS.c.run_id).where(RUNS.c.run_id == bindparam("run")).with_for_update(key_share=True)
 _LAST_NUMBER = select(func.coalesce(func.max(RUN_METRICS.c.number), 0)).where(_OF_RUN)
@@ -40,19 +38,17 @@ _SINCE = (
 )
 _NUMBERS = select(RUN_METRICS.c.number).where(_OF_RUN).order_by(RUN_METRICS.c.number)
 _DELETE = delete(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.number == bindparam("number_"))
-_TENANT = select(RUNS.c.tenant_id).where(RUNS.c.run_id == bindparam("run"))
 _COUNT_OF_TENANT = (
     select(func.count()).select_from(RUN_METRICS.join(RUNS)).where(RUNS.c.tenant_id == bindparam("tenant_id"))
 )
 _IDLE_RUNS = (
-    select(RUN_METRICS.c.run_id, func.count().label("points"))
+    select(RUN_METRICS.c.run_id)
     .join(RUNS, RUNS.c.run_id == RUN_METRICS.c.run_id)
     .where(RUNS.c.tenant_id == bindparam("tenant_id"), RUNS.c.state != "live", RUNS.c.run_id != bindparam("run"))
     .group_by(RUN_METRICS.c.run_id, RUNS.c.last_request_at)
     .order_by(RUNS.c.last_request_at)
 )
-_DELETE_ALL = delete(RUN_METRICS).where(_OF_RUN)
-_NAMES = select(RUN_METRIC_NAMES.c.name).where(_NAMES_OF_RUN)
+_NAMES = select(RUN_METRIC_NAMES.c.name).where(RUN_METRIC_NAMES.c.run_id == bindparam("run"))
 _INSERT_NAME = insert(RUN_METRIC_NAMES)
 
 
@@ -103,7 +99,7 @@ def _last_step(cursor: Cursor, run_id: str) -> tuple[int, int]:
 
 def _add(cursor: Cursor, run_id: str, point: MetricPoint, seq: int | None) -> None:
     row = {"run_id": run_id, "number": point.number, "recorded_at": point.time, "seq": seq, "step": point.step}
-    cursor.execute(_INSERT, row | {"metrics": json.dumps(dict(point.values), allow_nan=False)})
+    cursor.insert(RUN_METRICS, **row, metrics=json.dumps(dict(point.values), allow_nan=False))
     if point.number % _THIN_EVERY == 0:
         _thin(cursor, run_id)
         _drop_curves_of_idle_runs(cursor, run_id)
@@ -120,16 +116,13 @@ def _thin(cursor: Cursor, run_id: str) -> None:
 
 def _drop_curves_of_idle_runs(cursor: Cursor, run_id: str) -> None:
     """Keep the tenant of this run within what a tenant may have."""
-    row = cursor.row(_TENANT, {"run": run_id})
-    assert row is not None, "a point has a run"
-    excess = cursor.number(_COUNT_OF_TENANT, {"tenant_id": row["tenant_id"]}) - MAX_POINTS_OF_TENANT
-    if excess <= 0:
-        return
-    for idle in cursor.rows(_IDLE_RUNS, {"tenant_id": row["tenant_id"], "run": run_id}):
-        if excess <= 0:
-            break
-        cursor.execute(_DELETE_ALL, {"run": idle["run_id"]})
-        excess -= idle["points"]
+    run = cursor.find(RUNS, run_id=run_id)
+    assert run is not None, "a point has a run"
+    excess = cursor.number(_COUNT_OF_TENANT, {"tenant_id": run["tenant_id"]}) - MAX_POINTS_OF_TENANT
+    if excess > 0:
+        for idle in cursor.rows(_IDLE_RUNS, {"tenant_id": run["tenant_id"], "run": run_id}):
+            if excess > 0:
+                excess -= cursor.delete(RUN_METRICS, run_id=idle["run_id"])
 
 
 def _admit_names(cursor: Cursor, run_id: str, values: Mapping[str, float]) -> None:

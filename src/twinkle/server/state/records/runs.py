@@ -4,10 +4,9 @@ A run has at most one snapshot: the state from which its adapter is recovered. O
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
-from sqlalchemy import bindparam, delete, func, or_, select, update
+from sqlalchemy import bindparam, func, or_, select, update
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor, Page
@@ -23,18 +22,14 @@ _DELETE_CHECKPOINTS = (
     "runs of sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
 )
 _RUN = RecordMapper(RunRecord, RUNS)
-_OF_ID = RUNS.c.run_id == bindparam("id")
 _OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")
-_OF_SESSION = RUNS.c.session_id == bindparam("session_id")
 _IS_LIVE = RUNS.c.state == "live"
 _OF_PROJECT = RUNS.c.session_id.in_(
     select(SESSIONS.c.session_id).where(SESSIONS.c.project_id == bindparam("project_id"))
 )
 _OLDEST_FIRST = (RUNS.c.created_at, RUNS.c.run_id)
 
-_GET = select(RUNS).where(_OF_ID)
-_BY_NUMBER = select(RUNS).where(_OF_SESSION, RUNS.c.number == bindparam("number"))
-_LIST_OF_SESSION = select(RUNS).where(_OF_SESSION).order_by(RUNS.c.number)
+_OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).order_by(RUNS.c.number)
 _IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(*_OLDEST_FIRST)
 _LIVE_NOTED = select(RUNS).where(_IS_LIVE, RUNS.c.note == bindparam("note")).order_by(*_OLDEST_FIRST)
 _LEFT_BEHIND = select(RUNS).join(SESSIONS).where(_IS_LIVE, SESSIONS.c.state != "active").order_by(*_OLDEST_FIRST)
@@ -57,10 +52,10 @@ _LIST = (
 )
 _COUNT_OF_PROJECT = _COUNT.where(_OF_PROJECT)
 _LIST_OF_PROJECT = _LIST.where(_OF_PROJECT)
-_SET_STATE = update(RUNS).where(_OF_ID).values(state=bindparam("state"), note=bindparam("note"))
-_NOTE_LIVE = update(RUNS).where(_OF_ID, _IS_LIVE).values(note=bindparam("note"))
 _TOUCH = (
-    update(RUNS).where(_OF_ID, RUNS.c.last_request_at < bindparam("time")).values(last_request_at=bindparam("time"))
+    update(RUNS)
+    .where(RUNS.c.run_id == bindparam("id"), RUNS.c.last_request_at < bindparam("time"))
+    .values(last_request_at=bindparam("time"))
 )
 
 
@@ -72,11 +67,11 @@ class Runs(Area):
         return await self._database.write(lambda cursor: insert_run(cursor, run))
 
     async def get(self, run_id: str) -> RunRecord | None:
-        return await self._first(_RUN, _GET, id=run_id)
+        return await self._find(_RUN, run_id=run_id)
 
     async def of_session(self, session_id: str) -> tuple[RunRecord, ...]:
         """Return the runs of a session, by number."""
-        return await self._all(_RUN, _LIST_OF_SESSION, session_id=session_id)
+        return await self._all(_RUN, _OF_SESSION, session_id=session_id)
 
     async def in_state(self, state: RunState) -> tuple[RunRecord, ...]:
         """Return the runs in one state, oldest first."""
@@ -107,11 +102,11 @@ class Runs(Area):
         )
 
     async def set_state(self, run_id: str, state: RunState, note: str | None = None) -> None:
-        await self._execute(_SET_STATE, id=run_id, state=state, note=note)
+        await self._update(RUNS, {"run_id": run_id}, state=state, note=note)
 
     async def note_live(self, run_id: str, note: str) -> None:
         """Set the note of a run that is live; one that has just left keeps the note that it left with."""
-        await self._execute(_NOTE_LIVE, id=run_id, note=note)
+        await self._update(RUNS, {"run_id": run_id, "state": "live"}, note=note)
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
         """Note the time of the newest request by run id."""
@@ -125,13 +120,12 @@ def insert_run(
 
     Returns QuotaError where the tenant has ``most`` live runs, or ``most_rows`` on record.
     """
-    known = _RUN.first(cursor, _BY_NUMBER, session_id=run.session_id, number=run.number)
+    known = _RUN.find(cursor, session_id=run.session_id, number=run.number)
     if known is not None:
         return known
-    tenant = {"tenant_id": run.tenant_id}
-    if most is not None and cursor.number(_COUNT_LIVE, tenant) >= most:
+    if most is not None and cursor.number(_COUNT_LIVE, {"tenant_id": run.tenant_id}) >= most:
         return QuotaError("adapters", most, most, "max_adapters_per_tenant")
-    if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
+    if most_rows is not None and cursor.count(RUNS, tenant_id=run.tenant_id) >= most_rows:
         return QuotaError("training runs on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
     _RUN.insert(cursor, run)
     return run
@@ -140,10 +134,6 @@ def insert_run(
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 _SNAPSHOT = RecordMapper(SnapshotRecord, SNAPSHOTS)
-_OF_ADAPTER = SNAPSHOTS.c.adapter_id == bindparam("id")
-
-_GET_SNAPSHOT = select(SNAPSHOTS).where(_OF_ADAPTER)
-_DELETE_SNAPSHOT = delete(SNAPSHOTS).where(_OF_ADAPTER)
 # An op between the snapshot and ``new_seq`` that may have changed its adapter, or has no outcome on record yet.
 _MATTERING = (
     select(func.count())
@@ -174,17 +164,16 @@ class Snapshots(Area):
         Only for adapters of Tinker's protocol, whose forward passes leave nothing behind. Returns False and changes
         nothing where one of these ops is not an answered forward pass, or where there is no snapshot.
         """
-        snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
+        snapshot = _SNAPSHOT.find(cursor, adapter_id=adapter_id)
         if snapshot is None or snapshot.seq >= seq:
             return snapshot is not None
         if cursor.number(_MATTERING, {"id": adapter_id, "after": snapshot.seq, "new_seq": seq}):
             return False
-        cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
-        _SNAPSHOT.insert(cursor, replace(snapshot, seq=seq, failed_seq=failed_seq))
+        cursor.update(SNAPSHOTS, {"adapter_id": adapter_id}, seq=seq, failed_seq=failed_seq)
         return True
 
     async def get(self, adapter_id: str) -> SnapshotRecord | None:
-        return await self._first(_SNAPSHOT, _GET_SNAPSHOT, id=adapter_id)
+        return await self._find(_SNAPSHOT, adapter_id=adapter_id)
 
     async def delete(self, adapter_id: str) -> SnapshotRecord | None:
         """Delete the record of an adapter's snapshot; returns the one that there was."""
@@ -192,6 +181,6 @@ class Snapshots(Area):
 
 
 def _take(cursor: Cursor, adapter_id: str) -> SnapshotRecord | None:
-    snapshot = _SNAPSHOT.first(cursor, _GET_SNAPSHOT, id=adapter_id)
-    cursor.execute(_DELETE_SNAPSHOT, {"id": adapter_id})
+    snapshot = _SNAPSHOT.find(cursor, adapter_id=adapter_id)
+    cursor.delete(SNAPSHOTS, adapter_id=adapter_id)
     return snapshot

@@ -1,6 +1,6 @@
 """Sampling sessions: which immutable weights a client samples from."""
 
-from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy import bindparam, func, select
 
 from twinkle.errors import QuotaError
 from twinkle.server.state.database.database import Cursor
@@ -15,13 +15,12 @@ SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
 _END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
 
 _SAMPLING = RecordMapper(SamplingSessionRecord, SAMPLING_SESSIONS)
-_OF_SESSION = SAMPLING_SESSIONS.c.session_id == bindparam("session_id")
 
-_COUNT = (
-    select(func.count()).select_from(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.tenant_id == bindparam("tenant_id"))
+_OF_SESSION = (
+    select(SAMPLING_SESSIONS)
+    .where(SAMPLING_SESSIONS.c.session_id == bindparam("session_id"))
+    .order_by(SAMPLING_SESSIONS.c.number)
 )
-_GET = select(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
-_BY_NUMBER = select(SAMPLING_SESSIONS).where(_OF_SESSION, SAMPLING_SESSIONS.c.number == bindparam("number"))
 _ABANDONED = (
     select(SAMPLING_SESSIONS)
     .join(SESSIONS)
@@ -51,20 +50,9 @@ _ORPHANED = (
         SAMPLING_SESSIONS.c.directory.not_in(ACTIVE_DIRECTORIES),
     )
 )
-_OF_CLIENT = (SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")) & (
-    SAMPLING_CLIENTS.c.client == bindparam("nr")
-)
 _LAST_CLIENT = select(func.coalesce(func.max(SAMPLING_CLIENTS.c.client), 0)).where(
     SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id")
 )
-_GET_CLIENT = select(SAMPLING_CLIENTS.c.first_seq, SAMPLING_CLIENTS.c.next_seq).where(_OF_CLIENT)
-_ADD_CLIENT = insert(SAMPLING_CLIENTS)
-_SET_CLIENT = (
-    update(SAMPLING_CLIENTS).where(_OF_CLIENT).values(first_seq=bindparam("first"), next_seq=bindparam("next"))
-)
-_DELETE_CLIENTS = delete(SAMPLING_CLIENTS).where(SAMPLING_CLIENTS.c.sampling_session_id == bindparam("id"))
-_DELETE = delete(SAMPLING_SESSIONS).where(SAMPLING_SESSIONS.c.sampling_session_id == bindparam("id"))
-_LIST = select(SAMPLING_SESSIONS).where(_OF_SESSION).order_by(SAMPLING_SESSIONS.c.number)
 
 
 class SamplingSessions(Area):
@@ -83,10 +71,10 @@ class SamplingSessions(Area):
         ``most_bytes``: of all files of the tenant. ``most_rows``: of its sampling sessions on record; where there are
         as many, QuotaError.
         """
-        known = _SAMPLING.first(cursor, _BY_NUMBER, session_id=sampling.session_id, number=sampling.number)
+        known = _SAMPLING.find(cursor, session_id=sampling.session_id, number=sampling.number)
         if known is not None:
             return known
-        if most_rows is not None and cursor.number(_COUNT, {"tenant_id": sampling.tenant_id}) >= most_rows:
+        if most_rows is not None and cursor.count(SAMPLING_SESSIONS, tenant_id=sampling.tenant_id) >= most_rows:
             return QuotaError("sampling sessions on record", most_rows, most_rows, SAMPLING_SESSION_ROWS, _END_SESSIONS)
         _SAMPLING.insert(cursor, sampling)
         check_storage(cursor, sampling.tenant_id, sampling.size_bytes, most_bytes)
@@ -99,14 +87,14 @@ class SamplingSessions(Area):
     @in_read
     def get(self, cursor: Cursor, sampling_session_id: str) -> SamplingSessionRecord | None:
         """Return a sampling session; DamagedRecordError where its record was damaged."""
-        found = _SAMPLING.first(cursor, _GET, id=sampling_session_id)
+        found = _SAMPLING.find(cursor, sampling_session_id=sampling_session_id)
         if found is None:
             raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
         return found
 
     async def of_session(self, session_id: str) -> tuple[SamplingSessionRecord, ...]:
         """Return the sampling sessions of a session, by number."""
-        return await self._all(_SAMPLING, _LIST, session_id=session_id)
+        return await self._all(_SAMPLING, _OF_SESSION, session_id=session_id)
 
     async def abandoned(self, before: float) -> tuple[SamplingSessionRecord, ...]:
         """Return the unnamed versions, which have files of their own, of sessions last seen before then that ended."""
@@ -122,8 +110,8 @@ class SamplingSessions(Area):
 
     @in_write
     def delete(self, cursor: Cursor, sampling_session_id: str) -> None:
-        cursor.execute(_DELETE_CLIENTS, {"id": sampling_session_id})
-        cursor.execute(_DELETE, {"id": sampling_session_id})
+        cursor.delete(SAMPLING_CLIENTS, sampling_session_id=sampling_session_id)
+        cursor.delete(SAMPLING_SESSIONS, sampling_session_id=sampling_session_id)
 
     # --- its clients --------------------------------------------------------------------------------------------------
 
@@ -131,25 +119,18 @@ class SamplingSessions(Area):
     def join(self, cursor: Cursor, sampling_session_id: str) -> int:
         """Return a number for one more client of the sampling session, which no other has. The first client is 0."""
         number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
-        cursor.execute(_ADD_CLIENT, _client(sampling_session_id, number, range(0)))
+        cursor.insert(SAMPLING_CLIENTS, sampling_session_id=sampling_session_id, client=number, first_seq=0, next_seq=0)
         return number
 
     @in_write
     def set_numbers_in_use(self, cursor: Cursor, sampling_session_id: str, client: int, numbers: range) -> None:
         """Note the sequence numbers that the client may have under way, from now until this is called again."""
-        values = {"id": sampling_session_id, "nr": client, "first": numbers.start, "next": numbers.stop}
-        if cursor.execute(_SET_CLIENT, values) == 0:
-            cursor.execute(_ADD_CLIENT, _client(sampling_session_id, client, numbers))
+        key = {"sampling_session_id": sampling_session_id, "client": client}
+        in_use = {"first_seq": numbers.start, "next_seq": numbers.stop}
+        if cursor.update(SAMPLING_CLIENTS, key, **in_use) == 0:
+            cursor.insert(SAMPLING_CLIENTS, **key, **in_use)
 
-    async def numbers_in_use(self, sampling_session_id: str, client: int) -> range:
-        rows = await self._rows(_GET_CLIENT, id=sampling_session_id, nr=client)
-        return range(rows[0]["first_seq"], rows[0]["next_seq"]) if rows else range(0)
-
-
-def _client(sampling_session_id: str, client: int, numbers: range) -> dict[str, object]:
-    return {
-        "sampling_session_id": sampling_session_id,
-        "client": client,
-        "first_seq": numbers.start,
-        "next_seq": numbers.stop,
-    }
+    @in_read
+    def numbers_in_use(self, cursor: Cursor, sampling_session_id: str, client: int) -> range:
+        row = cursor.find(SAMPLING_CLIENTS, sampling_session_id=sampling_session_id, client=client)
+        return range(row["first_seq"], row["next_seq"]) if row is not None else range(0)

@@ -27,8 +27,6 @@ _OF_ID = SESSIONS.c.session_id == bindparam("id")
 _ACTIVE = SESSIONS.c.state == "active"
 _NEWEST_FIRST = (SESSIONS.c.created_at.desc(), SESSIONS.c.session_id)
 
-_GET = select(SESSIONS).where(_OF_ID)
-_BY_KEY = select(SESSIONS).where(_OF_TENANT, SESSIONS.c.idempotency_key == bindparam("idempotency_key"))
 _COUNT = select(func.count()).select_from(SESSIONS).where(_OF_TENANT)
 _FIRST = select(SESSIONS).where(_OF_TENANT).order_by(*_NEWEST_FIRST).limit(bindparam("limit"))
 _LIST = _FIRST.offset(bindparam("offset"))
@@ -50,10 +48,6 @@ _END = (
     .where(_OF_ID, _ACTIVE)
     .values(state=bindparam("end"), finish_reason=bindparam("reason"), finish_detail=bindparam("detail"))
 )
-_SET_METADATA = update(SESSIONS).where(_OF_ID).values(user_metadata=bindparam("user_metadata"))
-_COUNT_ACTIVE = select(func.count()).select_from(SESSIONS).where(_ACTIVE)
-_COUNT_ACTIVE_OF_TENANT = _COUNT_ACTIVE.where(_OF_TENANT)
-_SET_PROJECT = update(SESSIONS).where(_OF_ID).values(project_id=bindparam("project_id"))
 _FORGIVE = update(SESSIONS).where(_ACTIVE).values(last_seen=bindparam("now"))
 
 
@@ -76,12 +70,12 @@ class Sessions(Area):
         """
         tenant = {"tenant_id": session.tenant_id}
         if idempotency_key is not None:
-            known = _SESSION.first(cursor, _BY_KEY, **tenant, idempotency_key=idempotency_key)
+            known = _SESSION.find(cursor, **tenant, idempotency_key=idempotency_key)
             if known is not None:
                 return known
-        if most is not None and cursor.number(_COUNT_ACTIVE_OF_TENANT, tenant) >= most:
+        if most is not None and cursor.count(SESSIONS, **tenant, state="active") >= most:
             return QuotaError("active sessions", most, most, "max_sessions_per_tenant")
-        if most_rows is not None and cursor.number(_COUNT, tenant) >= most_rows:
+        if most_rows is not None and cursor.count(SESSIONS, **tenant) >= most_rows:
             return QuotaError("sessions on record", most_rows, most_rows, SESSION_ROWS, _DELETE_CHECKPOINTS)
         _SESSION.insert(cursor, session, idempotency_key=idempotency_key)
         details = {"session_id": session.session_id, "project_id": session.project_id}
@@ -89,7 +83,7 @@ class Sessions(Area):
         return session
 
     async def get(self, session_id: str) -> SessionRecord | None:
-        return await self._first(_SESSION, _GET, id=session_id)
+        return await self._find(_SESSION, session_id=session_id)
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0) -> Page[SessionRecord]:
         """Return a tenant's sessions, newest first."""
@@ -138,16 +132,16 @@ class Sessions(Area):
         noted = metadata.get(key, {})
         assert isinstance(noted, dict), "it was made here"
         metadata[key] = {**noted, name: value}
-        cursor.execute(_SET_METADATA, {"id": session_id, "user_metadata": json.dumps(metadata)})
+        cursor.update(SESSIONS, {"session_id": session_id}, user_metadata=json.dumps(metadata))
 
     async def active(self) -> int:
         """Return how many active sessions there are."""
-        return await self._number(_COUNT_ACTIVE)
+        return await self._database.read(lambda cursor: cursor.count(SESSIONS, state="active"))
 
     @in_write
     def set_project(self, cursor: Cursor, session: SessionRecord, project_id: str, now: float) -> None:
         details = {"session_id": session.session_id, "project_id": project_id}
-        cursor.execute(_SET_PROJECT, {"id": session.session_id, "project_id": project_id})
+        cursor.update(SESSIONS, {"session_id": session.session_id}, project_id=project_id)
         add_entry(cursor, session.tenant_id, "project_assign", now, details)
 
     async def forgive_downtime(self, now: float) -> int:
@@ -156,7 +150,7 @@ class Sessions(Area):
 
 
 def _existing(cursor: Cursor, session_id: str) -> SessionRecord:
-    session = _SESSION.first(cursor, _GET, id=session_id)
+    session = _SESSION.find(cursor, session_id=session_id)
     assert session is not None, "the caller has it"
     return session
 
@@ -164,10 +158,6 @@ def _existing(cursor: Cursor, session_id: str) -> SessionRecord:
 # --- custom losses ----------------------------------------------------------------------------------------------------
 
 _LOSS = RecordMapper(CustomLossRecord, CUSTOM_LOSSES)
-_GET_LOSS = select(CUSTOM_LOSSES).where(CUSTOM_LOSSES.c.loss_id == bindparam("id"))
-_COUNT_LOSSES = (
-    select(func.count()).select_from(CUSTOM_LOSSES).where(CUSTOM_LOSSES.c.tenant_id == bindparam("tenant_id"))
-)
 # An adapter of a session that ended may still have to be brought back from its journal before it can be evicted.
 _PRUNE_LOSSES = delete(CUSTOM_LOSSES).where(
     ~exists().where(SESSIONS.c.session_id == CUSTOM_LOSSES.c.session_id, SESSIONS.c.state == "active"),
@@ -181,10 +171,10 @@ class CustomLosses(Area):
     @in_write
     def create(self, cursor: Cursor, loss: CustomLossRecord, limit: int) -> CustomLossRecord | None:
         """Return the loss, or the one of this id that there is already; None where its tenant has ``limit`` of them."""
-        known = _LOSS.first(cursor, _GET_LOSS, id=loss.loss_id)
+        known = _LOSS.find(cursor, loss_id=loss.loss_id)
         if known is not None:
             return known
-        if cursor.number(_COUNT_LOSSES, {"tenant_id": loss.tenant_id}) >= limit:
+        if cursor.count(CUSTOM_LOSSES, tenant_id=loss.tenant_id) >= limit:
             return None
         _LOSS.insert(cursor, loss)
         return loss
@@ -192,7 +182,7 @@ class CustomLosses(Area):
     @in_read
     def get(self, cursor: Cursor, loss_id: str) -> CustomLossRecord | None:
         """Return a loss; DamagedRecordError where its record was damaged."""
-        found = _LOSS.first(cursor, _GET_LOSS, id=loss_id)
+        found = _LOSS.find(cursor, loss_id=loss_id)
         if found is None:
             raise_if_damaged(cursor, f"custom loss {loss_id}")
         return found

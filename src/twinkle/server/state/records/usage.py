@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import bindparam, func, select, update
 
 from twinkle.errors import StorageQuotaError
 from twinkle.server.state.database.database import Cursor, Row
@@ -15,11 +15,6 @@ _COUNTERS = tuple(field.name for field in fields(UsageCounts))
 _AT = (USAGE.c.tenant_id == bindparam("tenant")) & (USAGE.c.day == bindparam("on_day"))
 
 _ADD = update(USAGE).where(_AT).values({name: USAGE.c[name] + bindparam(f"new_{name}") for name in _COUNTERS})
-_INSERT = insert(USAGE)
-_NOTE_STORAGE = (
-    update(USAGE).where(_AT, USAGE.c.storage_bytes < bindparam("bytes")).values(storage_bytes=bindparam("bytes"))
-)
-_EXISTS = select(func.count()).select_from(USAGE).where(_AT)
 _LIST = (
     select(USAGE)
     .where(USAGE.c.day >= bindparam("since"), USAGE.c.day < bindparam("until"))
@@ -82,7 +77,7 @@ class UsageRecords(Area):
             for (tenant_id, day), each in counts.items():
                 added = {f"new_{name}": vars(each)[name] for name in _COUNTERS}
                 if cursor.execute(_ADD, {"tenant": tenant_id, "on_day": day, **added}) == 0:
-                    cursor.execute(_INSERT, {"tenant_id": tenant_id, "day": day, "storage_bytes": 0, **vars(each)})
+                    cursor.insert(USAGE, tenant_id=tenant_id, day=day, storage_bytes=0, **vars(each))
 
         if counts:
             await self._database.write(work)
@@ -92,12 +87,11 @@ class UsageRecords(Area):
 
         def work(cursor: Cursor) -> None:
             for tenant_id, size in storage.items():
-                at = {"tenant": tenant_id, "on_day": day}
-                if cursor.number(_EXISTS, at):
-                    cursor.execute(_NOTE_STORAGE, {**at, "bytes": size})
-                else:
-                    row = {"tenant_id": tenant_id, "day": day, "storage_bytes": size, **vars(UsageCounts())}
-                    cursor.execute(_INSERT, row)
+                known = cursor.find(USAGE, tenant_id=tenant_id, day=day)
+                if known is None:
+                    cursor.insert(USAGE, tenant_id=tenant_id, day=day, storage_bytes=size, **vars(UsageCounts()))
+                elif known["storage_bytes"] < size:
+                    cursor.update(USAGE, {"tenant_id": tenant_id, "day": day}, storage_bytes=size)
 
         if storage:
             await self._database.write(work)
