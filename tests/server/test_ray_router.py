@@ -25,6 +25,7 @@ from twinkle.server.runtime.ray.replica import ReplicaGoneError
 from twinkle.server.runtime.ray.router import Router, answered
 from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 
 

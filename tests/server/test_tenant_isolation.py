@@ -21,6 +21,7 @@ from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
 from twinkle.server.wire.training import Allowance, decode_forward_backward

@@ -39,6 +39,7 @@ from twinkle.server.services.training.snapshot_choice import usable_snapshot
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DamagedRecordError, JournalError
 from twinkle.server.state.files.data_dir import DataDir
+from twinkle.server.state.store import Store
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
