@@ -61,6 +61,7 @@ from twinkle.server.types import (
     SessionRecord,
 )
 from twinkle.server.verbs.runs import NativeRuns
+from twinkle.server.wire.requests import CreateModelRequest
 from twinkle.server.wire.sampling import Encode
 from twinkle_client.protocol.base import SESSION_LOST
 
@@ -131,6 +132,7 @@ class Gateway:
         self.signed_urls = SignedUrls(store, self.identity)
         self.unloading = Unloading(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
+        self._sampling_services = [entry.sampling for entry in services.values() if entry.sampling is not None]
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
@@ -303,21 +305,13 @@ class Gateway:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    async def create_model(
-        self,
-        tenant_id: str,
-        session_id: str,
-        number: int,
-        base_model: str,
-        spec: LoraSpec,
-        user_metadata: Mapping[str, str],
-        body: bytes,
-    ) -> tuple[str, str]:
+    async def create_model(self, tenant_id: str, wanted: CreateModelRequest, body: bytes) -> tuple[str, str]:
         """(run id, request id)."""
-        run_id = ids.run_id(session_id, number)
+        session_id, number, spec = wanted.session_id, wanted.model_seq_id, wanted.spec()
         if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
             spec = replace(spec, seed=secrets.randbits(63))
-        run = self.new_run(run_id, tenant_id, session_id, number, base_model, spec, user_metadata)
+        run_id, metadata = ids.run_id(session_id, number), wanted.user_metadata or {}
+        run = self.new_run(run_id, tenant_id, session_id, number, wanted.base_model, spec, metadata)
         return run_id, await self.create_run(run, Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body))
 
     def new_run(
@@ -448,10 +442,8 @@ class Gateway:
         self.tenants.pools.release_waiters()
         if self.processors is not None:
             self.processors.release_waiters()
-        for entry in self.services.values():
-            entry.training.release_waiters()
-            if entry.sampling is not None:
-                entry.sampling.release_waiters()
+        for service in (*(entry.training for entry in self.services.values()), *self._sampling_services):
+            service.release_waiters()
 
     async def keep_house(self, now: float) -> None:
         """Everything that happens by the clock, where one process does it all."""
@@ -468,8 +460,8 @@ class Gateway:
         for entry in self.services.values():
             await self.store.runs.touch(entry.training.last_requests())
             await self.store.ops.mark_delivered(entry.training.sweep(now), now)
-            if entry.sampling is not None:
-                entry.sampling.sweep(now)
+        for sampling in self._sampling_services:
+            sampling.sweep(now)
         await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
         for entry in self.services.values():
@@ -481,13 +473,11 @@ class Gateway:
         seconds = self.config.limits.silent_session_seconds
         if not self.running_time.ran_for(seconds):
             return
-        for entry in self.services.values():
-            unasked = set() if entry.sampling is None else entry.sampling.unasked_sessions(seconds)
-            for session_id in unasked:
+        for sampling in self._sampling_services:
+            for session_id in sampling.unasked_sessions(seconds):
                 record = await self.store.sessions.get(session_id)
-                gone = record is None or record.state != "active" or self.last_seen(record) < now - seconds
-                if gone and entry.sampling is not None:
-                    count = entry.sampling.cancel_unasked(session_id, seconds)
+                if record is None or record.state != "active" or self.last_seen(record) < now - seconds:
+                    count = sampling.cancel_unasked(session_id, seconds)
                     logger.info("%d samples of session %s cancelled: its client is gone", count, session_id)
 
     async def expire(self, now: float) -> None:

@@ -49,7 +49,7 @@ class Telemetry:
         self.replica: str | None = None
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
-        self._tenants = TenantSeries(most) if most else None
+        self._tenants = TenantSeries(most) if most else None  # None: metrics do not tell tenants apart
         self._export: Export | None = _export(self.config) if self.config.enabled else None
         self.tracing = NO_TRACING if self._export is None else self._export.tracing
         self._task: asyncio.Task[None] | None = None
@@ -67,7 +67,7 @@ class Telemetry:
         return hmac.compare_digest(self._token.encode(), given.encode())
 
     async def read(self, gateway: Gateway) -> list[Reading]:
-        return [*await self._read_process(gateway), *await read_state(gateway)]
+        return [*await self._read_process(gateway), *await _read_state(gateway)]
 
     async def families(self, gateway: Gateway) -> list[Metric]:
         """Return the metrics of the server: of this process, the state, and all other processes that answer."""
@@ -81,7 +81,22 @@ class Telemetry:
         return self.metrics.families(await self._read_process(gateway))
 
     async def _read_process(self, gateway: Gateway) -> list[Reading]:
-        return await read_process(gateway, self._tenants, self.usage)
+        """Read what this process knows."""
+        readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
+        for name, entry in gateway.services.items():
+            readings += _model_readings(name, entry)
+        for budget in gateway.budgets:
+            readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
+            readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
+        if self._tenants is not None:
+            if self.usage is not None:
+                readings += self._tenants.usage(self.usage.totals())
+            waiting: Counter[str] = Counter()
+            for entry in gateway.services.values():
+                waiting.update(entry.training.readings().waiting)
+            readings += self._tenants.waiting(waiting)
+        monitoring = gateway.tenants.pools.monitoring
+        return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
 
     def export_from(self, gateway: Gateway) -> None:
         """Send metrics from now on, if they are to be sent."""
@@ -131,25 +146,6 @@ def _read_token(file: Path | None) -> str | None:
 _DATABASE_SECONDS = 1.0  # a scrape does not wait for a database that is away
 
 
-async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Usage | None) -> list[Reading]:
-    """Read what this process knows. ``tenants`` is None where metrics do not tell tenants apart."""
-    readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
-    for name, entry in gateway.services.items():
-        readings += _model_readings(name, entry)
-    for budget in gateway.budgets:
-        readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
-        readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
-    if tenants is not None:
-        if usage is not None:
-            readings += tenants.usage(usage.totals())
-        waiting: Counter[str] = Counter()
-        for entry in gateway.services.values():
-            waiting.update(entry.training.readings().waiting)
-        readings += tenants.waiting(waiting)
-    monitoring = gateway.tenants.pools.monitoring
-    return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
-
-
 def _model_readings(model: str, entry: Services) -> Iterator[Reading]:
     training = entry.training.readings()
     yield from _queue_readings((model, "training"), sum(training.waiting.values()), training)
@@ -183,7 +179,7 @@ def _trainer_readings(model: str, numbers: TrainerNumbers) -> Iterator[Reading]:
         yield Reading(instruments.DEVICE_MEMORY, numbers.memory.total, (model, "total"))
 
 
-async def read_state(gateway: Gateway) -> list[Reading]:
+async def _read_state(gateway: Gateway) -> list[Reading]:
     """Read what all processes of a server share: the database."""
     try:
         async with asyncio.timeout(_DATABASE_SECONDS):
