@@ -8,7 +8,6 @@ from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import TypeAliasType
 
 from twinkle.server.config.messages import Rule, SparseSection, Words, refusal
 
@@ -23,6 +22,15 @@ def _device_type(text: str) -> str:
     return _DEVICE_TYPES[text.lower()]
 
 
+def _mesh(value: object) -> object:
+    """Return nested lists of ranks as nested tuples."""
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, list | tuple) and value:
+        return tuple(_mesh(part) for part in value)
+    raise ValueError
+
+
 def _queue(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError
@@ -35,7 +43,6 @@ Numbers = Annotated[tuple[Number, ...], Field(strict=False, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Ranks = Annotated[Size | Numbers, Words("a number of processes ≥ 1 or a list of ranks")]
 VisibleDevices = Annotated[Number | Text | Numbers, Words("a device number, several, or text such as 0,1")]
-Mesh = TypeAliasType("Mesh", "Number | Annotated[tuple[Mesh, ...], Field(strict=False, min_length=1)]")
 DeviceType = Annotated[str, Rule(_device_type, "cpu, cuda or gpu")]
 Dimension = Literal["dp", "fsdp", "tp", "pp", "cp", "ep", "ep_fsdp"]
 
@@ -102,7 +109,7 @@ class DeviceMesh(SparseSection):
     """Virtual pipeline stages."""
     sequence_parallel: bool = False
     """Split the sequence between tensor parallel ranks."""
-    mesh: Annotated[Mesh, Words("nested lists of ranks")] | None = None
+    mesh: Annotated[object, Rule(_mesh, "nested lists of ranks")] | None = None
     """The ranks, nested once for each dimension."""
     mesh_dim_names: Annotated[tuple[Dimension, ...], Field(strict=False)] | None = None
     """Names of the dimensions of `mesh`."""

@@ -442,8 +442,10 @@ class Gateway:
         self.tenants.pools.release_waiters()
         if self.processors is not None:
             self.processors.release_waiters()
-        for service in (*(entry.training for entry in self.services.values()), *self._sampling_services):
-            service.release_waiters()
+        for entry in self.services.values():
+            entry.training.release_waiters()
+        for sampling in self._sampling_services:
+            sampling.release_waiters()
 
     async def keep_house(self, now: float) -> None:
         """Everything that happens by the clock, where one process does it all."""
