@@ -5,7 +5,7 @@ import pytest
 from twinkle.errors import ConfigError
 from twinkle.server.cli.launch import run_server
 from twinkle.server.config import ServerConfig, default_config
-from twinkle.server.config.rules import not_yet, refuse_what_is_not_yet
+from twinkle.server.config.rules import launch_notes, refuse_what_is_not_yet
 
 SPREAD = {
     "runtime": "ray",
@@ -28,9 +28,9 @@ SPREAD = {
 def test_several_devices_and_megatron_are_configured():
     config = ServerConfig.model_validate(SPREAD)
     assert config.served_models[0].model.backend == "megatron"
-    (missing,) = not_yet(config.applications)
-    assert (missing.path, missing.value) == ("applications[0].args.backend", "megatron")
-    assert "cannot be launched yet: the Megatron backend comes later" in missing.note
+    (note,) = launch_notes(config.applications)
+    assert note.startswith("applications[0].args.backend: megatron is good")
+    assert "cannot be launched yet: the Megatron backend comes later" in note
 
 
 def test_a_launch_names_it():
@@ -40,7 +40,7 @@ def test_a_launch_names_it():
 
 
 def test_nothing_stands_in_the_way_of_the_default():
-    assert not_yet(default_config().applications) == []
+    assert launch_notes(default_config().applications) == []
     refuse_what_is_not_yet(default_config().applications)
 
 

@@ -4,13 +4,13 @@ import asyncio
 import time
 from pathlib import Path
 
-from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.app import make_app
 from twinkle.server.backends.loading import load_served_model
 from twinkle.server.config import default_config
 from twinkle.server.runtime.assembly import Process
 from twinkle.server.types import SessionRecord
+from twinkle.server.wire.requests import CreateModelRequest, LoraConfig
 
 TENANT = "tenant-a"
 
@@ -24,7 +24,10 @@ def test_versions_end_with_their_session(tmp_path: Path) -> None:
         assert model.sampler is not None
         await process.start()
         session = await gateway.create_session(SessionRecord("s-1", TENANT, time.time(), time.time()), None)
-        run_id, request_id = await gateway.create_model(TENANT, session.session_id, 0, "mock", LoraSpec(8), {}, b"{}")
+        wanted = CreateModelRequest(
+            session_id=session.session_id, model_seq_id=0, base_model="mock", lora_config=LoraConfig(rank=8)
+        )
+        run_id, request_id = await gateway.create_model(TENANT, wanted, b"{}")
         assert run_id == ids.run_id("s-1", 0)
         await entry.training.wait(ids.RequestId.parse(request_id), run_id, 10)
         live = await entry.training.adapters.live_version(run_id)

@@ -23,10 +23,11 @@ import twinkle.template
 from twinkle.dataset import DatasetMeta
 from twinkle.environment import variables_with_own_caches
 from twinkle.errors import GoneError, InvalidInputError, QuotaError, UnsupportedError, UserError
+from twinkle.server.config import LimitsConfig
 from twinkle.server.processors import catalog, sources, worker_process
 from twinkle.server.processors.live import Batches, BatchRoom, NoRoomError, Pass
 from twinkle.server.processors.messages import Answers, FrameTooLargeError, Settings, pack, receive_frame, to_json
-from twinkle.server.processors.service import ProcessorLimits, ProcessorService
+from twinkle.server.processors.service import ProcessorService
 from twinkle.server.processors.sources import Sources
 from twinkle.server.processors.worker import Workbench
 from twinkle.server.processors.worker_process import WorkerEndedError
@@ -337,7 +338,10 @@ def test_large_answers_are_not_kept_for_long() -> None:
 
 def _service(directory: Path, seconds: float = 60.0, memory_bytes: int = 2**30) -> ProcessorService:
     settings = Settings((), {}, "", memory_bytes, answer_bytes=1000)
-    return ProcessorService(directory / "processors", settings, ProcessorLimits(5, 5, 5, seconds))
+    limits = LimitsConfig(
+        max_processors_per_tenant=5, max_processor_sessions_per_tenant=5, processor_call_seconds=seconds
+    )
+    return ProcessorService(directory / "processors", settings, limits, most_workers=5)
 
 
 def _reward(processor_id: str, trajectories: Any) -> bytes:
@@ -449,8 +453,8 @@ def test_batches_by_reference_are_limited(tmp_path: Path) -> None:
 
     async def main() -> None:
         settings = Settings((), {}, "", 2 * 2**30, answer_bytes=40_000)
-        limits = ProcessorLimits(9, 5, 5, 120.0, batch_bytes_per_tenant=50_000)
-        service = ProcessorService(tmp_path / "processors", settings, limits)
+        limits = LimitsConfig(max_referenced_batch_bytes_per_tenant=50_000)
+        service = ProcessorService(tmp_path / "processors", settings, limits, most_workers=5)
         await service.start()
         try:
             loader = await _loader(service, "s", "x" * 10_000, 8)
@@ -490,7 +494,7 @@ def test_a_worker_that_fills_the_disk_is_ended(tmp_path: Path, monkeypatch: pyte
 
     async def main() -> None:
         settings = Settings((), {}, "", 2**30, answer_bytes=1000, disk_bytes=2**20)
-        service = ProcessorService(tmp_path / "processors", settings, ProcessorLimits(5, 5, 5, 60.0))
+        service = ProcessorService(tmp_path / "processors", settings, LimitsConfig(), most_workers=5)
         await service.start()
         made = await service.create("t", "s", _body(processor_type="reward", class_type="FormatReward"), None)
         (own,) = (tmp_path / "processors").iterdir()

@@ -1,15 +1,15 @@
 """The command line ``twinkle-server``: its parser, and the commands ``launch``, ``status`` and ``stop``."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 
 from twinkle.errors import TwinkleError, TwinkleServerError
 from twinkle.server.cli import config_commands, data_commands, operator_commands
-from twinkle.server.cli.config_commands import config_of, open_store, server_options
+from twinkle.server.cli.config_commands import add_command, config_of, on_store
 from twinkle.server.cli.launch import fetch_status, run_server, start_in_background
 from twinkle.server.runtime import process
+from twinkle.server.state.store import Store
 
 # What `status` shows of training and of sampling in one line; rates are of about the last minute.
 _SIDE_BY_SIDE = {
@@ -63,15 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     config_commands.add_parsers(commands)
-    status = commands.add_parser("status", help="show the state of a running server")
-    status.set_defaults(run=_status)
+    status = add_command(commands, "status", _status, "show the state of a running server")
     status.add_argument(
         "--url", default=None, help="default: the server on this data directory, else http://127.0.0.1:8000"
     )
-    stop = commands.add_parser("stop", help="stop a server once it has finished what runs")
-    stop.set_defaults(run=_stop)
-    for action in (status, stop):
-        server_options(action)
+    add_command(commands, "stop", _stop, "stop a server once it has finished what runs")
     operator_commands.add_parsers(commands)
     data_commands.add_parsers(commands)
     return parser
@@ -129,16 +125,16 @@ def _status(args: argparse.Namespace, _given: list[str]) -> None:
             training, sampling = (numbers.get(key, "-") for key in keys)
             print(f"  {what:16} {training:>14} {sampling:>14}")
     if here is not None:
-        asyncio.run(_print_damage(args))
+        _print_damage(args, [])
 
 
-async def _print_damage(args: argparse.Namespace) -> None:
+@on_store
+async def _print_damage(_args: argparse.Namespace, store: Store) -> None:
     """Print what was found damaged in the state of the server that runs here."""
-    async with open_store(args) as store:
-        found = {each.subject: each.message for each in await store.damage.list()}
-        for run in await store.runs.in_state("failed"):
-            if run.note is not None and "damaged" in run.note:
-                found.setdefault(f"run {run.run_id}", run.note)
+    found = {each.subject: each.message for each in await store.damage.list()}
+    for run in await store.runs.in_state("failed"):
+        if run.note is not None and "damaged" in run.note:
+            found.setdefault(f"run {run.run_id}", run.note)
     if found:
         print(f"{'damaged':18} {len(found)}")
     for subject, message in found.items():

@@ -1,28 +1,38 @@
-"""Which configuration a command means, and ``check-config`` and ``print-config``, which are about configurations."""
+"""What commands have in common: the server and the configuration that one means, and the state it works on.
+
+``check-config`` and ``print-config``, which are about configurations, are here too.
+"""
 
 import argparse
+import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from twinkle.environment import read_server_variables
 from twinkle.errors import ConfigError, InvalidInputError, TwinkleError
 from twinkle.server.config import DEFAULT_MODEL, ServerConfig, describe, load_config
-from twinkle.server.config.messages import without_passwords
+from twinkle.server.config.messages import change_texts, without_passwords
 from twinkle.server.state.store import Store
 
 _BAD_CONFIGURATION = 2
+
+Command = Callable[[argparse.Namespace, list[str]], None]  # what was parsed, and all arguments as they were given
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 # --- which configuration a command means ------------------------------------------------------------------------------
 
 
-def server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands about a server that was started with the same options."""
+def add_command(commands: Commands, name: str, run: Command, about: str) -> argparse.ArgumentParser:
+    """Add a command about a server that was started with the same -c and --data-dir; ``about`` is its help."""
+    parser = commands.add_parser(name, help=about)
+    parser.set_defaults(run=run)
     parser.add_argument("-c", "--config", type=Path, default=None, metavar="FILE", help="configuration of the server")
     parser.add_argument("--data-dir", type=Path, default=None, help="data directory, if not the configured one")
+    return parser
 
 
 def config_of(args: argparse.Namespace) -> ServerConfig:
@@ -30,15 +40,18 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
     return load_config(_config_file(args), data_dir=args.data_dir)[0]
 
 
-@asynccontextmanager
-async def open_store(args: argparse.Namespace) -> AsyncIterator[Store]:
-    """Open the state of the server that a command is about, beside the server itself, which may be running."""
-    config = config_of(args)
-    store = await Store.open(config.data_dir, config.database_url, lock=False)
-    try:
-        yield store
-    finally:
-        await store.close()
+def on_store(work: Callable[[argparse.Namespace, Store], Awaitable[None]]) -> Command:
+    """Make a command of ``work`` on the state of a server. The server itself may be running beside it."""
+
+    async def open_and_work(args: argparse.Namespace) -> None:
+        config = config_of(args)
+        store = await Store.open(config.data_dir, config.database_url, lock=False)
+        try:
+            await work(args, store)
+        finally:
+            await store.close()
+
+    return lambda args, _given: asyncio.run(open_and_work(args))
 
 
 def config_options(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +89,7 @@ def _config_file(args: argparse.Namespace) -> Path | None:
 # --- check-config and print-config ------------------------------------------------------------------------------------
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: Commands) -> None:
     check = commands.add_parser("check-config", help="check a configuration file and list what became of older keys")
     check.set_defaults(run=_check)
     check.add_argument("file", type=Path, nargs="?", default=None, help="configuration file")
@@ -113,17 +126,8 @@ def _print(args: argparse.Namespace, _given: list[str]) -> None:
     if (args.format or read_server_variables().print_format) == "json":
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        print(json.dumps(_without_passwords(config.to_yaml_dict()), indent=2, sort_keys=True))
+        print(json.dumps(change_texts(config.to_yaml_dict(), without_passwords), indent=2, sort_keys=True))
         return
     for note in notes:
         print(f"# note: {note}")
     print(describe(config))
-
-
-def _without_passwords(value: object) -> object:
-    """Return plain mappings and lists with *** for passwords."""
-    if isinstance(value, dict):
-        return {key: _without_passwords(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_without_passwords(one) for one in value]
-    return without_passwords(value) if isinstance(value, str) else value

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from twinkle.errors import TwinkleServerError, UnsupportedError
-from twinkle.server.cli.config_commands import config_of, server_options
+from twinkle.server.cli.config_commands import Commands, add_command, config_of
 from twinkle.server.config import ServerConfig
 from twinkle.server.state.backup import BackupSummary, back_up, check_backup, restore
 from twinkle.server.state.data_check import Finding, check_data
@@ -26,26 +26,22 @@ _CLEARED = "sessions, live adapters, futures and unnamed sampler versions; keys,
 _CLEARED_DIRECTORIES = ("snapshots", "samplers")  # whose records are cleared
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    backup = commands.add_parser("backup", help="copy the state of a server, which may be running, into a directory")
-    backup.set_defaults(run=_backup)
+def add_parsers(commands: Commands) -> None:
+    about = "copy the state of a server, which may be running, into a directory"
+    backup = add_command(commands, "backup", _backup, about)
     backup.add_argument("directory", type=Path, metavar="DIR", help="where to; empty, or not there yet")
-    back = commands.add_parser("restore", help="make a data directory from a backup")
-    back.set_defaults(run=_restore)
+    back = add_command(commands, "restore", _restore, "make a data directory from a backup")
     back.add_argument("directory", type=Path, metavar="DIR", help="the backup")
-    check = commands.add_parser("check-data", help="check all files of a stopped server and list what is damaged")
-    check.set_defaults(run=_check)
+    about = "check all files of a stopped server and list what is damaged"
+    check = add_command(commands, "check-data", _check, about)
     check.add_argument("--repair", action="store_true", help="put back a copy of a database that cannot be used")
     check.add_argument("--backup", type=Path, default=None, metavar="DIR", help="check this backup instead")
     check.add_argument("--format", choices=("text", "json"), default="text", help="default text")
     actions = commands.add_parser("clear", help="forget what was under way").add_subparsers(
         required=True, metavar="WHAT"
     )
-    clear = actions.add_parser("persistence", help=f"forget, of a stopped server, {_CLEARED}")
-    clear.set_defaults(run=_clear)
+    clear = add_command(actions, "persistence", _clear, f"forget, of a stopped server, {_CLEARED}")
     clear.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    for parser in (backup, back, check, clear):
-        server_options(parser)
 
 
 def _database_file(config: ServerConfig) -> Path | None:
@@ -96,15 +92,12 @@ def _check(args: argparse.Namespace, _given: list[str]) -> None:
     if not config.data_dir.is_dir():
         raise TwinkleServerError(f"{config.data_dir} does not exist; -c or --data-dir says which one is meant")
     give_up_reserve(config.data_dir, only_if_low=True)
-    lock = DirectoryLock(config.data_dir)  # what a server is writing would look damaged
-    try:
+    with DirectoryLock(config.data_dir):  # what a server is writing would look damaged
         database = _database_file(config)
         findings = list(check_data(config.data_dir, database))
         if args.repair and database is not None and any(finding.is_fatal for finding in findings):
             print(_repair(config.data_dir, database), file=sys.stderr)
             findings = list(check_data(config.data_dir, database))
-    finally:
-        lock.release()
     _finish(findings, args.format, f"{config.data_dir}")
 
 

@@ -9,13 +9,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, date, datetime, timedelta
 
-from filelock import FileLock, Timeout
-
 from twinkle.errors import NotFoundError, TwinkleServerError
-from twinkle.server.cli.config_commands import open_store, server_options
+from twinkle.server.cli.config_commands import Commands, add_command, on_store
+from twinkle.server.state.errors import DataDirInUseError
+from twinkle.server.state.files.guards import DirectoryLock
 from twinkle.server.state.records.coordination import EVICT, OperatorRequest
 from twinkle.server.state.store import Store
 
@@ -33,67 +34,52 @@ _COLUMNS = {
 _TEXT_COLUMNS = ("day", "tenant")
 
 
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parsers(commands: Commands) -> None:
     keys = commands.add_parser("keys", help="manage API keys, for auth.mode: keys").add_subparsers(
         required=True, metavar="ACTION"
     )
-    create = keys.add_parser("create", help="create a key; it is shown once and not stored")
-    create.set_defaults(run=_create_key)
+    create = add_command(keys, "create", _create_key, "create a key; it is shown once and not stored")
     create.add_argument("--name", default="", help="what the key is for")
     create.add_argument("--tenant", default=None, help="id of an existing tenant; without it the key is a new tenant")
-    listing = keys.add_parser("list", help="list keys, without the keys themselves")
-    listing.set_defaults(run=_list_keys)
-    revoke = keys.add_parser("revoke", help="make a key useless")
-    revoke.set_defaults(run=_revoke_key)
+    add_command(keys, "list", _list_keys, "list keys, without the keys themselves")
+    revoke = add_command(keys, "revoke", _revoke_key, "make a key useless")
     revoke.add_argument("key_id", help="id of the key, as keys list shows it")
 
-    usage = commands.add_parser("usage", help="show tokens, steps and storage by tenant and day (UTC)")
-    usage.set_defaults(run=_usage)
+    usage = add_command(commands, "usage", _usage, "show tokens, steps and storage by tenant and day (UTC)")
     usage.add_argument("--tenant", default=None, help="show this tenant alone")
     usage.add_argument("--since", type=_day, default=None, metavar="DAY", help="first day, default 30 days ago")
     usage.add_argument("--until", type=_day, default=None, metavar="DAY", help="last day, default today")
     usage.add_argument("--format", choices=("table", "json"), default="table", help="default table")
 
-    evict = commands.add_parser("evict", help="take adapters off the device of a running server; their state is kept")
-    evict.set_defaults(run=_evict)
+    about = "take adapters off the device of a running server; their state is kept"
+    evict = add_command(commands, "evict", _evict, about)
     target = evict.add_mutually_exclusive_group(required=True)
     target.add_argument("run_id", nargs="?", default=None, metavar="RUN_ID", help="one adapter")
     target.add_argument("--tenant", default=None, help="all adapters of this tenant")
     evict.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="how long to wait, default 120")
-    for parser in (create, listing, revoke, usage, evict):
-        server_options(parser)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def _create_key(args: argparse.Namespace, _given: list[str]) -> None:
-    async def create() -> None:
-        async with open_store(args) as store:
-            record, key = await store.keys.create(args.tenant, args.name, time.time())
-        print(key)
-        print(f"id {record.key_id}, tenant {record.tenant_id}; the key is not stored: keep it now", file=sys.stderr)
-
-    asyncio.run(create())
+@on_store
+async def _create_key(args: argparse.Namespace, store: Store) -> None:
+    record, key = await store.keys.create(args.tenant, args.name, time.time())
+    print(key)
+    print(f"id {record.key_id}, tenant {record.tenant_id}; the key is not stored: keep it now", file=sys.stderr)
 
 
-def _list_keys(args: argparse.Namespace, _given: list[str]) -> None:
-    async def listing() -> None:
-        async with open_store(args) as store:
-            for record in await store.keys.list():
-                state = "revoked" if record.revoked_at is not None else "active"
-                created = datetime.fromtimestamp(record.created_at, UTC).strftime("%Y-%m-%d")
-                print(f"{record.key_id}  {record.tenant_id}  {state:8} {created}  {record.name}")
-
-    asyncio.run(listing())
+@on_store
+async def _list_keys(_args: argparse.Namespace, store: Store) -> None:
+    for record in await store.keys.list():
+        state = "revoked" if record.revoked_at is not None else "active"
+        created = datetime.fromtimestamp(record.created_at, UTC).strftime("%Y-%m-%d")
+        print(f"{record.key_id}  {record.tenant_id}  {state:8} {created}  {record.name}")
 
 
-def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
-    async def revoke() -> bool:
-        async with open_store(args) as store:
-            return await store.keys.revoke(args.key_id, time.time())
-
-    if not asyncio.run(revoke()):
+@on_store
+async def _revoke_key(args: argparse.Namespace, store: Store) -> None:
+    if not await store.keys.revoke(args.key_id, time.time()):
         raise TwinkleServerError(f"no active key has the id {args.key_id!r}")
     print(f"revoked {args.key_id}")
 
@@ -101,25 +87,20 @@ def _revoke_key(args: argparse.Namespace, _given: list[str]) -> None:
 # --- usage ------------------------------------------------------------------------------------------------------------
 
 
-def _usage(args: argparse.Namespace, _given: list[str]) -> None:
+@on_store
+async def _usage(args: argparse.Namespace, store: Store) -> None:
+    """Print the usage of each tenant on each day, both ends included."""
     until: date = args.until or datetime.now(UTC).date()
     since: date = args.since or until - timedelta(days=30)
-    rows = asyncio.run(_rows(args, since, until))
+    found = await store.usage.list(since.isoformat(), (until + timedelta(days=1)).isoformat(), args.tenant)
+    rows = [
+        {"day": each.day, "tenant": each.tenant_id, **asdict(each.counts), "storage_bytes": each.storage_bytes}
+        for each in found
+    ]
     if args.format == "json":
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
-
-
-async def _rows(args: argparse.Namespace, since: date, until: date) -> list[dict[str, object]]:
-    """Return the usage of each tenant on each day, both ends included."""
-    async with open_store(args) as store:
-        after = until + timedelta(days=1)
-        found = await store.usage.list(since.isoformat(), after.isoformat(), args.tenant)
-    return [
-        {"day": each.day, "tenant": each.tenant_id, **asdict(each.counts), "storage_bytes": each.storage_bytes}
-        for each in found
-    ]
 
 
 def _print_table(rows: Sequence[dict[str, object]]) -> None:
@@ -141,33 +122,24 @@ def _day(text: str) -> date:
 # --- evict ------------------------------------------------------------------------------------------------------------
 
 
-def _evict(args: argparse.Namespace, _given: list[str]) -> None:
+@on_store
+async def _evict(args: argparse.Namespace, store: Store) -> None:
     """Ask the running server to evict adapters. It answers at its next maintenance, within about fifteen seconds."""
-    answers = asyncio.run(_ask(args))
+    _check_running(store)
+    run_ids = [args.run_id] if args.tenant is None else await _live_runs(store, args.tenant)
+    asked = [await store.operator_requests.ask(EVICT, run_id, time.time()) for run_id in run_ids]
+    deadline = time.monotonic() + args.timeout
+    answers = [await _answer(store, each, deadline) for each in asked]
     for answer in answers:
         print(f"{answer.target}: {answer.answer}", file=sys.stderr if answer.failed else sys.stdout)
     if any(answer.failed for answer in answers):
         sys.exit(1)
 
 
-async def _ask(args: argparse.Namespace) -> list[OperatorRequest]:
-    async with open_store(args) as store:
-        _check_running(store)
-        run_ids = [args.run_id] if args.tenant is None else await _live_runs(store, args.tenant)
-        asked = [await store.operator_requests.ask(EVICT, run_id, time.time()) for run_id in run_ids]
-        deadline = time.monotonic() + args.timeout
-        return [await _answer(store, each, deadline) for each in asked]
-
-
 def _check_running(store: Store) -> None:
-    """A server holds the lock of its data directory."""
-    lock = FileLock(store.data_dir / "lock", mode=0o600)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return
-    lock.release()
-    raise TwinkleServerError(f"no server runs on {store.data_dir}: there is no device to take an adapter off")
+    """Raise where no server runs: one holds the lock of its data directory."""
+    with suppress(DataDirInUseError), DirectoryLock(store.data_dir):
+        raise TwinkleServerError(f"no server runs on {store.data_dir}: there is no device to take an adapter off")
 
 
 async def _live_runs(store: Store, tenant_id: str) -> list[str]:

@@ -25,6 +25,7 @@ from twinkle.errors import ConfigProblem
 
 Location = Sequence[str | int]
 
+_ALLOWED = "allowed: {allowed}"
 _LONGEST_VALUE = 120  # characters of a value that an error shows
 _NAMES = {int: "an integer", float: "a number", str: "text", Path: "a path", NoneType: "null", object: "any value"}
 _QUOTED_SCALAR = re.compile(r"\s*([+-]?\d[\d_.eE+-]*|true|false|null)\s*", re.I)
@@ -48,9 +49,13 @@ class Section(BaseModel):
     )
 
 
+class SparseSection(Section):
+    """A section of which only the keys that were given are printed: a page of nulls about Ray would hide the rest."""
+
+
 def refusal(allowed: str) -> PydanticCustomError:
     """Return the error of a value that is not allowed; ``allowed`` reaches the user as it is."""
-    return PydanticCustomError("config", "allowed: {allowed}", {"allowed": allowed})
+    return PydanticCustomError("config", _ALLOWED, {"allowed": allowed})
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,18 @@ class Rule:
             return self.check(value)
         except ValueError:
             raise refusal(self.words) from None
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a type of several forms allows, in words: pydantic would report what each of the forms refuses."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(
+            handler(source), "config", custom_error_message=_ALLOWED, custom_error_context={"allowed": self.words}
+        )
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,15 @@ def path_of(location: Location) -> str:
 def without_passwords(text: str) -> str:
     """Return ``text`` with *** for the password of a URL in it."""
     return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD_IN_ADDRESS.sub(r"\1***@", text))
+
+
+def change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return plain mappings, lists and scalars with every text in them changed."""
+    if isinstance(value, dict):
+        return {key: change_texts(one, change) for key, one in value.items()}
+    if isinstance(value, list):
+        return [change_texts(one, change) for one in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from twinkle.server.config.messages import Rule, Section, refusal
+from twinkle.server.config.messages import Rule, SparseSection, Words, refusal
 
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 _SIZES = ("world_size", "dp_size", "fsdp_size", "tp_size", "pp_size", "cp_size")
@@ -22,25 +22,9 @@ def _device_type(text: str) -> str:
     return _DEVICE_TYPES[text.lower()]
 
 
-def _ranks(value: object) -> object:
-    """Return a count, or the ranks themselves as a tuple."""
-    return value if _is_int(value, at_least=1) else _numbers(value)
-
-
-def _visible_devices(value: object) -> object:
-    one = _is_int(value, at_least=0) or (isinstance(value, str) and value)
-    return value if one else _numbers(value)
-
-
-def _numbers(value: object) -> tuple[object, ...]:
-    if isinstance(value, list | tuple) and value and all(_is_int(each, at_least=0) for each in value):
-        return tuple(value)
-    raise ValueError
-
-
 def _mesh(value: object) -> object:
     """Return nested lists of ranks as nested tuples."""
-    if _is_int(value, at_least=0):
+    if type(value) is int and value >= 0:
         return value
     if isinstance(value, list | tuple) and value:
         return tuple(_mesh(part) for part in value)
@@ -53,21 +37,20 @@ def _queue(value: int) -> int:
     return value
 
 
-def _is_int(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-Ranks = Annotated[object, Rule(_ranks, "a number of processes ≥ 1 or a list of ranks")]
-VisibleDevices = Annotated[object, Rule(_visible_devices, "a device number, several, or text such as 0,1")]
+Size = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=0)]
+Numbers = Annotated[tuple[Number, ...], Field(strict=False, min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Ranks = Annotated[Size | Numbers, Words("a number of processes ≥ 1 or a list of ranks")]
+VisibleDevices = Annotated[Number | Text | Numbers, Words("a device number, several, or text such as 0,1")]
 DeviceType = Annotated[str, Rule(_device_type, "cpu, cuda or gpu")]
 Dimension = Literal["dp", "fsdp", "tp", "pp", "cp", "ep", "ep_fsdp"]
-Size = Annotated[int, Field(ge=1)]
 
 
-class DeviceGroup(Section):
+class DeviceGroup(SparseSection):
     """The devices of an application. The embedded runtime uses one."""
 
-    name: str = Field(min_length=1)
+    name: Text
     """Name of the group."""
     ranks: Ranks = 1
     """Number of processes, or their ranks."""
@@ -80,7 +63,7 @@ class DeviceGroup(Section):
 
     @property
     def processes(self) -> int:
-        return len(self.ranks) if isinstance(self.ranks, tuple) else int(str(self.ranks))
+        return len(self.ranks) if isinstance(self.ranks, tuple) else self.ranks
 
     @property
     def device(self) -> str:
@@ -97,7 +80,7 @@ class DeviceGroup(Section):
         return len(named) if isinstance(named, tuple) else len(str(named).split(","))
 
 
-class DeviceMesh(Section):
+class DeviceMesh(SparseSection):
     """How the devices are laid out: either sizes, or `mesh` with `mesh_dim_names`."""
 
     device_type: DeviceType | None = None
@@ -176,14 +159,14 @@ Factor = Annotated[float, Field(gt=0)]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class AutoscalingConfig(Section):
+class AutoscalingConfig(SparseSection):
     """Serve's autoscaling."""
 
-    min_replicas: Annotated[int, Field(ge=0)] | None = None
+    min_replicas: Number | None = None
     """Fewest replicas."""
     max_replicas: Size | None = None
     """Most replicas."""
-    initial_replicas: Annotated[int, Field(ge=0)] | None = None
+    initial_replicas: Number | None = None
     """Replicas at the start."""
     target_ongoing_requests: Factor | None = None
     """Requests in progress that a replica should have."""
@@ -201,7 +184,7 @@ class AutoscalingConfig(Section):
     """Time over which requests are averaged."""
 
 
-class RuntimeEnv(Section):
+class RuntimeEnv(SparseSection):
     """The environment of Ray's worker processes."""
 
     env_vars: dict[str, str] = Field(default_factory=dict)
@@ -214,7 +197,7 @@ class RuntimeEnv(Section):
     """Packages that are installed for replicas."""
 
 
-class RayActorOptions(Section):
+class RayActorOptions(SparseSection):
     """What a replica asks of Ray."""
 
     num_cpus: Annotated[float, Field(ge=0)] | None = None
@@ -225,13 +208,13 @@ class RayActorOptions(Section):
     """Bytes of memory."""
     resources: dict[str, float] | None = None
     """Other resources of the cluster."""
-    accelerator_type: str | None = Field(default=None, min_length=1)
+    accelerator_type: Text | None = None
     """Kind of GPU, as Ray names it."""
     runtime_env: RuntimeEnv | None = None
     """Environment of the replica."""
 
 
-class DeploymentOptions(Section):
+class DeploymentOptions(SparseSection):
     """Options of the application's Ray Serve deployment. They have no effect on the embedded runtime."""
 
     name: str | None = None

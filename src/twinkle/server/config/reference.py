@@ -6,7 +6,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import indent, wrap
-from typing import Any, get_origin
+from typing import get_origin
 
 from omegaconf import OmegaConf
 from pydantic import BaseModel
@@ -14,7 +14,9 @@ from pydantic.fields import FieldInfo
 
 from twinkle.server.config.messages import (
     ChosenBy,
+    SparseSection,
     allowed_by,
+    change_texts,
     explanation,
     inner_type,
     is_section,
@@ -22,29 +24,10 @@ from twinkle.server.config.messages import (
     without_passwords,
 )
 from twinkle.server.config.older import older_keys
-from twinkle.server.config.placement import (
-    AutoscalingConfig,
-    DeploymentOptions,
-    DeviceGroup,
-    DeviceMesh,
-    RayActorOptions,
-    RuntimeEnv,
-)
-from twinkle.server.config.sections import SpecialLimits
 from twinkle.server.config.server_config import ServerConfig
 
 _WIDTH = 100
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-# Keys of these that were not given are left out: a page of nulls about Ray would hide the rest.
-_ONLY_GIVEN = (
-    AutoscalingConfig,
-    DeploymentOptions,
-    DeviceGroup,
-    DeviceMesh,
-    RayActorOptions,
-    RuntimeEnv,
-    SpecialLimits,
-)
 
 
 # --- the configuration in effect --------------------------------------------------------------------------------------
@@ -59,7 +42,7 @@ def _section(section: BaseModel) -> str:
     text = ""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if value is None and isinstance(section, _ONLY_GIVEN):
+        if value is None and isinstance(section, SparseSection):
             continue
         text += "".join(f"# {line}\n" for line in wrap(explanation(field), _WIDTH))
         plain = section.model_dump(mode="json", include={name})[name]
@@ -76,23 +59,17 @@ def _key(name: str, value: object, plain: object) -> str:
         return _under(head, "".join(_under("-", _section(one)) for one in value))
     if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
         return _under(head, "".join(_key(key, one, None) for key, one in value.items()))
-    return OmegaConf.to_yaml({name: _literal(plain)})
+    return OmegaConf.to_yaml({name: change_texts(plain, _literal)})
 
 
 def _under(head: str, text: str) -> str:
     return f"{head}\n{indent(text, '  ')}" if text else f"{head} {{}}\n"
 
 
-def _literal(value: Any) -> Any:
-    """Return plain values as OmegaConf reads them back: ``${`` in a text is no interpolation. Passwords become ***."""
-    if isinstance(value, dict):
-        return {key: _literal(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_literal(one) for one in value]
-    if isinstance(value, str):
-        # A backslash before ${ makes it text, and is doubled to be itself.
-        return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", without_passwords(value))
-    return value
+def _literal(text: str) -> str:
+    """Return a text as OmegaConf reads it back: ``${`` in it is no interpolation. Passwords become ***."""
+    # A backslash before ${ makes it text, and is doubled to be itself.
+    return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", without_passwords(text))
 
 
 # --- the reference page -----------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ yet is at the end.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic_core import InitErrorDetails
@@ -276,38 +275,24 @@ def _shares_device(sampler: SamplerArgs, model: ModelArgs, at: Location) -> Brok
 
 
 # --- valid, and not launched yet --------------------------------------------------------------------------------------
+# A file with such a value is good, and a launch refuses it: its part of the server is missing.
+
+_LATER = "the Megatron backend comes later"
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """A valid value whose part of the server is missing: a file with it is good, and a launch refuses it."""
-
-    path: str
-    value: str
-    missing: str
-    instead: str
-
-    @property
-    def note(self) -> str:
-        return f"{self.path}: {self.value} is good and cannot be launched yet: {self.missing} comes later"
-
-    @property
-    def problem(self) -> ConfigProblem:
-        allowed = f"{self.instead} (not yet {self.value}: {self.missing} comes later)"
-        return ConfigProblem(self.path, self.value, allowed)
-
-
-def not_yet(applications: Applications) -> list[NotYet]:
-    """Return all that stands in the way of a launch."""
-    return [
-        NotYet(path_of((*at, "backend")), "megatron", "the Megatron backend", "transformers or mock")
-        for at, args in _with(applications, ModelArgs)
-        if args.backend == "megatron"
-    ]
+def launch_notes(applications: Applications) -> list[str]:
+    """Return a note on each key that stands in the way of a launch."""
+    return [f"{path}: megatron is good and cannot be launched yet: {_LATER}" for path in _megatron(applications)]
 
 
 def refuse_what_is_not_yet(applications: Applications) -> None:
     """Raise ConfigError where these applications cannot be launched."""
-    found = not_yet(applications)
-    if found:
-        raise ConfigError.from_problems([one.problem for one in found], "launch")
+    allowed = f"transformers or mock (not yet megatron: {_LATER})"
+    problems = [ConfigProblem(path, "megatron", allowed) for path in _megatron(applications)]
+    if problems:
+        raise ConfigError.from_problems(problems, "launch")
+
+
+def _megatron(applications: Applications) -> list[str]:
+    models = _with(applications, ModelArgs)
+    return [path_of((*at, "backend")) for at, args in models if args.backend == "megatron"]

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from twinkle.server.config.messages import Rule, Section, refusal
+from twinkle.server.config.messages import Rule, Section, SparseSection, refusal
 
 _DAY = 86_400.0
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
@@ -259,7 +259,7 @@ def _limit(what: str) -> Any:
     return Field(default=None, description=f"{what}; null: as in `limits`.")
 
 
-class SpecialLimits(Section):
+class SpecialLimits(SparseSection):
     """Limits of one tenant in place of those under `limits`, where they have the same names."""
 
     max_uploading_bytes_per_tenant: Count | None = _limit("Bodies of requests that are not answered yet")

@@ -17,7 +17,7 @@ from twinkle.server.config.applications import (
 )
 from twinkle.server.config.messages import Section, inner_type, is_section, problem, problems_of
 from twinkle.server.config.older import convert
-from twinkle.server.config.rules import application_rules, network_rules, not_yet
+from twinkle.server.config.rules import application_rules, launch_notes, network_rules
 from twinkle.server.config.sections import (
     AuthConfig,
     ClientsConfig,
@@ -203,7 +203,7 @@ def _checked(data: dict[str, Any], source: str, problems: list[ConfigProblem]) -
     if problems:
         raise ConfigError.from_problems(problems, source)
     config = ServerConfig.model_validate(converted.data)
-    later = [one.note for one in not_yet(config.applications)]
+    later = launch_notes(config.applications)
     return config, [*converted.notes, *about_variables, *without_effect(config), *later]
 
 

@@ -1,7 +1,7 @@
 """All model services of a server, wherever they run: what they report of themselves, and that a session has ended.
 
-A gateway beside its services (the embedded runtime) asks them; one in a process of its own asks other processes. All
-that concerns one adapter goes to the service that has it and never passes here.
+A gateway beside its services (the embedded runtime) answers for them itself; one in a process of its own asks other
+processes. All that concerns one adapter goes to the service that has it and never passes here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from twinkle.server.types import RunRecord, SessionRecord
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from twinkle.server.gateway.gateway import Gateway, Services
+    from twinkle.server.gateway.gateway import Services
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,18 @@ class TenantReport:
 class Fleet(Protocol):
     async def reports(self) -> Mapping[str, ModelReport]:
         """By name, in the order of the configuration."""
-        ...
 
     async def of_tenant(self, tenant_id: str) -> Mapping[str, TenantReport]:
         """By name of the model."""
-        ...
 
     async def metrics(self) -> "Mapping[str, Sequence[Metric]]":
         """What other processes have recorded, by their names."""
-        ...
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Take what a session has off the devices: it ended."""
-        ...
 
-    async def park_run(self, run: RunRecord, why: str) -> None:
+    async def park(self, run: RunRecord, why: str) -> None:
         """Take one adapter off its device, wherever it is, and keep its state; ``why`` is for errors about it."""
-        ...
 
 
 def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
@@ -109,26 +104,3 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
 
 def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
     return TenantReport(services.training.adapters.statuses(tenant_id), services.training.queue_status(tenant_id))
-
-
-class LocalFleet:
-    """All services are in this process."""
-
-    def __init__(self, gateway: "Gateway") -> None:
-        self._gateway = gateway
-
-    async def reports(self) -> dict[str, ModelReport]:
-        longest = self._gateway.config.telemetry.stuck_step_seconds
-        return {name: report_of(entry, longest) for name, entry in self._gateway.services.items()}
-
-    async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
-        return {name: tenant_report_of(entry, tenant_id) for name, entry in self._gateway.services.items()}
-
-    async def metrics(self) -> "dict[str, Sequence[Metric]]":
-        return {}
-
-    async def release_session(self, session: SessionRecord, state: str) -> None:
-        await self._gateway.release_session(session, state)
-
-    async def park_run(self, run: RunRecord, why: str) -> None:
-        await self._gateway.park(run, why)

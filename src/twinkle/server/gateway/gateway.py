@@ -8,9 +8,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
+
+from prometheus_client.metrics_core import Metric
 
 from twinkle.errors import (
     GoneError,
@@ -27,7 +29,7 @@ from twinkle.server.backends.backend import ServedModel
 from twinkle.server.config import ServerConfig
 from twinkle.server.config.applications import known_name
 from twinkle.server.gateway.checkpoint_actions import CheckpointActions
-from twinkle.server.gateway.fleet import Fleet, LocalFleet, ModelReport
+from twinkle.server.gateway.fleet import Fleet, ModelReport, TenantReport, report_of, tenant_report_of
 from twinkle.server.gateway.hub_uploads import Uploads
 from twinkle.server.gateway.identity import Identity, SignedUrls
 from twinkle.server.gateway.running_time import RunningTime
@@ -37,7 +39,7 @@ from twinkle.server.gateway.unloading import Unloading
 from twinkle.server.gateway.usage_recorder import Bookkeeping
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.processors.service import Processors, ProcessorService
-from twinkle.server.services.checkpoints.access import loadable_checkpoint, readable_checkpoint, version_of
+from twinkle.server.services.checkpoints.access import readable_checkpoint
 from twinkle.server.services.sampling.completions import Completion
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.services.training.custom_losses import CustomLosses
@@ -61,6 +63,7 @@ from twinkle.server.types import (
     SessionRecord,
 )
 from twinkle.server.verbs.runs import NativeRuns
+from twinkle.server.wire.requests import CreateModelRequest
 from twinkle.server.wire.sampling import Encode
 from twinkle_client.protocol.base import SESSION_LOST
 
@@ -78,6 +81,12 @@ class Services:
     training: ModelService
     sampling: SamplerService | None
     native: NativeRuns
+
+    def release_versions(self, version_ids: Iterable[str]) -> None:
+        """Let the sampler drop these: nobody samples from them any more."""
+        if self.sampling is not None:
+            for version_id in version_ids:
+                self.sampling.release_version(version_id)
 
 
 class Gateway:
@@ -114,7 +123,7 @@ class Gateway:
         self.stopping = False
         self.uploads = Uploads(self.tenants.pools.hub)
         self.replica = replica
-        self.fleet: Fleet = fleet or LocalFleet(self)
+        self.fleet: Fleet = fleet or self
         self.fleet_of_all: Fleet = fleet_of_all or self.fleet
         limits = config.limits
         self.running_time = RunningTime(min(limits.session_timeout_seconds, limits.silent_session_seconds))
@@ -125,15 +134,37 @@ class Gateway:
         self.signed_urls = SignedUrls(store, self.identity)
         self.unloading = Unloading(self)
         self._names = {name: entry for entry in services.values() for name in (entry.model.name, *entry.model.aliases)}
+        self._sampling_services = [entry.sampling for entry in services.values() if entry.sampling is not None]
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
         self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
         self._sampling_clients = SamplingClients(store.sampling_sessions)
 
-    # --- who ----------------------------------------------------------------------------------------------------------
+    # --- the services of this process, as a Fleet --------------------------------------------------------------------
 
-    async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
-        return await self.identity.tenant(key, prefix)
+    async def reports(self) -> dict[str, ModelReport]:
+        longest = self.config.telemetry.stuck_step_seconds
+        return {name: report_of(entry, longest) for name, entry in self.services.items()}
+
+    async def of_tenant(self, tenant_id: str) -> dict[str, TenantReport]:
+        return {name: tenant_report_of(entry, tenant_id) for name, entry in self.services.items()}
+
+    async def metrics(self) -> dict[str, Sequence[Metric]]:
+        return {}
+
+    async def release_session(self, session: SessionRecord, state: str) -> None:
+        """Take what our own services have of a session off their devices: it ended."""
+        for run in await self.store.runs.of_session(session.session_id):
+            await self.park(run, f"session {session.session_id} {state}")
+        for sampling in await self.store.sampling_sessions.of_session(session.session_id):
+            await self._release(sampling)
+
+    async def park(self, run: RunRecord, why: str) -> None:
+        """Take an adapter off its device. One of a base model that is not served now has to wait until it is."""
+        if run.state == "live" and run.model_name in self.services:
+            entry = self.services[run.model_name]
+            outdated = await entry.training.adapters.evict(run, why, self.config.limits.parked_adapter_seconds)
+            entry.release_versions(outdated)
 
     @property
     def budgets(self) -> list[Budget]:
@@ -183,12 +214,9 @@ class Gateway:
     async def create_session(self, session: SessionRecord, idempotency_key: str | None) -> SessionRecord:
         limits = self.tenants.limits(session.tenant_id)
         most, most_rows = limits.max_sessions_per_tenant, limits.max_session_rows_per_tenant
-        return await self.silent_sessions.with_session_room(
+        return await self.silent_sessions.with_room(
             session.tenant_id,
-            lambda: self.with_row_room(
-                session.tenant_id,
-                lambda: self.store.sessions.create(session, idempotency_key, most, most_rows),
-            ),
+            lambda: self.store.sessions.create(session, idempotency_key, most, most_rows),
         )
 
     async def with_row_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T:
@@ -226,10 +254,6 @@ class Gateway:
         """Return when a session was last heard of, as far as this process knows."""
         return max(session.last_seen, self._heartbeats.get(session.session_id, 0.0))
 
-    def is_silent(self, session: SessionRecord) -> bool:
-        """Return whether an active session was not heard of for ``limits.silent_session_seconds``."""
-        return self.silent_sessions.is_silent(session, time.time())
-
     async def finish_session(
         self, session_id: str, tenant_id: str, reason: FinishReason = "success", detail: str | None = None
     ) -> None:
@@ -252,22 +276,15 @@ class Gateway:
             await self.processors.end_session(session.session_id)
         await self.fleet.release_session(session, state)
 
-    async def release_session(self, session: SessionRecord, state: str) -> None:
-        """What our own services have of a session that ended."""
-        for run in await self.store.runs.of_session(session.session_id):
-            await self.park(run, f"session {session.session_id} {state}")
-        for sampling in await self.store.sampling_sessions.of_session(session.session_id):
-            await self._release(sampling)
-
     async def _release(self, sampling: SamplingSessionRecord) -> None:
         """Its weights leave the device unless others sample from them; until its files go, it may come back."""
         self._samplers.pop(sampling.sampling_session_id, None)
         self._sampling_clients.forget(sampling.sampling_session_id)
         entry = self.services.get(sampling.model_name)
-        if sampling.version_id is None or sampling.directory is None or entry is None or entry.sampling is None:
+        if sampling.version_id is None or sampling.directory is None or entry is None:
             return
         if not await self.store.sampling_sessions.refer_to(sampling.directory):
-            entry.sampling.release_version(sampling.version_id)
+            entry.release_versions([sampling.version_id])
 
     async def end_what_was_ending(self) -> None:
         """Adapters whose session ended while something came in between: this server's end, or a database away."""
@@ -277,44 +294,27 @@ class Gateway:
             await self.park(run, f"session {session.session_id} {session.state}")
         await self.unloading.go_on()
 
-    async def park(self, run: RunRecord, why: str) -> None:
-        """Those of a base model that is not served now have to wait until it is."""
-        if run.state == "live" and run.model_name in self.services:
-            entry = self.services[run.model_name]
-            outdated = await entry.training.adapters.evict(run, why, self.config.limits.parked_adapter_seconds)
-            if entry.sampling is not None:
-                for version_id in outdated:
-                    entry.sampling.release_version(version_id)
-
     async def park_anywhere(self, run: RunRecord, why: str) -> None:
         """Park an adapter on whichever replica has it."""
         if run.model_name in self.services and self.services[run.model_name].training.run(run.run_id) is not None:
             await self.park(run, why)
         else:
-            await self.fleet_of_all.park_run(run, why)
+            await self.fleet_of_all.park(run, why)
 
-    def requests_of(self, run_id: str) -> list[float]:
-        """Return when a run of our services was last asked for something: of any other run nothing."""
-        found = (entry.training.last_requests().get(run_id) for entry in self.services.values())
-        return [at for at in found if at is not None]
+    def last_request(self, run: RunRecord) -> float:
+        """Return when a run was last asked for something, as far as this process knows."""
+        known = (entry.training.last_requests().get(run.run_id, 0.0) for entry in self.services.values())
+        return max([run.last_request_at, *known])
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    async def create_model(
-        self,
-        tenant_id: str,
-        session_id: str,
-        number: int,
-        base_model: str,
-        spec: LoraSpec,
-        user_metadata: Mapping[str, str],
-        body: bytes,
-    ) -> tuple[str, str]:
+    async def create_model(self, tenant_id: str, wanted: CreateModelRequest, body: bytes) -> tuple[str, str]:
         """(run id, request id)."""
-        run_id = ids.run_id(session_id, number)
+        session_id, number, spec = wanted.session_id, wanted.model_seq_id, wanted.spec()
         if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
             spec = replace(spec, seed=secrets.randbits(63))
-        run = self.new_run(run_id, tenant_id, session_id, number, base_model, spec, user_metadata)
+        run_id, metadata = ids.run_id(session_id, number), wanted.user_metadata or {}
+        run = self.new_run(run_id, tenant_id, session_id, number, wanted.base_model, spec, metadata)
         return run_id, await self.create_run(run, Op(run_id, 0, OpKind.CREATE, CreateAdapter(spec), body))
 
     def new_run(
@@ -350,8 +350,8 @@ class Gateway:
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
         await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
-        request_id = await self.silent_sessions.with_adapter_room(
-            run, lambda: self.with_row_room(run.tenant_id, lambda: training.create(run, op))
+        request_id = await self.silent_sessions.with_room(
+            run.tenant_id, lambda: training.create(run, op), own_session=run.session_id
         )
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
@@ -387,56 +387,17 @@ class Gateway:
     async def checkpoint(self, path: CheckpointPath, tenant_id: str) -> CheckpointRecord:
         return await readable_checkpoint(self.store, path, tenant_id)
 
-    async def run_of_checkpoint(self, address: str, tenant_id: str, field: str) -> RunRecord:
-        """Return the run that a checkpoint belongs to. ``field``: where a request names its ``address``."""
-        path = CheckpointPath.parse(address, field)
-        await self.checkpoint(path, tenant_id)
-        run = await self.store.runs.get(path.run_id)
+    async def run_of(self, checkpoint: CheckpointRecord) -> RunRecord:
+        """Return the run that a checkpoint belongs to."""
+        run = await self.store.runs.get(checkpoint.run_id)
         assert run is not None, "a checkpoint has a run"
         return run
 
-    # --- sampling -----------------------------------------------------------------------------------------------------
+    async def run_of_checkpoint(self, address: str, tenant_id: str, field: str) -> RunRecord:
+        """Return the run that a checkpoint belongs to. ``field``: where a request names its ``address``."""
+        return await self.run_of(await self.checkpoint(CheckpointPath.parse(address, field), tenant_id))
 
-    async def create_sampling_session(
-        self, tenant_id: str, session_id: str, number: int, base_model: str | None, model_path: str | None
-    ) -> SamplingSessionRecord:
-        await self.active_session(session_id, tenant_id)
-        record = SamplingSessionRecord(
-            sampling_session_id=ids.sampling_session_id(session_id, number),
-            session_id=session_id,
-            number=number,
-            tenant_id=tenant_id,
-            base_model=base_model or "",
-            model_name="",
-            model_path=model_path,
-            version_id=None,
-            directory=None,
-            created_at=time.time(),
-            replica=self.replica,
-        )
-        if model_path is not None:
-            path = CheckpointPath.parse(model_path, "model_path")
-            checkpoint = await loadable_checkpoint(self.store, path, tenant_id, "model_path")
-            run = await self.store.runs.get(path.run_id)
-            assert run is not None, "a checkpoint has a run"
-            record = replace(
-                record,
-                base_model=run.base_model,
-                model_name=run.model_name,
-                version_id=version_of(checkpoint),
-                directory=checkpoint.directory,
-                size_bytes=checkpoint.size_bytes if checkpoint.tenant_id == tenant_id else 0,
-            )
-        elif base_model is not None:
-            record = replace(record, model_name=self.model(base_model).model.name)
-        else:
-            raise InvalidInputError("base_model", None, "base_model or model_path")
-        self.sampler_of(record)
-        most = self.tenants.limits(tenant_id).max_sampling_session_rows_per_tenant
-        made = await self.with_row_room(tenant_id, lambda: self.store.sampling_sessions.create(record, most_rows=most))
-        if (made.version_id, made.model_name) != (record.version_id, record.model_name):
-            raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
-        return made
+    # --- sampling -----------------------------------------------------------------------------------------------------
 
     async def sampling_session(self, sampling_session_id: str, tenant_id: str) -> SamplingSessionRecord:
         record = self._samplers.get(sampling_session_id)
@@ -486,8 +447,8 @@ class Gateway:
             self.processors.release_waiters()
         for entry in self.services.values():
             entry.training.release_waiters()
-            if entry.sampling is not None:
-                entry.sampling.release_waiters()
+        for sampling in self._sampling_services:
+            sampling.release_waiters()
 
     async def keep_house(self, now: float) -> None:
         """Everything that happens by the clock, where one process does it all."""
@@ -501,13 +462,11 @@ class Gateway:
         await self.end_what_was_ending()
         await self._cancel_samples_of_vanished_clients(now)
         limits = self.config.limits
-        await self.store.runs.touch(
-            {run_id: at for entry in self.services.values() for run_id, at in entry.training.last_requests().items()}
-        )
         for entry in self.services.values():
+            await self.store.runs.touch(entry.training.last_requests())
             await self.store.ops.mark_delivered(entry.training.sweep(now), now)
-            if entry.sampling is not None:
-                entry.sampling.sweep(now)
+        for sampling in self._sampling_services:
+            sampling.sweep(now)
         await self.store.custom_losses.prune()
         await self.store.ops.prune(now, limits.result_retention_seconds, limits.unfetched_result_seconds)
         for entry in self.services.values():
@@ -519,13 +478,11 @@ class Gateway:
         seconds = self.config.limits.silent_session_seconds
         if not self.running_time.ran_for(seconds):
             return
-        for entry in self.services.values():
-            unasked = set() if entry.sampling is None else entry.sampling.unasked_sessions(seconds)
-            for session_id in unasked:
+        for sampling in self._sampling_services:
+            for session_id in sampling.unasked_sessions(seconds):
                 record = await self.store.sessions.get(session_id)
-                gone = record is None or record.state != "active" or self.last_seen(record) < now - seconds
-                if gone and entry.sampling is not None:
-                    count = entry.sampling.cancel_unasked(session_id, seconds)
+                if record is None or record.state != "active" or self.last_seen(record) < now - seconds:
+                    count = sampling.cancel_unasked(session_id, seconds)
                     logger.info("%d samples of session %s cancelled: its client is gone", count, session_id)
 
     async def expire(self, now: float) -> None:

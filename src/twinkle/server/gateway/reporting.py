@@ -47,7 +47,7 @@ class Telemetry:
         self.replica: str | None = None
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
-        self._tenants = TenantSeries(most) if most else None
+        self._tenants = TenantSeries(most) if most else None  # None: metrics do not tell tenants apart
         self._export: Export | None = _export(self.config) if self.config.enabled else None
         self.tracing = NO_TRACING if self._export is None else self._export.tracing
         self._task: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class Telemetry:
         return hmac.compare_digest(self._token.encode(), given.encode())
 
     async def read(self, gateway: Gateway) -> list[Reading]:
-        return [*await self._read_process(gateway), *await read_state(gateway)]
+        return [*await self._read_process(gateway), *await _read_state(gateway)]
 
     async def families(self, gateway: Gateway) -> list[Metric]:
         """Return the metrics of the server: of this process, the state, and all other processes that answer."""
@@ -79,7 +79,24 @@ class Telemetry:
         return self.metrics.families(await self._read_process(gateway))
 
     async def _read_process(self, gateway: Gateway) -> list[Reading]:
-        return await read_process(gateway, self._tenants, self.usage)
+        """Read what this process knows."""
+        readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
+        for name, entry in gateway.services.items():
+            readings += entry.training.readings()
+            if entry.sampling is not None:
+                readings += entry.sampling.readings(name)
+        for budget in gateway.budgets:
+            readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
+            readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
+        if self._tenants is not None:
+            if self.usage is not None:
+                readings += self._tenants.usage(self.usage.totals())
+            waiting: Counter[str] = Counter()
+            for entry in gateway.services.values():
+                waiting.update(entry.training.waiting_ops())
+            readings += self._tenants.waiting(waiting)
+        monitoring = gateway.tenants.pools.monitoring
+        return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
 
     def export_from(self, gateway: Gateway) -> None:
         """Send metrics from now on, if they are to be sent."""
@@ -129,28 +146,7 @@ def _read_token(file: Path | None) -> str | None:
 _DATABASE_SECONDS = 1.0  # a scrape does not wait for a database that is away
 
 
-async def read_process(gateway: Gateway, tenants: TenantSeries | None, usage: Usage | None) -> list[Reading]:
-    """Read what this process knows. ``tenants`` is None where metrics do not tell tenants apart."""
-    readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
-    for name, entry in gateway.services.items():
-        readings += entry.training.readings()
-        if entry.sampling is not None:
-            readings += entry.sampling.readings(name)
-    for budget in gateway.budgets:
-        readings.append(Reading(instruments.BUDGET_USED, budget.used, (budget.resource,)))
-        readings.append(Reading(instruments.BUDGET_LIMIT, budget.limit, (budget.resource,)))
-    if tenants is not None:
-        if usage is not None:
-            readings += tenants.usage(usage.totals())
-        waiting: Counter[str] = Counter()
-        for entry in gateway.services.values():
-            waiting.update(entry.training.waiting_ops())
-        readings += tenants.waiting(waiting)
-    monitoring = gateway.tenants.pools.monitoring
-    return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
-
-
-async def read_state(gateway: Gateway) -> list[Reading]:
+async def _read_state(gateway: Gateway) -> list[Reading]:
     """Read what all processes of a server share: the database."""
     try:
         async with asyncio.timeout(_DATABASE_SECONDS):

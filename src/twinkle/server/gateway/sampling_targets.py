@@ -1,15 +1,20 @@
-"""Which weights a request samples from: the base model's, a live adapter's as they are now, or a checkpoint's."""
+"""Which weights a request samples from: the base model's, a live adapter's as they are now, or a checkpoint's.
+
+A target lasts for one request; ``create_sampling_session`` puts one on record for a client's later requests.
+"""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from twinkle.errors import UnsupportedError
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.server import ids
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.services.checkpoints.access import version_of
+from twinkle.server.services.checkpoints.access import loadable_checkpoint, version_of
 from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord, SamplingSessionRecord
+from twinkle.server.wire.sampling import CreateSamplingSessionRequest
 
 # Of checkpoints that can be sampled from.
 SAMPLED_KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
@@ -37,7 +42,7 @@ class Target:
 
 
 def of_base_model(gateway: Gateway, services: Services, tenant_id: str, name: str) -> Target:
-    return _target(gateway, services, tenant_id, name, None, None)
+    return _target(gateway, services, tenant_id, name, services.model.name)
 
 
 async def of_live_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target | None:
@@ -46,29 +51,33 @@ async def of_live_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Targe
     live = await services.training.adapters.live_version(run.run_id)
     if live is None:
         return None
-    if services.sampling is not None:
-        for version_id in live.outdated:
-            services.sampling.release_version(version_id)
-    return _target(gateway, services, tenant_id, run.run_id, live.version_id, None)
+    services.release_versions(live.outdated)
+    return _target(gateway, services, tenant_id, run.run_id, run.base_model, live.version_id)
 
 
 async def of_checkpoint(gateway: Gateway, checkpoint: CheckpointRecord, tenant_id: str) -> Target:
-    run = await gateway.store.runs.get(checkpoint.run_id)
-    assert run is not None, "a checkpoint has a run"
+    run = await gateway.run_of(checkpoint)
     services = gateway.serving(run.model_name)
     path = str(CheckpointPath(checkpoint.run_id, checkpoint.kind, checkpoint.name))
-    return _target(gateway, services, tenant_id, path, version_of(checkpoint), checkpoint.directory)
+    version_id = version_of(checkpoint)
+    return _target(gateway, services, tenant_id, path, run.base_model, version_id, checkpoint.directory)
 
 
 def _target(
-    gateway: Gateway, services: Services, tenant_id: str, name: str, version_id: str | None, directory: str | None
+    gateway: Gateway,
+    services: Services,
+    tenant_id: str,
+    name: str,
+    base_model: str,
+    version_id: str | None = None,
+    directory: str | None = None,
 ) -> Target:
     session = SamplingSessionRecord(
         sampling_session_id=name,
         session_id="",
         number=0,
         tenant_id=tenant_id,
-        base_model=services.model.name,
+        base_model=base_model,
         model_name=services.model.name,
         model_path=name,
         version_id=version_id,
@@ -76,3 +85,39 @@ def _target(
         created_at=time.time(),
     )
     return Target(services, session, gateway.sampler_of(session))  # refuses what is served for training only
+
+
+async def create_sampling_session(
+    gateway: Gateway, tenant_id: str, wanted: CreateSamplingSessionRequest
+) -> SamplingSessionRecord:
+    """Put a sampling session on record; the same request again is about the one that there is."""
+    session_id, number = wanted.session_id, wanted.sampling_session_seq_id
+    await gateway.active_session(session_id, tenant_id)
+    own_bytes = 0
+    if wanted.model_path is not None:
+        path = CheckpointPath.parse(wanted.model_path, "model_path")
+        checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id, "model_path")
+        target = await of_checkpoint(gateway, checkpoint, tenant_id)
+        own_bytes = checkpoint.size_bytes if checkpoint.tenant_id == tenant_id else 0
+    elif wanted.base_model is not None:
+        services = gateway.model(wanted.base_model)
+        target = _target(gateway, services, tenant_id, wanted.base_model, wanted.base_model)
+    else:
+        raise InvalidInputError("base_model", None, "base_model or model_path")
+    record = replace(
+        target.session,
+        sampling_session_id=ids.sampling_session_id(session_id, number),
+        session_id=session_id,
+        number=number,
+        model_path=wanted.model_path,
+        replica=gateway.replica,
+        size_bytes=own_bytes,
+    )
+    most, records = (
+        gateway.tenants.limits(tenant_id).max_sampling_session_rows_per_tenant,
+        gateway.store.sampling_sessions,
+    )
+    made = await gateway.with_row_room(tenant_id, lambda: records.create(record, most_rows=most))
+    if (made.version_id, made.model_name) != (record.version_id, record.model_name):
+        raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
+    return made

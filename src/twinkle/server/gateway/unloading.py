@@ -25,7 +25,7 @@ class Unloading:
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway = gateway
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._polls: set[asyncio.Event] = set()
+        self._released = asyncio.Event()  # the server is about to end: nobody waits any longer
 
     async def ask(self, model_id: str, tenant_id: str) -> str:
         """The id of the request. A model that has left already, for whatever reason, is no mistake."""
@@ -67,20 +67,14 @@ class Unloading:
         return None if self._is_live(run) else responses.unloaded(run.run_id)
 
     def release_waiters(self) -> None:
-        for poll in self._polls:
-            poll.set()
+        self._released.set()
 
     async def _end_of(self, task: asyncio.Task[None], timeout: float) -> None:
-        poll = asyncio.Event()
-        task.add_done_callback(lambda _: poll.set())
-        self._polls.add(poll)
+        released = asyncio.create_task(self._released.wait())
         try:
-            async with asyncio.timeout(timeout):
-                await poll.wait()
-        except TimeoutError:
-            return
+            await asyncio.wait((task, released), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._polls.discard(poll)
+            released.cancel()
 
     def _is_live(self, run: RunRecord) -> bool:
         return self._gateway.serving(run.model_name).training.run(run.run_id) is not None

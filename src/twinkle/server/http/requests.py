@@ -70,7 +70,7 @@ def gateway_of(request: Request) -> Gateway:
 
 async def tenant_of(request: Request, prefix: str = "tml-") -> str:
     """Return who asks. The body, if it is read, counts among this tenant's uploads."""
-    tenant_id = await gateway_of(request).tenant(key_of(request), _prefix_of(request, prefix))
+    tenant_id = await gateway_of(request).identity.tenant(key_of(request), _prefix_of(request, prefix))
     upload_of(request).belongs_to(tenant_id)
     return tenant_id
 

@@ -80,6 +80,10 @@ def _method(name: str, **arguments: a.Reader) -> Function:
     return Function(do.method(name), arguments)
 
 
+def _changing(name: str, **arguments: a.Reader) -> Function:
+    return Function(do.changing(name), arguments)
+
+
 _ONE_PROCESS: Readers = {"remote_group": a.only(None), "device_mesh": a.only(None)}
 _CLOSE = {"close": Function(do.close, {})}
 
@@ -109,6 +113,7 @@ _TEMPLATE: Readers = {
     "default_system": a.optional(a.text),
     "enable_thinking": a.boolean,
 }
+_PREPROCESSOR_CLASS = a.class_or_object("preprocessor", PREPROCESSORS)
 _TEMPLATE_CLASS = a.class_or_object("template", TEMPLATES)
 _FUNCTION: Readers = {"dataset_meta": a.optional(a.dataset_meta), "init_args": a.optional(a.mapping)}
 _SAVE: Readers = {
@@ -121,21 +126,18 @@ _DATASET: dict[str, Function] = {
     **_CLOSE,
     "add_dataset": Function(do.add_dataset, _LOAD),
     "cast_column": Function(do.refuse_media, {"column": a.text, "decode": a.boolean}),
-    "check": Function(do.changing("check"), _FILTER),
-    "encode": Function(do.changing("encode"), {"add_generation_prompt": a.boolean, **_MAP}),
-    "filter": Function(do.changing("filter"), {"filter_func": a.class_of(FILTERS), **_FUNCTION, **_FILTER}),
+    "check": _changing("check", **_FILTER),
+    "encode": _changing("encode", add_generation_prompt=a.boolean, **_MAP),
+    "filter": _changing("filter", filter_func=a.class_of(FILTERS), **_FUNCTION, **_FILTER),
     "flush_save": _method("flush_save"),
-    "map": Function(
-        do.changing("map"),
-        {"preprocess_func": a.class_or_object("preprocessor", PREPROCESSORS), **_FUNCTION, **_MAP},
-    ),
-    "mix_dataset": Function(do.changing("mix_dataset"), {"interleave": a.boolean}),
-    "save_as": Function(do.method("save_as"), _SAVE),
+    "map": _changing("map", preprocess_func=_PREPROCESSOR_CLASS, **_FUNCTION, **_MAP),
+    "mix_dataset": _changing("mix_dataset", interleave=a.boolean),
+    "save_as": _method("save_as", **_SAVE),
     "set_template": Function(do.set_template, {"template_func": _TEMPLATE_CLASS, **_TEMPLATE}),
 }
 _TABLE = {**_DATASET, "__len__": _method("__len__"), "__getitem__": _method("__getitem__", idx=a.integer)}
 _STREAM = {"__iter__": Function(do.begin, {}), "__next__": Function(do.next_row, {})}
-_PACK = {"pack_dataset": Function(do.changing("pack_dataset"), {})}
+_PACK = {"pack_dataset": _changing("pack_dataset")}
 
 
 def _dataset(functions: Mapping[str, Function], **options: a.Reader) -> ClassEntry:
@@ -163,27 +165,15 @@ _TEMPLATE_FUNCTIONS = {
     "parse_tool_call": _method("parse_tool_call", text=a.text),
 }
 # Texts and switches by whatever names the constructor has; it refuses the others itself.
-_PREPROCESSOR_OPTIONS: Readers = {
-    "add_assistant": a.boolean,
-    **{
-        name: a.optional(a.text)
-        for name in (
-            "chosen_key",
-            "language",
-            "model_author",
-            "model_name",
-            "prompt_key",
-            "rejected_key",
-            "system",
-        )
-    },
-}
+_TEXT_OPTIONS = ("chosen_key", "language", "model_author", "model_name", "prompt_key", "rejected_key", "system")
+_PREPROCESSOR_OPTIONS: Readers = {"add_assistant": a.boolean, **dict.fromkeys(_TEXT_OPTIONS, a.optional(a.text))}
 _PROCESSOR_OPTIONS: Readers = {
     **_ONE_PROCESS,
     "padding_free": a.boolean,
     "framework": a.text,
     "padding_side": a.text,
 }
+_PROCESSOR_CLASS = a.class_or_object("processor", PROCESSORS)
 _LOADER_OPTIONS: Readers = {
     **_ONE_PROCESS,
     "dataset": a.live_object("dataset"),
@@ -208,12 +198,9 @@ _LOADER_FUNCTIONS = {
     "__next__": Function(do.next_batch, {"by_reference": a.boolean}),
     "get_batch": Function(do.get_batch, {"number": a.integer}),
     "get_state": _method("get_state"),
-    "resume_from_checkpoint": Function(do.changing("resume_from_checkpoint"), {"consumed_train_samples": a.integer}),
-    "set_processor": Function(
-        do.method("set_processor"),
-        {"processor_cls": a.class_or_object("processor", PROCESSORS), **_PROCESSOR_OPTIONS},
-    ),
-    "skip_consumed_samples": Function(do.changing("skip_consumed_samples"), {"consumed_train_samples": a.integer}),
+    "resume_from_checkpoint": _changing("resume_from_checkpoint", consumed_train_samples=a.integer),
+    "set_processor": _method("set_processor", processor_cls=_PROCESSOR_CLASS, **_PROCESSOR_OPTIONS),
+    "skip_consumed_samples": _changing("skip_consumed_samples", consumed_train_samples=a.integer),
 }
 
 

@@ -14,8 +14,8 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date, time
 from typing import Any, BinaryIO, Literal
 
@@ -41,20 +41,13 @@ class Frame:
 class Settings:
     """The first header a worker gets. ``tokenizers``: names of served models to folders, null for a model without."""
 
-    allowed_dirs: tuple[str, ...]
+    allowed_dirs: Sequence[str]
     tokenizers: Mapping[str, str | None]
     cache_dir: str
     memory_bytes: int
     answer_bytes: int
     hub_bytes: int = 2**30  # the most that is fetched of a hub's repository for its tokenizer
     disk_bytes: int = 2**62  # of the worker's own directory, in which its datasets are cached
-
-    @classmethod
-    def from_header(cls, header: Mapping[str, Any]) -> "Settings":
-        return cls(**{**header, "allowed_dirs": tuple(header["allowed_dirs"])})
-
-    def to_header(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"") -> list[bytes]:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +21,9 @@ from twinkle.errors import (
     TwinkleServerError,
     UserError,
 )
-from twinkle.server.config import ServerConfig
+from twinkle.server.config import LimitsConfig, ServerConfig
 from twinkle.server.processors.live import UnknownProcessorError
-from twinkle.server.processors.messages import Answers, Frame, Settings
+from twinkle.server.processors.messages import Answers, Settings
 from twinkle.server.processors.worker_process import WorkerEndedError, WorkerProcess
 from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import Budget
@@ -46,14 +45,13 @@ class Processors(Protocol):
     def release_waiters(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ProcessorLimits:
-    processors_per_tenant: int
-    workers_per_tenant: int
-    workers: int
-    call_seconds: float
-    batch_bytes_per_tenant: int = 2**28  # of batches that loaders keep for references
-    batch_bytes: int = 2**31  # of all tenants together
+# What a worker reports, and what its body says of it: UnknownProcessorError is told the name of the argument.
+_ERRORS: Mapping[str, Callable[[str], Exception]] = {
+    "user": UserError,
+    "unknown": UnknownProcessorError,
+    "gone": GoneError,
+    "failed": TwinkleServerError,
+}
 
 
 class _Session:
@@ -78,10 +76,11 @@ class _Session:
 
 
 class ProcessorService:
-    def __init__(self, directory: Path, settings: Settings, limits: ProcessorLimits) -> None:
+    def __init__(self, directory: Path, settings: Settings, limits: LimitsConfig, most_workers: int) -> None:
         self._directory = directory
         self._settings = settings
         self._limits = limits
+        self._most_workers = most_workers
         self._sessions: dict[str, _Session] = {}
         self._threads = FairPool("batches", threads=2, at_once=1)  # large bodies: hashed and parsed
         self._stopping = False
@@ -124,15 +123,15 @@ class ProcessorService:
         """Return the rows of a batch that ``__next__`` named with ``by_reference``; numbers are arrays."""
         session = self._session(tenant_id, session_id)
         header = {"op": "batch", "processor_id": processor_id, "number": number}
-        frame = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
-        rows: list[dict[str, Any]] = await self._off_loop(tenant_id, frame.body, _rows)
+        body = await asyncio.shield(asyncio.ensure_future(self._ask(session, header, b"")))
+        rows: list[dict[str, Any]] = await self._off_loop(tenant_id, body, _rows)
         return rows
 
     @property
     def budget(self) -> Budget:
         """Return the bytes of batches that all workers keep for references, and their limit."""
         used = sum(session.kept_bytes for session in self._sessions.values())
-        return Budget("referenced_batches", used, self._limits.batch_bytes)
+        return Budget("referenced_batches", used, self._limits.max_referenced_batch_bytes)
 
     async def end_session(self, session_id: str) -> None:
         """End the session's worker, with all that it has in memory and on disk."""
@@ -166,8 +165,7 @@ class ProcessorService:
         session.being_made += 1
         try:
             await self._ensure_worker(session)
-            frame = await self._ask(session, {"op": "create"}, body)
-            return str(frame.header["processor_id"]).encode()
+            return await self._ask(session, {"op": "create"}, body)
         except WorkerEndedError as error:  # there is no such processor yet that could be missing
             raise UserError(str(error)) from error
         finally:
@@ -176,11 +174,11 @@ class ProcessorService:
 
     async def _call(self, session: _Session, body: bytes) -> bytes:
         try:
-            return (await self._ask(session, {"op": "call"}, body)).body
+            return await self._ask(session, {"op": "call"}, body)
         finally:
             await self._end_if_empty(session)
 
-    async def _ask(self, session: _Session, header: Mapping[str, Any], body: bytes) -> Frame:
+    async def _ask(self, session: _Session, header: Mapping[str, Any], body: bytes) -> bytes:
         worker = session.worker
         if worker is None:
             raise UnknownProcessorError("processor_id") if session.ended is None else WorkerEndedError(session.ended)
@@ -191,7 +189,7 @@ class ProcessorService:
         session.waiting += 1
         try:
             asked = {**header, "batch_bytes": self._room(session)}
-            frame = await worker.ask(asked, body, self._limits.call_seconds)
+            frame = await worker.ask(asked, body, self._limits.processor_call_seconds)
         except WorkerEndedError as error:
             session.lost(worker)
             if self._stopping:
@@ -201,20 +199,24 @@ class ProcessorService:
             session.waiting -= 1
         if session.worker is worker:
             session.live, session.kept_bytes = frame.header["live"], frame.header["kept_bytes"]
-        if frame.header["outcome"] == "quota":
+        outcome = frame.header["outcome"]
+        if outcome == "quota":
             raise self._no_room(session, int(frame.body))
-        return _opened(frame)
+        if outcome != "ok":
+            raise _ERRORS[outcome](frame.body.decode())
+        return frame.body
 
     def _room(self, session: _Session) -> int:
         """Return how many bytes the session's kept batches may have: what all others leave."""
         limits, others = self._limits, [other for other in self._sessions.values() if other is not session]
         of_tenant = sum(other.kept_bytes for other in others if other.tenant_id == session.tenant_id)
         of_all = sum(other.kept_bytes for other in others)
-        return max(0, min(limits.batch_bytes_per_tenant - of_tenant, limits.batch_bytes - of_all))
+        most_of_tenant, most = limits.max_referenced_batch_bytes_per_tenant, limits.max_referenced_batch_bytes
+        return max(0, min(most_of_tenant - of_tenant, most - of_all))
 
     def _no_room(self, session: _Session, size: int) -> QuotaError | OverloadedError:
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
-        used, most = sum(other.kept_bytes for other in of_tenant), self._limits.batch_bytes_per_tenant
+        used, most = sum(other.kept_bytes for other in of_tenant), self._limits.max_referenced_batch_bytes_per_tenant
         what = f"bytes of batches that loaders keep (this one has {size})"
         if used - session.kept_bytes + size > most:
             return QuotaError(what, used, most, "max_referenced_batch_bytes_per_tenant")
@@ -231,8 +233,9 @@ class ProcessorService:
             raise ShuttingDownError
         of_tenant = [other for other in self._sessions.values() if other.tenant_id == session.tenant_id]
         made = sum(other.live + other.being_made for other in of_tenant)
-        if made >= self._limits.processors_per_tenant:
-            raise QuotaError("processors", made, self._limits.processors_per_tenant, "max_processors_per_tenant")
+        most = self._limits.max_processors_per_tenant
+        if made >= most:
+            raise QuotaError("processors", made, most, "max_processors_per_tenant")
 
     async def _ensure_worker(self, session: _Session) -> None:
         async with session.starting:
@@ -253,15 +256,13 @@ class ProcessorService:
         if self._stopping:
             raise ShuttingDownError
         taken = [other for other in self._sessions.values() if other.has_slot]
-        if len(taken) >= self._limits.workers:
-            raise QuotaError(
-                "workers for processors on this server", len(taken), self._limits.workers, "processor_workers"
-            )
-        own = sum(other.tenant_id == session.tenant_id for other in taken)
-        if own >= self._limits.workers_per_tenant:
-            raise QuotaError(
-                "sessions with processors", own, self._limits.workers_per_tenant, "max_processor_sessions_per_tenant"
-            )
+        used, most = len(taken), self._most_workers
+        if used >= most:
+            raise QuotaError("workers for processors on this server", used, most, "processor_workers")
+        used = sum(other.tenant_id == session.tenant_id for other in taken)
+        most = self._limits.max_processor_sessions_per_tenant
+        if used >= most:
+            raise QuotaError("sessions with processors", used, most, "max_processor_sessions_per_tenant")
         session.has_slot = True
 
     async def _end_if_empty(self, session: _Session) -> None:
@@ -270,20 +271,6 @@ class ProcessorService:
         if worker is not None and not (session.live or session.being_made or session.waiting):
             session.worker, session.has_slot, session.kept_bytes = None, False, 0
             await worker.end("it was empty")
-
-
-def _opened(frame: Frame) -> Frame:
-    """Return the frame, or raise the error that the worker reports in it."""
-    match frame.header["outcome"]:
-        case "ok":
-            return frame
-        case "user":
-            raise UserError(frame.body.decode())
-        case "unknown":
-            raise UnknownProcessorError(frame.body.decode())
-        case "gone":
-            raise GoneError(frame.body.decode())
-    raise TwinkleServerError(frame.body.decode())
 
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:
@@ -306,7 +293,7 @@ def configured_processors(
         return None
     limits = config.limits
     settings = Settings(
-        allowed_dirs=tuple(str(directory) for directory in config.allowed_dirs),
+        allowed_dirs=[str(directory) for directory in config.allowed_dirs],
         tokenizers=dict(tokenizers),
         cache_dir="",  # each worker has its own
         memory_bytes=int(limits.processor_memory_gib * 2**30),
@@ -314,12 +301,4 @@ def configured_processors(
         hub_bytes=limits.max_hub_download_bytes,
         disk_bytes=int(limits.processor_disk_gib * 2**30),
     )
-    processor_limits = ProcessorLimits(
-        processors_per_tenant=limits.max_processors_per_tenant,
-        workers_per_tenant=limits.max_processor_sessions_per_tenant,
-        workers=config.processor.max_workers,
-        call_seconds=limits.processor_call_seconds,
-        batch_bytes_per_tenant=limits.max_referenced_batch_bytes_per_tenant,
-        batch_bytes=limits.max_referenced_batch_bytes,
-    )
-    return ProcessorService(config.data_dir / "processors" / place, settings, processor_limits)
+    return ProcessorService(config.data_dir / "processors" / place, settings, limits, config.processor.max_workers)

@@ -9,7 +9,8 @@ read, and columns of images and other media are refused.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,30 +47,26 @@ _PLAIN_COLUMNS = frozenset(
 )
 
 
+@dataclass(frozen=True)
 class Sources:
-    """The places that one worker may read and write."""
+    """The places that one worker may read and write.
 
-    def __init__(
-        self,
-        allowed_dirs: Sequence[Path],
-        tokenizers: Mapping[str, str | None],
-        cache_dir: Path,
-        hub_bytes: int = 2**30,
-    ) -> None:
-        """``hub_bytes``: the most that is fetched of a hub's repository for its tokenizer."""
-        self._hub_bytes = hub_bytes
-        self._allowed = allowed_dirs
-        self._tokenizers = tokenizers
-        self._cache_dir = cache_dir
+    ``hub_bytes``: the most that is fetched of a hub's repository for its tokenizer.
+    """
+
+    allowed_dirs: Sequence[Path]
+    tokenizers: Mapping[str, str | None]
+    cache_dir: Path
+    hub_bytes: int = 2**30
 
     def path(self, field: str, text: str) -> Path:
-        return allowed_path(field, text, self._allowed)
+        return allowed_path(field, text, self.allowed_dirs)
 
     def model_folder(self, text: str) -> str:
         """Return where a template loads its tokenizer from: a served model by any of its names, a hub, a directory."""
         for name in (text, _SCHEME.sub("", text, count=1)):
-            if name in self._tokenizers:
-                folder = self._tokenizers[name]
+            if name in self.tokenizers:
+                folder = self.tokenizers[name]
                 if folder is None:
                     raise UnsupportedError(f"model_id: {text!r} is served here without a tokenizer")
                 return folder
@@ -78,7 +75,7 @@ class Sources:
             return text
         if text.startswith("/"):
             return str(self.path("model_id", text))
-        known = ", ".join(sorted(self._tokenizers))
+        known = ", ".join(sorted(self.tokenizers))
         raise InvalidInputError(
             "model_id", text, f"a served model ({known}), hf://org/name, ms://org/name, random://name"
         )
@@ -86,8 +83,8 @@ class Sources:
     def _check_download(self, model_id: str) -> None:
         """Refuse a repository that is too large before any of it is fetched. A tokenizer has some megabytes."""
         size = HubOperation.template_bytes(model_id)
-        if size > self._hub_bytes:
-            allowed = f"a repository of at most {self._hub_bytes} bytes without weights (limits.max_hub_download_bytes)"
+        if size > self.hub_bytes:
+            allowed = f"a repository of at most {self.hub_bytes} bytes without weights (limits.max_hub_download_bytes)"
             raise InvalidInputError("model_id", f"{model_id}, which has {size} bytes", allowed)
 
     def meta(self, meta: DatasetMeta) -> DatasetMeta:
@@ -117,7 +114,7 @@ class Sources:
         elif meta.data is not None:
             dataset.add_dataset(meta)
         else:
-            dataset.add_dataset(meta, cache_dir=str(self._cache_dir))
+            dataset.add_dataset(meta, cache_dir=str(self.cache_dir))
         try:
             _refuse_media(dataset.datasets[meta.get_id()])
         except UnsupportedError:
@@ -138,7 +135,7 @@ class Sources:
                 revision=revision if hub == "hf" else None,
                 # without one of their own, tenants do not read what the server's owner may read
                 token=token or False,
-                cache_dir=str(self._cache_dir),
+                cache_dir=str(self.cache_dir),
             )
             _require_own_files(builder, inside, meta.dataset_id)
             if streaming:
@@ -224,15 +221,10 @@ def _data_slice(field: str, value: object) -> Sequence[int] | None:
 
 
 def _require_own_files(builder: "datasets.DatasetBuilder", inside: str, dataset_id: str) -> None:
-    for file in _data_files(builder):
+    for file in (str(one) for files in (builder.config.data_files or {}).values() for one in files):
         own = "::" not in file and (file if "://" in file else os.path.normpath(file)).startswith(inside)
         if not own or ".." in file.split("/"):
             raise InvalidInputError("dataset_meta.dataset_id", dataset_id, "a dataset that names files of its own only")
-
-
-def _data_files(builder: "datasets.DatasetBuilder") -> Iterator[str]:
-    for files in (builder.config.data_files or {}).values():
-        yield from map(str, files)
 
 
 def _refuse_media(rows: Any) -> None:

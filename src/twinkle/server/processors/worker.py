@@ -111,7 +111,7 @@ def main() -> None:
     first = read_frame(requests)
     if first is None:
         return
-    settings = Settings.from_header(first.header)
+    settings = Settings(**first.header)
     _restrict(settings)
     inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, inbox), daemon=True).start()
@@ -171,12 +171,11 @@ class _Desk:
         self._bench = Workbench(sources, settings.answer_bytes)
 
     def reply(self, request: Frame) -> list[bytes]:
-        header: dict[str, Any] = {}
         outcome: Outcome = "ok"
         room = self._bench.objects.room
         room.limit = request.header.get("batch_bytes", room.limit)
         try:
-            body = self._answer(request, header)
+            body = self._answer(request)
         except UserError as error:
             outcome, body = "user", self._shown(error)
         except UnknownProcessorError as error:
@@ -192,13 +191,12 @@ class _Desk:
             logger.exception("%s failed", request.header["op"])
             outcome, body = self._unexpected(error)
         state = {"outcome": outcome, "live": len(self._bench.objects), "kept_bytes": room.used}
-        return pack({**header, **state}, body.encode())
+        return pack(state, body.encode())
 
-    def _answer(self, request: Frame, header: dict[str, Any]) -> str:
+    def _answer(self, request: Frame) -> str:
         match request.header["op"]:
             case "create":
-                header["processor_id"] = self._bench.create(request.body)
-                return ""
+                return self._bench.create(request.body)
             case "call":
                 return '{"result": ' + self._within_limit(self._bench.call(request.body)) + "}"
             case "batch":

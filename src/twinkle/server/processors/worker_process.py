@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,8 @@ class WorkerProcess:
         worker = cls(process, own, settings)
         worker._watching = asyncio.create_task(worker._watch(ended))
         assert process.stdin is not None
-        process.stdin.writelines(pack(replace(settings, cache_dir=str(own / "cache")).to_header()))
+        process.stdin.writelines(pack(asdict(replace(settings, cache_dir=str(own / "cache")))))
         return worker
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def why(self) -> str:

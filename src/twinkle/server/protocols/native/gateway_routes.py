@@ -359,7 +359,7 @@ async def _session(gateway: Gateway, session: SessionRecord) -> dict[str, object
     samplers = await gateway.store.sampling_sessions.of_session(session.session_id)
     return {
         "session_id": session.session_id,
-        "state": "silent" if gateway.is_silent(session) else session.state,
+        "state": "silent" if gateway.silent_sessions.is_silent(session) else session.state,
         "created_at": session.created_at,
         "last_seen": gateway.last_seen(session),
         "sdk_version": session.sdk_version,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fastapi import Response
 
 from twinkle.sampler.types import SampleRequest
+from twinkle.server.gateway import sampling_targets as targets
 from twinkle.server.http.owners import anybody, by_new_sampling_session, by_sampling_session
 from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response
 from twinkle.server.http.routes import Body, Call, Routes, json_body
@@ -50,10 +51,7 @@ async def asample(call: Call[_Sample]) -> Response:
 
 @routes.post("/create_sampling_session", by_new_sampling_session, json_body(CreateSamplingSessionRequest), soon=True)
 async def create_sampling_session(call: Call[CreateSamplingSessionRequest]) -> Response:
-    wanted = call.body
-    session = await call.gateway.create_sampling_session(
-        call.tenant_id, wanted.session_id, wanted.sampling_session_seq_id, wanted.base_model, wanted.model_path
-    )
+    session = await targets.create_sampling_session(call.gateway, call.tenant_id, call.body)
     return json_response({"sampling_session_id": session.sampling_session_id, "type": "create_sampling_session"})
 
 

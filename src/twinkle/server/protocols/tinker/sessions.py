@@ -51,7 +51,7 @@ async def heartbeat(call: Call[requests.SessionHeartbeatRequest]) -> Response:
 @routes.post("/sessions/search", anybody, json_body(requests.SearchSessionsRequest))
 async def search(call: Call[requests.SearchSessionsRequest]) -> Response:
     gateway = call.gateway
-    found = await search_sessions(gateway.store, call.tenant_id, call.body, gateway.is_silent)
+    found = await search_sessions(gateway.store, call.tenant_id, call.body, gateway.silent_sessions.is_silent)
     content: dict[str, object] = {"sessions": [await _summary(gateway, session) for session in found.sessions]}
     if found.more:
         last = found.sessions[-1]
@@ -104,7 +104,7 @@ async def _summary(gateway: Gateway, session: SessionRecord) -> dict[str, object
         "created_at": iso_time(session.created_at),
         "owner": session.tenant_id,
         "project_id": session.project_id or "",
-        "status": shown_status(session, gateway.is_silent),
+        "status": shown_status(session, gateway.silent_sessions.is_silent),
         "checkpoints_count": count,
         "checkpoint_storage_bytes": size,
         "display_name": session.display_name,

@@ -81,16 +81,7 @@ async def _submit(call: Call[bytes] | Call[Op], op: Op) -> Response:
 
 @routes.post("/create_model", by_new_model, json_body(requests.CreateModelRequest), soon=True)
 async def create_model(call: Call[requests.CreateModelRequest]) -> Response:
-    wanted = call.body
-    run_id, request_id = await call.gateway.create_model(
-        call.tenant_id,
-        wanted.session_id,
-        wanted.model_seq_id,
-        wanted.base_model,
-        wanted.spec(),
-        wanted.user_metadata or {},
-        call.raw,
-    )
+    run_id, request_id = await call.gateway.create_model(call.tenant_id, call.body, call.raw)
     return json_response({"request_id": request_id, "model_id": run_id})
 
 

@@ -63,7 +63,7 @@ class RemoteFleet:
             if isinstance(result, BaseException):
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
 
-    async def park_run(self, run: RunRecord, why: str) -> None:
+    async def park(self, run: RunRecord, why: str) -> None:
         """Evict an adapter from the replica that has it. One that is away keeps it: the caller looks."""
         group = self._layout.models.get(run.model_name)
         if group is None:

@@ -114,7 +114,7 @@ class Router:
         request = Request({**scope, "app": self._app})
         try:
             refuse_rebinding(request)
-            return await gateway_of(request).tenant(key_of(request), prefix="")
+            return await gateway_of(request).identity.tenant(key_of(request), prefix="")
         except TwinkleError:
             return None
 
