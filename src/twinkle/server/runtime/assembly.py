@@ -50,7 +50,7 @@ def services_on(
     limits = config.limits
     memory = memory or ProcessMemory(limits)
     # Ops of Tinker's runs the service knows; what is different about others is registered here.
-    native = NativeRuns(model, store, compute, files, tenants, config.allowed_dirs)
+    native = NativeRuns(model, compute, tenants, config.allowed_dirs)
     training = ModelService(
         model,
         store,

@@ -104,7 +104,7 @@ async def run_verb(
     run = await adapter_run(gateway, tenant_id, session_id, model, sent.fields.get("adapter_name"))
     training = gateway.serving(run.model_name).training
     number = _number(sent.fields)
-    if number is not None and await training.was_accepted(run.run_id, number, sent.digest):
+    if number is not None and await training.was_accepted(run.run_id, number, (sent.digest, sent.text_digest)):
         request = RequestId(run.run_id, number)
     else:
         training.check_room(run.run_id)
@@ -141,8 +141,10 @@ async def _resolved(gateway: Gateway, run: RunRecord, sent: SentVerb) -> SentVer
         says_all = inputs is fields["inputs"] and are_encoded(rows)
         if not are_encoded(rows):
             async with services.training.in_trainer(run.run_id):  # it has the template that was set
-                encode = partial(services.native.adapters.encode, run.run_id, rows, most)
-                rows = await text.in_thread(run.tenant_id, encode)
+                sent_rows = rows  # the first one who asks for the adapters imports torch: not on the event loop
+                rows = await text.in_thread(
+                    run.tenant_id, lambda: services.native.adapters.encode(run.run_id, sent_rows, most)
+                )
         checked = await text.in_thread(run.tenant_id, partial(checked_rows, rows, most))
         return replace(sent, fields={**fields, "inputs": checked}, text=sent.text if says_all else None)
     if sent.verb == "set_template":
