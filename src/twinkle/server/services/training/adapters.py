@@ -393,21 +393,16 @@ class LiveAdapters:
             await adapter.next_end()
         if self.stopping:
             return ()
-        leaving = self._leaving.get(run.run_id) or self._begin_leaving(run.run_id)
+        leaving, adapter = self._leaving.get(run.run_id), self._adapters.get(run.run_id)
         if leaving is None:
-            return ()
+            if adapter is None:
+                return ()
+            leaving = self._leaving[run.run_id] = _Leaving(adapter, self._remove(adapter))
         async with leaving.turn:
             if self._leaving.get(run.run_id) is leaving:  # nobody finished it meanwhile
                 await self._finish_leaving(leaving, why, keep_seconds)
                 del self._leaving[run.run_id]
         return leaving.adapter.versions
-
-    def _begin_leaving(self, run_id: str) -> _Leaving | None:
-        adapter = self._adapters.get(run_id)
-        if adapter is None:
-            return None
-        leaving = self._leaving[run_id] = _Leaving(adapter, self._remove(adapter))
-        return leaving
 
     async def _finish_leaving(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:
         run_id = leaving.adapter.run.run_id
