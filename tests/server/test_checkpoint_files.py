@@ -5,6 +5,7 @@ import errno
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import state_samples as samples
@@ -30,7 +31,10 @@ def with_checkpoints(root: Path, check: Callable[[Checkpoints, Store], Awaitable
         model, compute = mock_model(), Compute()
         model.trainer.create_adapter(RUN.run_id, LoraSpec(8, seed=1))
         try:
-            await check(Checkpoints(model, RunKinds(), store, compute, DataDir(root), Tenants()), store)
+            context = SimpleNamespace(
+                model=model, kinds=RunKinds(), store=store, compute=compute, files=DataDir(root), tenants=Tenants()
+            )
+            await check(Checkpoints(context), store)
         finally:
             compute.close()
 

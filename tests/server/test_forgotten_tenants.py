@@ -4,13 +4,13 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from scheduled_ops import op_of
 
 from twinkle.errors import RateLimitError
 from twinkle.server import usage
 from twinkle.server.scheduling import shares
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.scheduling.scheduler import Scheduler
-from twinkle.server.scheduling.sequence import Ticket
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.futures import Futures
 from twinkle.server.services.training.admission import OpAdmission
@@ -27,7 +27,7 @@ from twinkle.server.usage import FORGOTTEN, Usage
 def visit(queue: Scheduler, tenant: str, tokens: int = 10) -> None:
     """An adapter comes, trains once and leaves."""
     queue.add_adapter(f"{tenant}/a", tenant)
-    queue.submit(Ticket(f"{tenant}/a", 0, OpKind.FORWARD_BACKWARD, tokens, b""), 0.0)
+    queue.submit(op_of(f"{tenant}/a", 0, OpKind.FORWARD_BACKWARD, tokens, b""), 0.0)
     run_all(queue)
     queue.remove_adapter(f"{tenant}/a")
 
@@ -35,9 +35,9 @@ def visit(queue: Scheduler, tenant: str, tokens: int = 10) -> None:
 def run_all(queue: Scheduler) -> list[str]:
     order = []
     while (batch := queue.next_batch()) is not None:
-        for ticket in batch.tickets:
-            order.append(ticket.adapter_id)
-            queue.finish(ticket, failed=False)
+        for op in batch.ops:
+            order.append(op.adapter_id)
+            queue.finish(op, failed=False)
     return order
 
 
@@ -60,7 +60,7 @@ def test_leaving_and_coming_back_clears_nothing() -> None:
     queue.add_adapter("m", "modest")
     for adapter in ("g", "m"):
         for seq in range(3):
-            queue.submit(Ticket(adapter, seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+            queue.submit(op_of(adapter, seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
     assert run_all(queue)[:3] == ["m", "m", "m"]
 
 
@@ -75,7 +75,7 @@ def test_a_higher_priority_goes_first() -> None:
     queue = Scheduler(10, lambda tenant: TenantShare(priority=Priority[tenant.upper()]))
     for tenant in ("low", "high"):
         queue.add_adapter(tenant, tenant)
-        queue.submit(Ticket(tenant, 0, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+        queue.submit(op_of(tenant, 0, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
     assert run_all(queue) == ["high", "low"]
 
 
@@ -184,7 +184,8 @@ def test_series_of_tenants_who_were_forgotten_end_and_no_other_falls(monkeypatch
 
 def test_admission_keeps_nothing_of_those_who_are_through() -> None:
     tenants, queue, futures = Tenants(TenantTerms()), Scheduler(100), Futures()
-    admission = OpAdmission(tenants, queue, futures, {})
+    context = SimpleNamespace(tenants=tenants, scheduler=queue, futures=futures)
+    admission = OpAdmission(context, {})
     for number in range(50):
         queue.add_adapter(f"a{number}", f"t{number}")
         run = SimpleNamespace(tenant_id=f"t{number}", run_id=f"a{number}")

@@ -790,7 +790,10 @@ def test_a_save_that_cannot_be_written_is_no_mistake_of_the_tenants() -> None:
     compute = Compute()
     files = DataDir(Path("/var/lib/twinkle"))
     store = SimpleNamespace(checkpoints=NoCheckpoints())
-    checkpoints = Checkpoints(SimpleNamespace(trainer=FullDisk()), RunKinds(), store, compute, files, Tenants())
+    model = SimpleNamespace(trainer=FullDisk())
+    checkpoints = Checkpoints(
+        SimpleNamespace(model=model, kinds=RunKinds(), store=store, compute=compute, files=files, tenants=Tenants())
+    )
     run = RunRecord("s:train:0", "s", 0, "t", "mock", "mock", LoraSpec(rank=8), 0.0, 0.0)
     op = Op(run.run_id, 1, OpKind.SAVE, SaveWeights("ck"), b"")
     outcome = json.loads(asyncio.run(checkpoints.run(op, run)).body)

@@ -49,6 +49,7 @@ def test_a_number_used_again_gets_the_first_answer(native):
     assert native.verb("forward_backward", **body) == first
     assert native.verb("get_state_dict", adapter_name="a", seq_id=5) == after
     assert "seq_id 2" in native.refusal("forward_backward", 409, **{**body, "inputs": rows(4)})
+    assert "seq_id 2" in native.refusal("forward_only", 409, **body), "the same body, but another verb"
 
 
 def test_requests_with_numbers_run_in_their_order(native):

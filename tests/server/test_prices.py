@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from exposition import scrape, value
 from running import Server, Tenant, datum, tensor
+from scheduled_ops import op_of
 
 from twinkle.model.csr import Csr
 from twinkle.sampler.types import SampleRequest, SamplingParams
 from twinkle.server.scheduling.scheduler import Batch, Scheduler
-from twinkle.server.scheduling.sequence import Ticket
 from twinkle.server.services.sampling.jobs import price_of
 from twinkle.server.types import CustomLossUse, NativePass, Op, OpKind, Price, Refused, TrainPass
 from twinkle.server.wire import tinker_pb2 as pb
@@ -150,13 +150,13 @@ def test_refusals_by_a_limit_of_a_request_are_counted(server: Server, tenant: Te
 # --- the scheduler ----------------------------------------------------------------------------------------------------
 
 
-def ticket(adapter: str, seq: int, tokens: int = 128, work: int = 0) -> Ticket:
-    return Ticket(adapter, seq, BACKWARD, tokens, b"", work)
+def ticket(adapter: str, seq: int, tokens: int = 128, work: int = 0) -> Op:
+    return op_of(adapter, seq, BACKWARD, tokens, b"", work)
 
 
 def adapters_in(batch: Batch | None) -> list[str]:
     assert batch is not None
-    return [each.adapter_id for each in batch.tickets]
+    return [each.adapter_id for each in batch.ops]
 
 
 def test_work_counts_in_batches_and_in_shares() -> None:
@@ -170,14 +170,14 @@ def test_work_counts_in_batches_and_in_shares() -> None:
     assert adapters_in(first) == ["greedy"], "one such op is more than a batch"
     scheduler.submit(ticket("honest", 0), 0.0)
     assert first is not None
-    for each in first.tickets:
+    for each in first.ops:
         scheduler.finish(each, failed=False)
     turns: list[str] = []
     for _ in range(19):
         batch = scheduler.next_batch()
         assert batch is not None
         turns += adapters_in(batch)
-        for each in batch.tickets:
+        for each in batch.ops:
             scheduler.finish(each, failed=False)
             if each.adapter_id == "honest":
                 scheduler.submit(ticket("honest", each.seq + 1), 0.0)
@@ -209,10 +209,10 @@ def test_a_long_pass_goes_alone_in_steps_and_others_go_on_meanwhile() -> None:
     assert long.long
     assert not short.long
     assert scheduler.step_tokens("greedy") == 128
-    scheduler.finish(short.tickets[0], failed=False)
+    scheduler.finish(short.ops[0], failed=False)
     scheduler.submit(ticket("honest", 1), 0.0)
     assert adapters_in(scheduler.next_batch()) == ["honest"], "the long one still runs"
-    scheduler.finish(long.tickets[0], failed=False)
+    scheduler.finish(long.ops[0], failed=False)
 
 
 def test_nobody_waits_for_a_larger_pass_in_the_same_batch() -> None:

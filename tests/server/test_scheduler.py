@@ -1,6 +1,7 @@
 """The scheduler by example: merging, order, gaps, repeated requests, windows, shares."""
 
 import pytest
+from scheduled_ops import op_of
 
 from twinkle.server.scheduling.scheduler import Batch, BatchKind, Scheduler
 from twinkle.server.scheduling.sequence import (
@@ -11,18 +12,18 @@ from twinkle.server.scheduling.sequence import (
     Passed,
     Position,
     RefusalReason,
-    Ticket,
     TooLate,
 )
 from twinkle.server.types import NativeVerb, Op, OpKind
 from twinkle.server.verbs.runs import NativeRuns
+from twinkle_client.protocol.verbs import VERBS
 
 FORWARD, BACKWARD, OPTIM = OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP
 SAVE, LOAD, PUBLISH = OpKind.SAVE, OpKind.LOAD, OpKind.PUBLISH
 
 
-def ticket(adapter: str, seq: int, kind: OpKind = BACKWARD, tokens: int = 10, body: bytes = b"") -> Ticket:
-    return Ticket(adapter, seq, kind, tokens if kind.is_pass else 0, body)
+def ticket(adapter: str, seq: int, kind: OpKind = BACKWARD, tokens: int = 10, body: bytes = b"") -> Op:
+    return op_of(adapter, seq, kind, tokens if kind.is_pass else 0, body)
 
 
 def submit(scheduler: Scheduler, adapter: str, kinds: list[OpKind], first: int = 0, tokens: int = 10) -> None:
@@ -31,13 +32,13 @@ def submit(scheduler: Scheduler, adapter: str, kinds: list[OpKind], first: int =
 
 
 def numbers(batch: Batch | None) -> list[str]:
-    return [] if batch is None else [each.request_id for each in batch.tickets]
+    return [] if batch is None else [each.request_id for each in batch.ops]
 
 
 def run(scheduler: Scheduler, fail: frozenset[str] = frozenset()) -> list[str]:
     """One batch, from start to end."""
     batch = scheduler.next_batch()
-    for each in () if batch is None else batch.tickets:
+    for each in () if batch is None else batch.ops:
         scheduler.finish(each, failed=each.request_id in fail)
     return numbers(batch)
 
@@ -60,8 +61,8 @@ def test_pipelining_tenants_share_every_pass():
     kinds = []
     while batch := scheduler.next_batch():
         kinds.append(batch.kind)
-        assert len(batch.tickets) == 8
-        for each in batch.tickets:
+        assert len(batch.ops) == 8
+        for each in batch.ops:
             scheduler.finish(each, failed=False)
 
     assert kinds == [BatchKind.FORWARD_BACKWARD, BatchKind.BARRIERS] * 3
@@ -128,9 +129,9 @@ def test_an_adapter_has_one_group_running():
     submit(scheduler, "a", [BACKWARD], first=2)
 
     assert scheduler.next_batch() is None
-    scheduler.finish(batch.tickets[0], failed=False)
+    scheduler.finish(batch.ops[0], failed=False)
     assert scheduler.next_batch() is None
-    scheduler.finish(batch.tickets[1], failed=False)
+    scheduler.finish(batch.ops[1], failed=False)
     assert run(scheduler) == ["a:2"]
 
 
@@ -167,7 +168,7 @@ def test_an_old_gap_fails_what_waits_behind_it_and_the_adapter_goes_on():
     assert scheduler.next_deadline() == 365.0
     assert scheduler.refusals(364.0) == []
     refusals = scheduler.refusals(365.0)
-    assert [(each.ticket.seq, each.reason) for each in refusals] == [(2, RefusalReason.GAP), (3, RefusalReason.GAP)]
+    assert [(each.op.seq, each.reason) for each in refusals] == [(2, RefusalReason.GAP), (3, RefusalReason.GAP)]
     assert "numbers 0 to 1 did not arrive within 360 s" in refusals[0].message
     assert scheduler.next_deadline() == 410.0  # 4 and 5 have been missing since 6 came
     assert scheduler.refusals(366.0) == []
@@ -175,7 +176,7 @@ def test_an_old_gap_fails_what_waits_behind_it_and_the_adapter_goes_on():
     submit(scheduler, "a", [BACKWARD, OPTIM], first=4)
     assert run(scheduler) == ["a:4"]
     (closing,) = scheduler.refusals(366.0)
-    assert (closing.ticket.seq, closing.reason, closing.drops_gradient) == (5, RefusalReason.WINDOW, True)
+    assert (closing.op.seq, closing.reason, closing.drops_gradient) == (5, RefusalReason.WINDOW, True)
     assert "forward_backward 0 " in closing.message
     assert run(scheduler) == ["a:6"]
 
@@ -209,8 +210,8 @@ def test_a_gap_is_given_up_only_when_nothing_runs():
 
     assert scheduler.next_deadline() is None
     assert scheduler.refusals(1000.0) == []
-    scheduler.finish(batch.tickets[0], failed=False)
-    assert [each.ticket.seq for each in scheduler.refusals(1000.0)] == [2]
+    scheduler.finish(batch.ops[0], failed=False)
+    assert [each.op.seq for each in scheduler.refusals(1000.0)] == [2]
     assert scheduler.position("a") == Position(2, 1)
 
 
@@ -230,7 +231,7 @@ def test_numbers_that_ended_before_a_restart_are_passed_over():
     assert run(scheduler) == ["a:10002"]
     assert run(scheduler) == ["a:10003"]
     (refusal,) = scheduler.refusals(0.0)  # the window of the number that never arrived
-    assert refusal.ticket.seq == 10_004
+    assert refusal.op.seq == 10_004
     assert "10001 before it failed or never arrived" in refusal.message
 
 
@@ -245,22 +246,22 @@ def test_a_gap_says_what_it_costs():
 
 @pytest.mark.parametrize("verb", ["step", "clip_grad_and_step"])
 def test_a_native_step_after_a_gap_is_refused_and_after_a_failed_pass_runs(verb):
-    def native(seq: int, kind: OpKind, verb: str) -> Ticket:
-        op = Op("a", seq, kind, NativeVerb(verb, {}), b"")
-        return Ticket("a", seq, kind, 1, b"", is_step=op.is_step, spoils=NativeRuns.failed_pass_spoils)
+    def native(seq: int, kind: OpKind, verb: str) -> Op:
+        return Op("a", seq, kind, NativeVerb(verb, {}, VERBS[verb].steps), b"")
 
-    scheduler = one_adapter()
+    scheduler = Scheduler(100)
+    scheduler.add_adapter("a", "tenant", failed_pass_spoils=NativeRuns.failed_pass_spoils)
     scheduler.submit(native(0, BACKWARD, "forward_backward"), now=0.0)
     scheduler.submit(native(1, OpKind.VERB, verb), now=0.0)
     run(scheduler, fail=frozenset({"a:0"}))
     assert run(scheduler) == ["a:1"]  # the client heard of the failure and goes on
     scheduler.submit(native(3, BACKWARD, "forward_backward"), now=0.0)
-    assert [each.ticket.seq for each in scheduler.refusals(360.0)] == [3]
+    assert [each.op.seq for each in scheduler.refusals(360.0)] == [3]
     scheduler.submit(native(4, OpKind.VERB, "lr_step"), now=400.0)
     scheduler.submit(native(5, OpKind.VERB, verb), now=400.0)
     assert run(scheduler) == ["a:4"]
     (refusal,) = scheduler.refusals(400.0)
-    assert (refusal.ticket.seq, refusal.drops_gradient) == (5, True)
+    assert (refusal.op.seq, refusal.drops_gradient) == (5, True)
 
 
 # --- repeated requests ------------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def test_a_repeated_request_is_the_same_request():
     batch = scheduler.next_batch()
     assert batch is not None
     assert answers() == [Duplicate, Conflict]  # running
-    scheduler.finish(batch.tickets[0], failed=False)
+    scheduler.finish(batch.ops[0], failed=False)
     assert answers() == [Duplicate, Conflict]  # done
     assert scheduler.next_batch() is None
 
@@ -303,7 +304,7 @@ def test_the_optim_step_of_a_failed_window_is_refused_and_the_next_window_is_cle
     assert run(scheduler) == ["a:2"]
     assert scheduler.next_batch() is None  # the gradient must be dropped before 4 runs
     (refusal,) = scheduler.refusals(0.0)
-    assert (refusal.ticket.seq, refusal.reason, refusal.drops_gradient) == (3, RefusalReason.WINDOW, True)
+    assert (refusal.op.seq, refusal.reason, refusal.drops_gradient) == (3, RefusalReason.WINDOW, True)
     assert "forward_backward 1 " in refusal.message
     assert [run(scheduler), run(scheduler)] == [["a:4"], ["a:5"]]
 
@@ -323,7 +324,7 @@ def test_a_load_that_succeeds_starts_a_clean_window(load_fails: bool):
 
     run(scheduler, fail=frozenset({"a:0"}))
     run(scheduler, fail=frozenset({"a:1"} if load_fails else ()))
-    assert [each.ticket.seq for each in scheduler.refusals(0.0)] == ([2] if load_fails else [])
+    assert [each.op.seq for each in scheduler.refusals(0.0)] == ([2] if load_fails else [])
     assert run(scheduler) == ([] if load_fails else ["a:2"])
 
 
@@ -333,7 +334,7 @@ def test_an_adapter_goes_on_inside_a_spoilt_window():
     submit(scheduler, "a", [BACKWARD, OPTIM], first=7)
 
     run(scheduler)
-    assert [each.ticket.seq for each in scheduler.refusals(0.0)] == [8]
+    assert [each.op.seq for each in scheduler.refusals(0.0)] == [8]
 
 
 # --- adapters come and go ---------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def test_removing_returns_what_waits_and_lets_the_rest_finish():
     assert scheduler.waiting("tenant") == 0
     with pytest.raises(ValueError, match="still run"):
         scheduler.add_adapter("a", "tenant")
-    scheduler.finish(batch.tickets[0], failed=True)
+    scheduler.finish(batch.ops[0], failed=True)
     scheduler.add_adapter("a", "tenant", next_seq=1)
     assert scheduler.next_batch() is None
 

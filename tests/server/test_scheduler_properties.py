@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scheduled_ops import op_of
 
 from twinkle.server.scheduling.scheduler import Batch, BatchKind, Scheduler
-from twinkle.server.scheduling.sequence import Accepted, Conflict, Duplicate, Position, RefusalReason, Ticket, TooLate
+from twinkle.server.scheduling.sequence import Accepted, Conflict, Duplicate, Position, RefusalReason, TooLate
 from twinkle.server.scheduling.shares import Priority, TenantShare
-from twinkle.server.types import OpKind
+from twinkle.server.types import Op, OpKind
 
 BUDGET, GAP_TIMEOUT, MAX_SKIPS = 10, 100.0, 3
 TENANTS = ("t0", "t1", "t2")
@@ -29,21 +30,21 @@ class ModelAdapter:
     tenant: str
     next_seq: int
     failed_seq: int | None
-    waiting: dict[int, Ticket] = field(default_factory=dict)
+    waiting: dict[int, Op] = field(default_factory=dict)
     arrived: dict[int, float] = field(default_factory=dict)
-    running: list[Ticket] = field(default_factory=list)
+    running: list[Op] = field(default_factory=list)
     bodies: dict[int, bytes] = field(default_factory=dict)
 
-    def answer(self, ticket: Ticket) -> type:
+    def answer(self, ticket: Op) -> type:
         if ticket.seq in self.bodies:
             return Duplicate if self.bodies[ticket.seq] == ticket.digest else Conflict
         return TooLate if ticket.seq < self.next_seq else Accepted
 
-    def ready(self) -> Ticket | None:
+    def ready(self) -> Op | None:
         ticket = self.waiting.get(self.next_seq)
         return None if self.running or ticket is None or self.refuses(ticket) else ticket
 
-    def refuses(self, ticket: Ticket) -> bool:
+    def refuses(self, ticket: Op) -> bool:
         return ticket.kind is OpKind.OPTIM_STEP and self.failed_seq is not None
 
     def deadline(self) -> float | None:
@@ -67,7 +68,7 @@ class ModelAdapter:
                 self.end(self.waiting.pop(self.next_seq), failed=True, ran=False)
         return refused
 
-    def end(self, ticket: Ticket, failed: bool, ran: bool) -> None:
+    def end(self, ticket: Op, failed: bool, ran: bool) -> None:
         if not ran:
             self.next_seq = ticket.seq + 1
         if ticket.kind is OpKind.FORWARD_BACKWARD and failed:
@@ -91,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.adapters: dict[str, ModelAdapter] = {}
         self.now = 0.0
         self.added = 0
-        self.running: list[Ticket] = []
+        self.running: list[Op] = []
         self.accepted: set[str] = set()
         self.ended: set[str] = set()
         self.batches = 0
@@ -127,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         first = max([adapter.next_seq - 1, *adapter.waiting]) + 1
         seqs = range(first, first + count)
         for seq in seqs if fine else reversed(seqs):
-            self.submit(name, Ticket(name, seq, kind, 3 if kind.is_pass else 0, b"body"))
+            self.submit(name, op_of(name, seq, kind, 3 if kind.is_pass else 0, b"body"))
 
     @precondition(lambda self: self.adapters)
     @rule(
@@ -141,9 +142,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Gaps, repeated numbers with the same or another body, numbers of the past."""
         name = data.draw(st.sampled_from(sorted(self.adapters)))
         seq = max(0, self.adapters[name].next_seq + offset)
-        self.submit(name, Ticket(name, seq, kind, tokens if kind.is_pass else 0, body))
+        self.submit(name, op_of(name, seq, kind, tokens if kind.is_pass else 0, body))
 
-    def submit(self, name: str, ticket: Ticket) -> None:
+    def submit(self, name: str, ticket: Op) -> None:
         adapter = self.adapters[name]
         expected = adapter.answer(ticket)
         assert type(self.scheduler.submit(ticket, self.now)) is expected
@@ -163,8 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected = {name: refused for name, each in self.adapters.items() if (refused := each.refuse(self.now))}
         found: dict[str, list[tuple[int, RefusalReason]]] = {}
         for refusal in self.scheduler.refusals(self.now):
-            found.setdefault(refusal.ticket.adapter_id, []).append((refusal.ticket.seq, refusal.reason))
-            self.end(refusal.ticket)
+            found.setdefault(refusal.op.adapter_id, []).append((refusal.op.seq, refusal.reason))
+            self.end(refusal.op)
         assert found == expected
         assert self.scheduler.refusals(self.now) == []
         self.update_ready(list(found))
@@ -177,24 +178,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (batch is not None) == bool(ready)
         if batch is None:
             return
-        assert batch.tickets[0].adapter_id == lead if lead else batch.kind is BatchKind.BARRIERS
+        assert batch.ops[0].adapter_id == lead if lead else batch.kind is BatchKind.BARRIERS
         self.batches += 1
         self.barriers_in_a_row = self.barriers_in_a_row + 1 if lead is None else 0
         self.count_passed_over(batch)
-        for ticket in batch.tickets:
+        for ticket in batch.ops:
             self.start(ticket)
         self.check_batch(batch, ready)
-        for ticket in batch.tickets:
+        for ticket in batch.ops:
             self.adapters[ticket.adapter_id].running.append(ticket)
-        self.running += batch.tickets
+        self.running += batch.ops
         self.update_ready([])
 
-    def start(self, ticket: Ticket) -> None:
+    def start(self, ticket: Op) -> None:
         adapter = self.adapters[ticket.adapter_id]
         assert adapter.waiting.pop(ticket.seq) == ticket
         assert ticket.seq == adapter.next_seq
         adapter.next_seq += 1
-        self.shares[adapter.tenant] += ticket.tokens / self.given[adapter.tenant].weight
+        self.shares[adapter.tenant] += ticket.price.tokens / self.given[adapter.tenant].weight
         if self.firsts().get(adapter.tenant) == ticket.adapter_id:
             self.turns[adapter.tenant] = self.batches
         self.ready.pop(ticket.adapter_id, None)
@@ -211,7 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for ticket in list(self.running):
             self.finish_one(ticket, failed=fate.random() < 0.2)
 
-    def finish_one(self, ticket: Ticket, failed: bool) -> None:
+    def finish_one(self, ticket: Op, failed: bool) -> None:
         self.scheduler.finish(ticket, failed=failed)
         self.running.remove(ticket)
         self.end(ticket)
@@ -251,29 +252,29 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: Op) -> None:
         assert ticket.request_id in self.accepted
         assert ticket.request_id not in self.ended
         self.ended.add(ticket.request_id)
 
-    def check_batch(self, batch: Batch, ready: dict[str, Ticket]) -> None:
-        names = {ticket.adapter_id for ticket in batch.tickets}
+    def check_batch(self, batch: Batch, ready: dict[str, Op]) -> None:
+        names = {ticket.adapter_id for ticket in batch.ops}
         assert names <= ready.keys()
-        tokens = sum(ticket.tokens for ticket in batch.tickets)
-        kinds = {ticket.kind for ticket in batch.tickets}
+        tokens = sum(ticket.price.tokens for ticket in batch.ops)
+        kinds = {ticket.kind for ticket in batch.ops}
         if not self.merge:
-            assert len(batch.tickets) == 1
+            assert len(batch.ops) == 1
         if batch.kind is BatchKind.BARRIERS:
             assert not any(kind.is_pass for kind in kinds)
-            assert len(names) == len(batch.tickets)
+            assert len(names) == len(batch.ops)
             assert not self.merge or names == {name for name, each in ready.items() if not each.kind.is_pass}
             return
         assert {kind.value for kind in kinds} == {batch.kind.value}
-        assert tokens <= BUDGET or len(batch.tickets) == 1
+        assert tokens <= BUDGET or len(batch.ops) == 1
         if self.merge and tokens < BUDGET:  # then nothing that could have joined was left behind
             left = [ready[name] for name in ready.keys() - names]
             left += [ticket for name in names if (ticket := self.adapters[name].ready()) is not None]
-            assert not [each for each in left if each.kind in kinds and tokens + each.tokens <= BUDGET]
+            assert not [each for each in left if each.kind in kinds and tokens + each.price.tokens <= BUDGET]
 
     def firsts(self) -> dict[str, str]:
         """The adapter with the longest-ready pass of each tenant, longest-ready first."""
@@ -300,7 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return firsts[max(firsts, key=waits.__getitem__) if overdue else least]
 
     def count_passed_over(self, batch: Batch) -> None:
-        names = {ticket.adapter_id for ticket in batch.tickets}
+        names = {ticket.adapter_id for ticket in batch.ops}
         before = self.passed_over
         self.passed_over = {}
         for tenant, name in self.firsts().items():
@@ -369,10 +370,10 @@ OPS = st.lists(st.none() | st.tuples(st.sampled_from(KINDS), st.booleans()), min
 class Journal:
     """What one adapter did: every op that ended, and whether it failed; and where it stood after each."""
 
-    ended: list[tuple[Ticket, bool]] = field(default_factory=list)
+    ended: list[tuple[Op, bool]] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
 
-    def note(self, scheduler: Scheduler, ended: list[tuple[Ticket, bool]]) -> None:
+    def note(self, scheduler: Scheduler, ended: list[tuple[Op, bool]]) -> None:
         self.ended += ended
         position = scheduler.position("a")
         assert position is not None
@@ -383,18 +384,18 @@ def drain(scheduler: Scheduler, fails: set[int]) -> Journal:
     journal = Journal()
     while True:
         if batch := scheduler.next_batch():
-            for ticket in batch.tickets:
+            for ticket in batch.ops:
                 scheduler.finish(ticket, failed=ticket.seq in fails)
-            journal.note(scheduler, [(ticket, ticket.seq in fails) for ticket in batch.tickets])
+            journal.note(scheduler, [(ticket, ticket.seq in fails) for ticket in batch.ops])
         elif (deadline := scheduler.next_deadline()) is not None:
-            journal.note(scheduler, [(refusal.ticket, True) for refusal in scheduler.refusals(deadline)])
+            journal.note(scheduler, [(refusal.op, True) for refusal in scheduler.refusals(deadline)])
         else:
             return journal
 
 
 @given(ops=OPS)
 def test_an_adapter_recovers_at_every_point_of_its_life(ops: list[tuple[OpKind, bool] | None]):
-    tickets = [Ticket("a", seq, op[0], 1, b"") for seq, op in enumerate(ops) if op is not None]
+    tickets = [op_of("a", seq, op[0], 1, b"") for seq, op in enumerate(ops) if op is not None]
     fails = {seq for seq, op in enumerate(ops) if op is not None and op[1]}
 
     def life(next_seq: int, failed_seq: int | None) -> Journal:
@@ -417,7 +418,7 @@ def test_an_adapter_recovers_at_every_point_of_its_life(ops: list[tuple[OpKind, 
 def test_a_journal_is_replayed_with_a_failed_forward_backward_for_each_number_given_up(
     ops: list[tuple[OpKind, bool] | None],
 ):
-    tickets = [Ticket("a", seq, op[0], 1, b"") for seq, op in enumerate(ops) if op is not None]
+    tickets = [op_of("a", seq, op[0], 1, b"") for seq, op in enumerate(ops) if op is not None]
     fails = {seq for seq, op in enumerate(ops) if op is not None and op[1]}
     first = Scheduler(BUDGET)
     first.add_adapter("a", "tenant")
@@ -430,7 +431,7 @@ def test_a_journal_is_replayed_with_a_failed_forward_backward_for_each_number_gi
     again = Scheduler(BUDGET)
     again.add_adapter("a", "tenant")
     for seq in range(max(recorded, default=-1) + 1):
-        again.submit(recorded.get(seq, Ticket("a", seq, OpKind.FORWARD_BACKWARD, 0, b"")), 0.0)
+        again.submit(recorded.get(seq, op_of("a", seq, OpKind.FORWARD_BACKWARD, 0, b"")), 0.0)
     replayed = drain(again, failed | (set(range(len(ops))) - recorded.keys()))
 
     assert [each for each in replayed.ended if each[0].seq in recorded] == journal.ended
@@ -449,14 +450,14 @@ def test_tenants_with_work_get_equal_tokens_whatever_their_number_of_adapters(
         for i in range(count):
             scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
             for seq in range(calls):
-                scheduler.submit(Ticket(f"{tenant}:{i}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+                scheduler.submit(op_of(f"{tenant}:{i}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
 
     while batch := scheduler.next_batch():
         numbers = scheduler.numbers()
         if not all(numbers.waiting.values()):
             return
         assert max(numbers.tokens.values()) - min(numbers.tokens.values()) <= 10
-        for ticket in batch.tickets:
+        for ticket in batch.ops:
             scheduler.finish(ticket, failed=False)
 
 
@@ -473,7 +474,7 @@ def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], ada
         for i in range(adapters[tenant]):
             scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
             for seq in range(20):
-                scheduler.submit(Ticket(f"{tenant}:{i}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+                scheduler.submit(op_of(f"{tenant}:{i}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
 
     while batch := scheduler.next_batch():
         numbers = scheduler.numbers()
@@ -481,7 +482,7 @@ def test_tenants_with_work_get_tokens_by_their_weights(weights: list[float], ada
             return
         served = [numbers.tokens[f"t{tenant}"] / weight for tenant, weight in enumerate(weights)]
         assert max(served) - min(served) <= 10 / min(weights)
-        for ticket in batch.tickets:
+        for ticket in batch.ops:
             scheduler.finish(ticket, failed=False)
 
 
@@ -498,16 +499,16 @@ def test_nobody_starves_whatever_weights_and_priorities(priorities: list[Priorit
     for tenant in range(len(priorities)):
         scheduler.add_adapter(f"a{tenant}", f"t{tenant}")
         for seq in range(120):
-            scheduler.submit(Ticket(f"a{tenant}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+            scheduler.submit(op_of(f"a{tenant}", seq, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
     waited = dict.fromkeys(range(len(priorities)), 0)
     for _ in range(100):
         batch = scheduler.next_batch()
         assert batch is not None
-        served = {int(ticket.adapter_id[1:]) for ticket in batch.tickets}
+        served = {int(ticket.adapter_id[1:]) for ticket in batch.ops}
         for tenant in waited:
             waited[tenant] = 0 if tenant in served else waited[tenant] + 1
             assert waited[tenant] <= skips + 2 * len(priorities)
-        for ticket in batch.tickets:
+        for ticket in batch.ops:
             scheduler.finish(ticket, failed=False)
 
 
@@ -529,12 +530,12 @@ def test_beside_others_a_tenant_gets_a_portion_of_a_batch(
             scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
             for seq in range(4):
                 kind = OpKind.OPTIM_STEP if seq % 2 else OpKind.FORWARD_BACKWARD
-                scheduler.submit(Ticket(f"{tenant}:{i}", seq, kind, 0 if seq % 2 else sizes[tenant], b""), 0.0)
+                scheduler.submit(op_of(f"{tenant}:{i}", seq, kind, 0 if seq % 2 else sizes[tenant], b""), 0.0)
     demands = {tenant: count * sizes[tenant] for tenant, count in enumerate(adapters)}
     while batch := scheduler.next_batch():
         taken: dict[int, list[int]] = {}
-        for ticket in batch.tickets:
-            taken.setdefault(int(ticket.adapter_id.partition(":")[0]), []).append(ticket.tokens)
+        for ticket in batch.ops:
+            taken.setdefault(int(ticket.adapter_id.partition(":")[0]), []).append(ticket.price.tokens)
             scheduler.finish(ticket, failed=False)
         for tenant, tokens in taken.items():
             others = [demands[each] / weights[each] for each in demands if each != tenant]
@@ -547,11 +548,11 @@ def test_a_tenant_on_its_own_fills_batches_again_after_a_while():
     for name, tenant in (("small", "other"), *((f"a{i}", "big") for i in range(10))):
         scheduler.add_adapter(name, tenant)
         for seq in range(100 if tenant == "big" else 1):
-            scheduler.submit(Ticket(name, seq, OpKind.FORWARD, 10, b""), 0.0)
+            scheduler.submit(op_of(name, seq, OpKind.FORWARD, 10, b""), 0.0)
     sizes = []
     while batch := scheduler.next_batch():
-        sizes.append(sum(ticket.tokens for ticket in batch.tickets if ticket.adapter_id != "small"))
-        for ticket in batch.tickets:
+        sizes.append(sum(ticket.price.tokens for ticket in batch.ops if ticket.adapter_id != "small"))
+        for ticket in batch.ops:
             scheduler.finish(ticket, failed=False)
     assert set(sizes[:60]) == {20}
     assert sizes[70] == 100
@@ -563,7 +564,7 @@ def test_tenants_of_one_size_share_every_batch():
     for tenant in range(16):
         for i in range(2):
             scheduler.add_adapter(f"{tenant}:{i}", f"t{tenant}")
-            scheduler.submit(Ticket(f"{tenant}:{i}", 0, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
+            scheduler.submit(op_of(f"{tenant}:{i}", 0, OpKind.FORWARD_BACKWARD, 10, b""), 0.0)
     batch = scheduler.next_batch()
     assert batch is not None
-    assert len(batch.tickets) == 32
+    assert len(batch.ops) == 32

@@ -3,7 +3,8 @@
 import json
 import logging
 import pickle
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from twinkle.model.optimizer_group import OptimizerGroup
 from twinkle.model.types import LoraSpec
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.mock import mock_model
+from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.execution import Execution
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.run_kind import RunKinds
@@ -29,7 +31,7 @@ CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
 def runs_of(model: ServedModel) -> NativeRuns:
-    return NativeRuns(model, None, None, None, Tenants())  # type: ignore[arg-type]  # nothing is stored here
+    return NativeRuns(model, None, Tenants())  # type: ignore[arg-type]  # nothing is stored here
 
 
 class Ops:
@@ -37,12 +39,13 @@ class Ops:
 
     def __init__(self) -> None:
         model = mock_model()
-        self._execution = Execution(
-            model,
-            RunKinds([runs_of(model)]),
-            RunMeasurements(None),  # type: ignore[arg-type]  # nothing is written here
-            TrainingRecorder("mock"),
+        context = SimpleNamespace(
+            model=model,
+            kinds=RunKinds([runs_of(model)]),
+            measurements=RunMeasurements(None),  # type: ignore[arg-type]  # nothing is written here
+            recorder=TrainingRecorder("mock"),
         )
+        self._execution = Execution(cast("TrainingContext", context))
         self._seq = 0
         create = Op("r", 0, OpKind.CREATE, CreateNative(LoraSpec(4), CONFIG, 1), b"")
         assert not self._execution.short_barriers([create])[0].failed
@@ -50,7 +53,7 @@ class Ops:
 
     def run(self, verb: str, /, **fields: Any) -> Outcome:
         self._seq += 1
-        op = SentVerb(verb, {"adapter_name": "a", **fields}, b"", b"").op("r", self._seq)
+        op = SentVerb(verb, {"adapter_name": "a", **fields}, b"", b"", b"").op("r", self._seq)
         run = self._execution.passes if op.kind.is_pass else self._execution.short_barriers
         return run([op])[0]
 

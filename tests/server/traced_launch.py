@@ -25,8 +25,8 @@ HANDLERS = {
 }
 TRAINER = ("server/backends/mock/trainer.py", "MockTrainer.forward_backward")
 SOCKETS = "server/http/connections.py"  # where bytes arrive, before and while handlers run
-# What a request is on its way: what the handler gets, then an op, its ticket, its place in a batch, a trainer's item.
-FORMS = {"Call", "Op", "TrainPass", "NativePass", "Ticket", "Batch", "Task", "TrainItem"}
+# What a request is on its way: what the handler gets, then an op, its place in a batch, a trainer's item.
+FORMS = {"Call", "Op", "TrainPass", "NativePass", "Batch", "Task", "TrainItem"}
 TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # that the test sends, by which bodies are known
 MARKS = (b"".join(token.to_bytes(4, "little") for token in TOKENS), b",".join(b"%d" % token for token in TOKENS))
 

@@ -236,10 +236,11 @@ class NativePass:
 
 @dataclass(frozen=True)
 class NativeVerb:
-    """Any other verb of the library, with its arguments."""
+    """Any other verb of the library, with its arguments. ``steps``: it is a step of the optimizer."""
 
     verb: str
     arguments: Mapping[str, object]
+    steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,11 @@ class Price:
     held_bytes: int = 0
     result_bytes: int = 0
 
+    @property
+    def cost(self) -> int:
+        """Return what it counts in batches, in shares and against a minute's tokens."""
+        return max(self.tokens, self.work)
+
 
 @dataclass(frozen=True)
 class Op:
@@ -341,9 +347,7 @@ class Op:
     @property
     def is_step(self) -> bool:
         """Of the optimizer."""
-        if isinstance(self.payload, NativeVerb):
-            return self.payload.verb in ("step", "clip_grad_and_step")
-        return self.kind is OpKind.OPTIM_STEP
+        return self.kind is OpKind.OPTIM_STEP or (isinstance(self.payload, NativeVerb) and self.payload.steps)
 
     @property
     def changes_weights(self) -> bool:

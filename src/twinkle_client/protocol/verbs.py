@@ -307,6 +307,7 @@ class Verb:
     options: type[Any] | None = NoOptions
     takes_rows: bool = False  # or arguments with a number for each of their tokens
     sets_up: bool = False  # it chooses something that the server then keeps
+    steps: bool = False  # it takes a step of the optimizer
 
 
 VERBS: Mapping[str, Verb] = {
@@ -316,8 +317,8 @@ VERBS: Mapping[str, Verb] = {
     "backward": Verb(kind="forward_backward", options=WindowOptions),
     "calculate_loss": Verb(options=None, takes_rows=True),
     "clip_grad_norm": Verb(ClipGradNormRequest, options=WindowOptions),
-    "clip_grad_and_step": Verb(ClipGradAndStepRequest, options=StepOptions),
-    "step": Verb(options=StepOptions),
+    "clip_grad_and_step": Verb(ClipGradAndStepRequest, options=StepOptions, steps=True),
+    "step": Verb(options=StepOptions, steps=True),
     "zero_grad": Verb(options=WindowOptions),
     "lr_step": Verb(options=WindowOptions),
     "set_loss": Verb(SetLossRequest, options=None, sets_up=True),

@@ -79,7 +79,7 @@ class Process:
         sampling_compute = Compute() if sampler_apart else compute
         self._computes += [compute, sampling_compute]
         # Ops of Tinker's runs the service knows; what is different about others is registered here.
-        native = NativeRuns(model, self.store, compute, self.files, self.tenants, config.allowed_dirs)
+        native = NativeRuns(model, compute, self.tenants, config.allowed_dirs)
         training = ModelService(
             model,
             self.store,

@@ -1,11 +1,12 @@
-"""Which ops run next: one device, many tenants. Ops in, batches out; no I/O, no clock, no payloads.
+"""Which ops run next: one device, many tenants. Ops in, batches out; no I/O, no clock. Of an op
+it reads place, kind and price, never the payload.
 
 Order holds within an adapter (:mod:`~twinkle.server.scheduling.sequence`), merging goes across adapters: the ready
 passes of one mode of all adapters fill one batch up to the token budget, so that tenants who each pipeline
 forward_backward and optim_step share every pass. A batch is made of what is ready at that moment; it waits for nobody.
 
-A pass counts what it costs (:attr:`~twinkle.server.scheduling.sequence.Ticket.cost`): its tokens, or more where it has
-many targets a token or a loss of its own. "Tokens" below are these.
+A pass counts what it costs (:attr:`~twinkle.server.types.Price.cost`): its tokens, or more where it has many
+targets a token or a loss of its own. "Tokens" below are these.
 
 Which passes come first:
 
@@ -24,7 +25,7 @@ Which passes come first:
   other batch: with T tenants no more than ``max_skips + 2 * T`` batches go by. The bound is the tenant's, not each
   op's, because an op's would let a tenant with many adapters outrun the shares.
 
-The caller's loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, ``finish`` each of its tickets;
+The caller's loop, in one thread: handle ``refusals(now)``, run ``next_batch()``, ``finish`` each of its ops;
 sleep until something is submitted or ``next_deadline()``.
 """
 
@@ -34,9 +35,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from twinkle.server.scheduling.sequence import Accepted, OpSequence, Passed, Position, Refusal, Submitted, Ticket
+from twinkle.server.scheduling.sequence import Accepted, OpSequence, Passed, Position, Refusal, Submitted
 from twinkle.server.scheduling.shares import Priority, ShareOf, Shares, equal_shares
-from twinkle.server.types import OpKind
+from twinkle.server.types import Op, OpKind
 
 
 class BatchKind(StrEnum):
@@ -62,7 +63,7 @@ class Batch:
     """
 
     kind: BatchKind
-    tickets: tuple[Ticket, ...]
+    ops: tuple[Op, ...]
     long: bool = False
 
 
@@ -150,7 +151,7 @@ class _Portions:
 
 
 class Scheduler:
-    """See the module. Adapters are made known first; an unknown adapter or ticket is the caller's bug and raises."""
+    """See the module. Adapters are made known first; an unknown adapter or op is the caller's bug and raises."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class Scheduler:
         self._tenants: dict[str, _Tenant] = {}
         self._shares = Shares(share_of)
         self._adapters: dict[str, _Adapter] = {}
-        self._running: dict[Ticket, _Adapter] = {}
+        self._running: dict[str, _Adapter] = {}  # by request id
         # An idle adapter that has ops waiting is in exactly one of these three.
         self._blocked: dict[str, _Adapter] = {}  # its next op is missing or must be refused
         self._barriers: dict[str, _Adapter] = {}
@@ -194,30 +195,35 @@ class Scheduler:
         failed_seq: int | None = None,
         passed: Iterable[Passed] = (),
         owed: Iterable[int] = (),
+        *,
+        failed_pass_spoils: bool = True,
     ) -> None:
         """Add a new adapter, or one that goes on after :meth:`position`. Not while ops of a removed namesake run.
 
         After a restart ``passed`` are numbers that ended before it and ``owed`` those that are submitted again.
+        ``failed_pass_spoils``: whether the optimizer step that follows a failed forward_backward is refused.
         """
-        if adapter_id in self._adapters or any(ticket.adapter_id == adapter_id for ticket in self._running):
+        if adapter_id in self._adapters or any(each.ops.adapter_id == adapter_id for each in self._running.values()):
             raise ValueError(f"adapter {adapter_id!r} exists already, or its ops still run")
         tenant = self._tenants.setdefault(tenant_id, _Tenant(tenant_id))
         tenant.adapters += 1
         self._shares.enter(tenant_id)
-        ops = OpSequence(adapter_id, next_seq, failed_seq, self._gap_timeout, passed, owed)
+        ops = OpSequence(
+            adapter_id, next_seq, failed_seq, self._gap_timeout, passed, owed, failed_pass_spoils=failed_pass_spoils
+        )
         self._adapters[adapter_id] = _Adapter(ops, tenant)
 
-    def remove_adapter(self, adapter_id: str) -> list[Ticket]:
+    def remove_adapter(self, adapter_id: str) -> list[Op]:
         """Forget an adapter. Returns what waited, in order; what runs must still be finished."""
         adapter = self._adapters.pop(adapter_id)
         self._unplace(adapter)
-        tickets = adapter.ops.leave()
-        adapter.tenant.waiting -= len(tickets)
+        ops = adapter.ops.leave()
+        adapter.tenant.waiting -= len(ops)
         adapter.tenant.adapters -= 1
         if not adapter.tenant.adapters:
             for tenant_id in self._shares.leave(adapter.tenant.tenant_id):
                 del self._tenants[tenant_id]
-        return tickets
+        return ops
 
     def position(self, adapter_id: str) -> Position | None:
         """Return where a snapshot taken now would stand; None while an op of the adapter runs."""
@@ -234,21 +240,21 @@ class Scheduler:
 
     # --- ops ----------------------------------------------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket, now: float) -> Submitted:
-        adapter = self._adapters[ticket.adapter_id]
+    def submit(self, op: Op, now: float) -> Submitted:
+        adapter = self._adapters[op.adapter_id]
         ops = adapter.ops
-        submitted = ops.submit(ticket, now)
+        submitted = ops.submit(op, now)
         if isinstance(submitted, Accepted):
             adapter.tenant.waiting += 1
-            if not ops.running and (ticket.seq == ops.next_seq or len(ops) == 1):
+            if not ops.running and (op.seq == ops.next_seq or len(ops) == 1):
                 self._unplace(adapter)
                 self._place(adapter)
         return submitted
 
-    def finish(self, ticket: Ticket, *, failed: bool) -> None:
-        """Note that a ticket of a batch has run. ``failed`` ones changed nothing."""
-        adapter = self._running.pop(ticket)
-        adapter.ops.finish(ticket, failed)
+    def finish(self, op: Op, *, failed: bool) -> None:
+        """Note that an op of a batch has run. ``failed`` ones changed nothing."""
+        adapter = self._running.pop(op.request_id)
+        adapter.ops.finish(op, failed)
         if not adapter.ops.running:
             self._place(adapter)
 
@@ -311,9 +317,9 @@ class Scheduler:
         self._barriers_in_a_row = 0
         self._note_demands()
         kind = lead.ready_kind
-        tickets, long = self._fill(lead)
-        self._pass_ops += len(tickets)
-        return Batch(kind, tickets, long)
+        ops, long = self._fill(lead)
+        self._pass_ops += len(ops)
+        return Batch(kind, ops, long)
 
     def step_tokens(self, tenant_id: str) -> int | None:
         """Return how much of a long batch may run before others get a turn; None: no other tenant has work."""
@@ -326,19 +332,19 @@ class Scheduler:
     def _note_demands(self) -> None:
         for tenant in self._ready_tenants.values():
             heads = (adapter.ops.head for adapter in tenant.ready.values())
-            tenant.demand = min(self._budget, sum(head.cost for head in heads if head is not None))
+            tenant.demand = min(self._budget, sum(head.price.cost for head in heads if head is not None))
             tenant.demanded_at = self._batches
             self._demanding[tenant.tenant_id] = tenant
             self._demanding.move_to_end(tenant.tenant_id)
         while self._batches - next(iter(self._demanding.values())).demanded_at > _LATELY:
             self._demanding.popitem(last=False)
 
-    def _fill(self, lead: _Adapter) -> tuple[tuple[Ticket, ...], bool]:
+    def _fill(self, lead: _Adapter) -> tuple[tuple[Op, ...], bool]:
         """Start the lead's pass, whatever its size, and then those of the least served tenants that still fit.
 
         No other pass joins one that is long or larger than a batch. Return the passes, and whether it is such a batch.
         """
-        tickets: list[Ticket] = []
+        ops: list[Op] = []
         room = self._budget
         portions = _Portions(self._contended_tokens, self._demanding.values(), self._shares)
         queue = [
@@ -349,29 +355,29 @@ class Scheduler:
         heapq.heapify(queue)  # ranks differ, so lines are never compared
         first = lead.ops.head
         assert first is not None
-        if portions.is_long(lead.tenant, first.cost) or first.cost > self._budget:
+        if portions.is_long(lead.tenant, first.price.cost) or first.price.cost > self._budget:
             return (self._start_pass(lead),), True
-        if not portions.has_room(lead.tenant, first.cost):
+        if not portions.has_room(lead.tenant, first.price.cost):
             return (self._start_pass(lead),), False
-        while queue and (not tickets or (self._merge and room > 0)):
+        while queue and (not ops or (self._merge and room > 0)):
             _, _, line = heapq.heappop(queue)
             adapter = line.popleft()
-            ticket = adapter.ops.head
-            assert ticket is not None
-            if not portions.has_room(adapter.tenant, ticket.cost):
+            op = adapter.ops.head
+            assert op is not None
+            if not portions.has_room(adapter.tenant, op.price.cost):
                 continue  # none of its other passes either
-            if not tickets or ticket.cost <= room:
-                tickets.append(self._start_pass(adapter))
-                portions.take(adapter.tenant, ticket.cost)
-                room -= ticket.cost
+            if not ops or op.price.cost <= room:
+                ops.append(self._start_pass(adapter))
+                portions.take(adapter.tenant, op.price.cost)
+                room -= op.price.cost
                 following = adapter.ops.head
-                if following is not None and following.kind is ticket.kind:
+                if following is not None and following.kind is op.kind:
                     line.append(adapter)
             if line:
                 heapq.heappush(queue, (self._shares.place(adapter.tenant.tenant_id), line[0].ready_rank, line))
-        return tuple(tickets), False
+        return tuple(ops), False
 
-    def _start_pass(self, adapter: _Adapter) -> Ticket:
+    def _start_pass(self, adapter: _Adapter) -> Op:
         tenant = adapter.tenant
         if not adapter.ops.running:  # otherwise an earlier chunk of its call is in this batch
             if adapter is tenant.first:
@@ -379,16 +385,16 @@ class Scheduler:
             self._unplace(adapter)
         return self._start(adapter)
 
-    def _start(self, adapter: _Adapter) -> Ticket:
-        ticket = adapter.ops.start()
+    def _start(self, adapter: _Adapter) -> Op:
+        op = adapter.ops.start()
         tenant = adapter.tenant
         tenant.waiting -= 1
-        tenant.tokens += ticket.tokens
-        self._tokens += ticket.tokens
-        self._shares.charge(tenant.tenant_id, ticket.cost)
-        self._running[ticket] = adapter
+        tenant.tokens += op.price.tokens
+        self._tokens += op.price.tokens
+        self._shares.charge(tenant.tenant_id, op.price.cost)
+        self._running[op.request_id] = adapter
         self._ops += 1
-        return ticket
+        return op
 
     # --- where an idle adapter waits ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ spoils it; then the optim_step that closes it is refused and the next window is 
 clean window too, for it drops the gradient. Forward-only ops spoil nothing, and everything else in a spoilt window
 runs. A *refused* optim_step always ends with the gradient dropped, by the caller; one that ran and failed changed
 nothing here. Where a client hears of a failed pass before it sends the next request, it decides for itself: there only
-a missing number spoils a window (``Ticket.spoils``).
+a missing number spoils a window (``failed_pass_spoils``).
 """
 
 import heapq
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from twinkle.server.types import OpKind
+from twinkle.server.types import Op, OpKind
 
 _DROPPED = "the gradient since the last optim_step is dropped, send its forward_backward calls again"
 _SPOILT = "the optim_step that follows will be refused, as the missing number may have been a forward_backward"
@@ -33,50 +33,7 @@ _SPOILT = "the optim_step that follows will be refused, as the missing number ma
 REMEMBERED_DIGESTS = 1024
 
 
-class WindowRole(StrEnum):
-    """What an op means for the window between two optimizer steps."""
-
-    NONE = "none"
-    SPOILS = "spoils"  # if it fails
-    CLOSES = "closes"
-    CLEARS = "clears"  # if it succeeds: the gradient is gone
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """An op without its payload. ``digest`` is of the body, ``tokens`` what a pass computes (0 for all others).
-
-    ``work`` is the time that it takes, in tokens of a plain pass, where that is more.
-    """
-
-    adapter_id: str
-    seq: int
-    kind: OpKind
-    tokens: int
-    digest: bytes
-    work: int = 0
-    is_step: bool = False  # of the optimizer, whatever its kind
-    spoils: bool = True  # its window, if it is a forward_backward and fails
-
-    @property
-    def cost(self) -> int:
-        """Return what the op counts in batches and shares."""
-        return max(self.tokens, self.work)
-
-    @property
-    def role(self) -> WindowRole:
-        if self.is_step or self.kind is OpKind.OPTIM_STEP:
-            return WindowRole.CLOSES
-        if self.kind is OpKind.FORWARD_BACKWARD and self.spoils:
-            return WindowRole.SPOILS
-        return WindowRole.CLEARS if self.kind is OpKind.LOAD else WindowRole.NONE
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.adapter_id}:{self.seq}"
-
-
-# --- what submitting a ticket may end in ------------------------------------------------------------------------------
+# --- what submitting an op may end in ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,14 +77,14 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    ticket: Ticket
+    op: Op
     reason: RefusalReason
     message: str
 
     @property
     def drops_gradient(self) -> bool:
         """Return whether the adapter's accumulated gradient must be dropped before its next op runs."""
-        return self.ticket.role is WindowRole.CLOSES
+        return self.op.is_step
 
 
 @dataclass(frozen=True)
@@ -158,14 +115,20 @@ class OpSequence:
         gap_timeout: float,
         passed: Iterable[Passed] = (),
         owed: Iterable[int] = (),
+        *,
+        failed_pass_spoils: bool = True,
     ) -> None:
-        """``passed``: in order. ``owed``: numbers that a replay of the journal will bring."""
+        """``passed``: in order. ``owed``: numbers that a replay of the journal will bring.
+
+        ``failed_pass_spoils``: whether a forward_backward that failed spoils its window.
+        """
         self.adapter_id = adapter_id
         self.next_seq = next_seq  # the next to start
         self.failed_seq = failed_seq
-        self.running: dict[int, Ticket] = {}
+        self.running: dict[int, Op] = {}
         self._gap_timeout = gap_timeout
-        self._waiting: OrderedDict[int, tuple[Ticket, float]] = OrderedDict()  # in order of arrival, with its time
+        self._failed_pass_spoils = failed_pass_spoils
+        self._waiting: OrderedDict[int, tuple[Op, float]] = OrderedDict()  # in order of arrival, with its time
         self._numbers: list[int] = []  # a heap of those waiting
         self._digests: dict[int, bytes] = {}
         self._ended: deque[int] = deque()
@@ -183,13 +146,13 @@ class OpSequence:
         return None if self.running else Position(self.next_seq - 1, self.failed_seq)
 
     @property
-    def head(self) -> Ticket | None:
+    def head(self) -> Op | None:
         """Return the next op, if it is here and may run as soon as nothing runs."""
         if self.next_seq not in self._waiting:
             return None
-        ticket, _ = self._waiting[self.next_seq]
-        spoilt = self.failed_seq is not None and ticket.role is WindowRole.CLOSES
-        return None if spoilt else ticket
+        op, _ = self._waiting[self.next_seq]
+        spoilt = self.failed_seq is not None and op.is_step
+        return None if spoilt else op
 
     @property
     def refusal_time(self) -> float | None:
@@ -204,29 +167,29 @@ class OpSequence:
         _, arrived = next(iter(self._waiting.values()))
         return arrived + self._gap_timeout
 
-    def submit(self, ticket: Ticket, now: float) -> Submitted:
-        known = self._digests.get(ticket.seq)
+    def submit(self, op: Op, now: float) -> Submitted:
+        known = self._digests.get(op.seq)
         if known is not None:
-            used = f"sequence number {ticket.seq} of {self.adapter_id} was used by a request with another body"
-            return Duplicate() if known == ticket.digest else Conflict(f"{used}: use a new number")
-        if ticket.seq < self.next_seq:
-            late = f"sequence number {ticket.seq} came too late"
+            used = f"sequence number {op.seq} of {self.adapter_id} was used by a request with another body"
+            return Duplicate() if known == op.digest else Conflict(f"{used}: use a new number")
+        if op.seq < self.next_seq:
+            late = f"sequence number {op.seq} came too late"
             return TooLate(f"{late}: the next one of {self.adapter_id} is {self.next_seq}")
-        self._owed.discard(ticket.seq)
-        self._digests[ticket.seq] = ticket.digest
-        self._waiting[ticket.seq] = (ticket, now)
-        heapq.heappush(self._numbers, ticket.seq)
+        self._owed.discard(op.seq)
+        self._digests[op.seq] = op.digest
+        self._waiting[op.seq] = (op, now)
+        heapq.heappush(self._numbers, op.seq)
         return Accepted()
 
-    def start(self) -> Ticket:
+    def start(self) -> Op:
         """Take the head out to run it."""
-        ticket = self._take()
-        self.running[ticket.seq] = ticket
-        return ticket
+        op = self._take()
+        self.running[op.seq] = op
+        return op
 
-    def finish(self, ticket: Ticket, failed: bool) -> None:
-        del self.running[ticket.seq]
-        self._end(ticket, failed)
+    def finish(self, op: Op, failed: bool) -> None:
+        del self.running[op.seq]
+        self._end(op, failed)
         self._pass_over()
 
     def refuse(self, now: float) -> list[Refusal]:
@@ -239,12 +202,12 @@ class OpSequence:
                 refusals += self._give_up_gap()
         return refusals
 
-    def leave(self) -> list[Ticket]:
+    def leave(self) -> list[Op]:
         """Take out all that waits."""
-        tickets = [self._waiting[seq][0] for seq in sorted(self._numbers)]
+        ops = [self._waiting[seq][0] for seq in sorted(self._numbers)]
         self._waiting.clear()
         self._numbers.clear()
-        return tickets
+        return ops
 
     def _give_up_gap(self) -> list[Refusal]:
         last = min((self._numbers[0], *self._owed)) - 1
@@ -253,24 +216,24 @@ class OpSequence:
         self.next_seq = last + 1
         refusals: list[Refusal] = []
         while self.next_seq in self._waiting:
-            closes = self._waiting[self.next_seq][0].role is WindowRole.CLOSES
+            closes = self._waiting[self.next_seq][0].is_step
             refusals.append(self._refuse(RefusalReason.GAP, f"{message}; {_DROPPED if closes else _SPOILT}"))
         return refusals
 
     def _refuse(self, reason: RefusalReason, message: str) -> Refusal:
-        ticket = self._take()
-        self._end(ticket, failed=True)
-        if ticket.role is WindowRole.CLOSES:
+        op = self._take()
+        self._end(op, failed=True)
+        if op.is_step:
             self.failed_seq = None
         self._pass_over()
-        return Refusal(ticket, reason, message)
+        return Refusal(op, reason, message)
 
-    def _take(self) -> Ticket:
+    def _take(self) -> Op:
         seq = heapq.heappop(self._numbers)
         assert seq == self.next_seq, f"{self.adapter_id}: took {seq}, expected {self.next_seq}"
         self.next_seq += 1
-        ticket, _ = self._waiting.pop(seq)
-        return ticket
+        op, _ = self._waiting.pop(seq)
+        return op
 
     def _pass_over(self) -> None:
         """Go past numbers that ended before a restart, once all before them have ended."""
@@ -280,12 +243,12 @@ class OpSequence:
                 self._spoil(passed.first)
             self.next_seq = max(self.next_seq, passed.last + 1)
 
-    def _end(self, ticket: Ticket, failed: bool) -> None:
-        if failed and ticket.role is WindowRole.SPOILS:
-            self._spoil(ticket.seq)
-        if not failed and ticket.role is WindowRole.CLEARS:
+    def _end(self, op: Op, failed: bool) -> None:
+        if failed and op.kind is OpKind.FORWARD_BACKWARD and self._failed_pass_spoils:
+            self._spoil(op.seq)
+        if not failed and op.kind is OpKind.LOAD:
             self.failed_seq = None
-        self._ended.append(ticket.seq)
+        self._ended.append(op.seq)
         if len(self._ended) > REMEMBERED_DIGESTS:
             del self._digests[self._ended.popleft()]
 

@@ -9,7 +9,7 @@ read back when somebody asks, and samples, which are nowhere else, are forgotten
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from twinkle.errors import QuotaError
@@ -20,30 +20,11 @@ from twinkle.server.types import Outcome, Tally
 PROMISE_BYTES = 1024  # what a promise takes beside its outcome, in round figures: a million empty ones are not nothing
 
 
-class Waiters:
-    """Those who wait for one thing to happen. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    async def sleep(self, timeout: float) -> None:
-        """Until it happens, for ``timeout`` seconds at most."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiting.add(waiter)
-        timer = loop.call_later(timeout, _wake, waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiting.discard(waiter)
-
-    def wake(self) -> None:
-        for waiter in self._waiting:
-            _wake(waiter)
+async def happens(event: asyncio.Event, timeout: float) -> None:
+    """Return when the event is set, after ``timeout`` seconds at the latest."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            await event.wait()
 
 
 @dataclass
@@ -57,7 +38,7 @@ class _Promise:
     on_disk: bool = False
     held: HeldResult | None = None  # while the outcome is in memory
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the outcome comes from disk
-    waiters: Waiters = field(default_factory=Waiters)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # it is settled, or nobody is to wait any more
 
 
 @dataclass
@@ -128,7 +109,7 @@ class Futures:
             self._unfetched[request_id] = None
             self._unfetched_bytes[promise.tenant_id] += promise.size
             self._hold(request_id, promise, outcome)
-            promise.waiters.wake()
+            promise.ended.set()
 
     def recorded(self, request_id: str) -> None:
         """Note that the outcome is on disk: it may leave memory."""
@@ -172,7 +153,7 @@ class Futures:
         if promise.settled_at is None and not self.closed:
             self.polls += 1
             try:
-                await promise.waiters.sleep(timeout)
+                await happens(promise.ended, timeout)
             finally:
                 self.polls -= 1
         if promise.settled_at is None or promise.outcome is not None:
@@ -198,7 +179,7 @@ class Futures:
         """Let everybody go who waits, now and from now on: the server is about to end."""
         self.closed = True
         for promise in self._promises.values():
-            promise.waiters.wake()
+            promise.ended.set()
 
     def take_delivered(self) -> list[str]:
         """Ids whose outcome was fetched for the first time since the last call."""
@@ -260,8 +241,3 @@ class Futures:
 
 def _size(outcome: Outcome) -> int:
     return len(outcome.body) + PROMISE_BYTES
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -18,7 +18,7 @@ from twinkle.model.training_state import is_due
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.backends.text_codec import CodecTemplate, max_characters, text_groups
-from twinkle.server.types import NativePass, NativeVerb
+from twinkle.server.types import NativePass, NativeSave, NativeVerb
 from twinkle.server.verbs.features import FIELDS
 from twinkle.server.verbs.templates import TemplateChoice, Templates
 from twinkle.server.verbs.verbs import NO_ADAPTER, verb_named
@@ -172,15 +172,16 @@ class NativeAdapters:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
+    @compute_thread
     def is_due(self, run_id: str, interval: int) -> bool:
+        """Return whether the adapter's last step is one after which it is saved."""
         return is_due(self.group(run_id), interval)
 
-    def steps_of(self, run_id: str) -> int:
-        return self.group(run_id).cur_step
-
-    def prepare_save(self, run_id: str, *, save_optimizer: bool, consumed_train_samples: int) -> Callable[[Path], None]:
+    @compute_thread
+    def prepare_save(self, run_id: str, save: NativeSave) -> Callable[[Path], None]:
+        """Copy what is to be saved; what this returns writes the files."""
         return self._library.state.prepare_save(
-            self.group(run_id), save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+            self.group(run_id), save_optimizer=save.optimizer, consumed_train_samples=save.consumed_train_samples
         )
 
     @compute_thread

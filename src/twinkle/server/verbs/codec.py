@@ -17,6 +17,7 @@ import numpy as np
 
 from twinkle.errors import UserError
 from twinkle.model.peft_config import spec_from_peft
+from twinkle.server.services.training.recovery import refused_body
 from twinkle.server.services.training.run_kind import UNLIMITED
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Payload, Refused, RunRecord, digest
 from twinkle.server.verbs.features import Row, as_rows, checked_rows
@@ -28,7 +29,7 @@ from twinkle_client.protocol.base import TYPE_KEY
 _MARK = b"\x00"
 _CREATE = "add_adapter_to_model"
 _INPUTS = "inputs"
-_REFUSED = "\x00refused"  # no argument of anybody's
+_REFUSED = "\x00refused"  # no argument of anybody's; with it earlier versions wrote down what they refused
 
 
 def read_fields(sent: bytes) -> dict[str, Any]:
@@ -49,11 +50,13 @@ class SentVerb:
     verb: str
     fields: Mapping[str, Any]  # before an op is made of them, the inputs are checked rows
     text: bytes | None
-    digest: bytes  # of what was sent
+    digest: bytes  # of the verb and of what was sent
+    text_digest: bytes  # of what was sent alone, by which earlier versions knew the request
 
     @classmethod
     def read(cls, verb: str, text: bytes) -> "SentVerb":
-        return cls(verb, read_fields(text), text, digest(text))
+        text_digest = digest(text)
+        return cls(verb, read_fields(text), text, digest(verb.encode() + b"\n" + text_digest), text_digest)
 
     @classmethod
     def received(cls, verb: str, text: bytes) -> "SentVerb":
@@ -76,8 +79,7 @@ class SentVerb:
 
     def refused(self, run_id: str, seq: int, message: str) -> Op:
         """Return an op that takes the place of a request which could not be understood."""
-        body = _body(self.verb, _written({_REFUSED: message}))
-        return Op(run_id, seq, kind_of(self.verb), Refused(message), body, self.digest)
+        return Op(run_id, seq, kind_of(self.verb), Refused(message), refused_body(message), self.digest)
 
 
 def create_op(run: RunRecord, config: Mapping[str, object], accumulation: int, seed: int | None) -> Op:

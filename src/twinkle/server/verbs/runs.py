@@ -13,13 +13,12 @@ from twinkle.model.types import TrainItem, TrainResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import CheckpointPath, directory_name, is_native_run
-from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
-from twinkle.server.services.checkpoints.save_and_load import Checkpoints, check_readable, delete_checkpoint
+from twinkle.server.services.checkpoints.access import without_server_paths
+from twinkle.server.services.checkpoints.save_and_load import Checkpoints, delete_checkpoint
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.run_kind import DevicePass, RunKind
-from twinkle.server.state.files.data_dir import DataDir, copy_whole
+from twinkle.server.state.files.data_dir import copy_whole
 from twinkle.server.state.files.export import allowed_path
-from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import (
     CreateNative,
@@ -44,8 +43,6 @@ if TYPE_CHECKING:  # they need torch
     from twinkle.model.optimizer_group import OptimizerGroup
     from twinkle.server.verbs.adapters import NativeAdapters
 
-__all__ = ["NativeRuns"]
-
 _SERIES = "series"  # of versions for sampling, in which each takes the place of the one before
 _KEPT_OF_SERIES = 2
 
@@ -59,22 +56,13 @@ class NativeRuns(RunKind):
     kind_tells_steps = False  # they are verbs
 
     def __init__(
-        self,
-        model: ServedModel,
-        store: Store,
-        compute: Compute,
-        files: DataDir,
-        tenants: Tenants,
-        allowed_dirs: Sequence[Path] = (),
+        self, model: ServedModel, compute: Compute, tenants: Tenants, allowed_dirs: Sequence[Path] = ()
     ) -> None:
         """``allowed_dirs``: where tenants may load checkpoints from, beside the server's own."""
         self.templates = Templates(model)
         self.base_model = BaseModelPasses(model, lambda: self.adapters, compute, tenants)
         self._model = model
-        self._store = store
         self._compute = compute
-        self._files = files
-        self._threads = tenants.pools.saving
         self._allowed_dirs = allowed_dirs
         self._adapters: NativeAdapters | None = None
         self._lock = threading.Lock()
@@ -169,50 +157,34 @@ class NativeRuns(RunKind):
         if isinstance(op.payload, NativeSave):
             return await self._save(op, run, op.payload, checkpoints)
         assert isinstance(op.payload, NativeLoad), f"{op.kind} has nothing to do with files"
-        return await self._load(op, run, op.payload)
+        return await self._load(op, run, op.payload, checkpoints)
 
     async def _save(self, op: Op, run: RunRecord, save: NativeSave, checkpoints: Checkpoints) -> Outcome:
-        if save.interval > 1 and not self.adapters.is_due(op.adapter_id, save.interval):
+        path = await self._compute.run(partial(self._path, op, save))
+        if path is None:
             return succeeded({"twinkle_path": "", "checkpoint_dir": None})
-        if save.sampler:  # a path of its own each time: what a sampler was made from never changes
-            path = CheckpointPath(run.run_id, "sampler_weights", f"{save.name or 'latest'}-{op.seq}")
-        else:
-            name = save.name or f"checkpoint-step-{self.adapters.steps_of(op.adapter_id)}"
-            path = CheckpointPath(run.run_id, "weights", name)
-        copy = partial(
-            self.adapters.prepare_save,
-            op.adapter_id,
-            save_optimizer=save.optimizer,
-            consumed_train_samples=save.consumed_train_samples,
-        )
         series = {_SERIES: save.name or "latest"} if save.sampler else {}
+        copy = partial(self.adapters.prepare_save, op.adapter_id, save)  # they are loaded: the path came from there
         await checkpoints.write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
         if save.sampler:
-            await self._delete_older(run, series[_SERIES])
+            await _delete_older(run, series[_SERIES], checkpoints)
         if "save_dir" in run.user_metadata:
-            await self._copy_out(path, Path(run.user_metadata["save_dir"]))
+            await _copy_out(path, Path(run.user_metadata["save_dir"]), checkpoints)
         return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
 
-    async def _delete_older(self, run: RunRecord, series: str) -> None:
-        """A loop publishes after every step; the version before the last may still be in use."""
-        of_run = await self._store.checkpoints.of_run(run.run_id)
-        kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
-        for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
-            await delete_checkpoint(self._store, self._files, self._threads, old, "checkpoint_replace")
+    def _path(self, op: Op, save: NativeSave) -> CheckpointPath | None:
+        """Return the path of a save; None if the adapter is not to be saved now. Runs in the compute thread."""
+        if save.interval > 1 and not self.adapters.is_due(op.adapter_id, save.interval):
+            return None
+        if save.sampler:  # a path of its own each time: what a sampler was made from never changes
+            return CheckpointPath(op.adapter_id, "sampler_weights", f"{save.name or 'latest'}-{op.seq}")
+        name = save.name or f"checkpoint-step-{self.adapters.group(op.adapter_id).cur_step}"
+        return CheckpointPath(op.adapter_id, "weights", name)
 
-    async def _copy_out(self, path: CheckpointPath, save_dir: Path) -> None:
-        record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        assert record is not None, "it was just written"
-        target = save_dir / directory_name(path.run_id) / path.kind / path.name
-        copy = partial(copy_whole, self._files.root / record.directory, target, private=False)
-        await self._threads.in_thread(record.tenant_id, copy)
-
-    async def _load(self, op: Op, run: RunRecord, load: NativeLoad) -> Outcome:
+    async def _load(self, op: Op, run: RunRecord, load: NativeLoad, checkpoints: Checkpoints) -> Outcome:
         if load.path.startswith(("twinkle://", "tinker://")):
             path = CheckpointPath.parse(load.path, "name")
-            record = await loadable_checkpoint(self._store, path, run.tenant_id, "name")
-            directory, shown = self._files.root / record.directory, path.native
-            await self._threads.in_thread(run.tenant_id, partial(check_readable, directory, shown))
+            directory, shown = await checkpoints.readable(path, run, "name", path.native), path.native
         else:
             directory, shown = allowed_path("name", load.path, self._allowed_dirs), load.path
 
@@ -222,6 +194,24 @@ class NativeRuns(RunKind):
 
         progress = await self._compute.run(resume)
         return answered(progress if load.verb == "resume_from_checkpoint" else None)
+
+
+async def _delete_older(run: RunRecord, series: str, checkpoints: Checkpoints) -> None:
+    """A loop publishes after every step; the version before the last may still be in use."""
+    context = checkpoints.context
+    of_run = await context.store.checkpoints.of_run(run.run_id)
+    kept = [each for each in of_run if each.user_metadata.get(_SERIES) == series]
+    for old in sorted(kept, key=lambda each: each.created_at)[:-_KEPT_OF_SERIES]:
+        await delete_checkpoint(context.store, context.files, checkpoints.threads, old, "checkpoint_replace")
+
+
+async def _copy_out(path: CheckpointPath, save_dir: Path, checkpoints: Checkpoints) -> None:
+    context = checkpoints.context
+    record = await context.store.checkpoints.get(path.run_id, path.kind, path.name)
+    assert record is not None, "it was just written"
+    target = save_dir / directory_name(path.run_id) / path.kind / path.name
+    copy = partial(copy_whole, context.files.root / record.directory, target, private=False)
+    await checkpoints.threads.in_thread(record.tenant_id, copy)
 
 
 # --- what verbs tell of a run's steps: inside a window of accumulated gradients they do nothing ---------------------
@@ -239,7 +229,7 @@ def _measure_verb(measurements: RunMeasurements, op: Op, verb: str, group: "Opti
         return
     if verb in ("clip_grad_norm", "clip_grad_and_step"):
         measurements.clipped(op.adapter_id, group.last_grad_norm)
-    if verb in ("step", "clip_grad_and_step"):
+    if op.is_step:
         measurements.stepped(op.adapter_id, op.seq, group.last_lr[0] if group.last_lr else None)
     if verb == "zero_grad":
         measurements.dropped(op.adapter_id)

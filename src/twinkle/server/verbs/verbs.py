@@ -60,7 +60,7 @@ def payload_of(name: str, request: AdapterRequest, rows: tuple[Row, ...] = ()) -
         return NativeLoad("resume_from_checkpoint", request.name, not request.resume_only_model)
     if isinstance(request, ApplyPatchRequest):
         raise UnsupportedError(f"apply_patch: {request.patch_cls!r}: code of the served model is not patched")
-    return NativeVerb(name, _arguments(name, verb, request))
+    return NativeVerb(name, _arguments(name, verb, request), verb.steps)
 
 
 def _arguments(name: str, verb: Verb, request: AdapterRequest) -> dict[str, object]:

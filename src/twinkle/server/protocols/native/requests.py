@@ -145,7 +145,7 @@ class AdapterCall:
             raise InvalidInputError("adapter_name", adapter_name, "the name that add_adapter_to_model was given")
         run = await self._run(adapter_name, live=True)
         number = _number(sent.fields)
-        if number is not None and await training.was_accepted(run.run_id, number, sent.digest):
+        if number is not None and await training.was_accepted(run.run_id, number, (sent.digest, sent.text_digest)):
             request = RequestId(run.run_id, number)
         else:
             training.check_room(run.run_id)
@@ -179,8 +179,10 @@ class AdapterCall:
             says_all = inputs is fields["inputs"] and are_encoded(rows)
             if not are_encoded(rows):
                 async with self.services.training.in_trainer(run.run_id):  # it has the template that was set
-                    encode = partial(self.services.native.adapters.encode, run.run_id, rows, most)
-                    rows = await text.in_thread(self.tenant_id, encode)
+                    sent_rows = rows  # the first one who asks for the adapters imports torch: not on the event loop
+                    rows = await text.in_thread(
+                        self.tenant_id, lambda: self.services.native.adapters.encode(run.run_id, sent_rows, most)
+                    )
             checked = await text.in_thread(self.tenant_id, partial(checked_rows, rows, most))
             return replace(sent, fields={**fields, "inputs": checked}, text=sent.text if says_all else None)
         if sent.verb == "set_template":

@@ -12,24 +12,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from twinkle.errors import (
-    CheckpointError,
-    InvalidInputError,
-    StorageQuotaError,
-    UnsupportedError,
-)
-from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
+from twinkle.errors import CheckpointError, InvalidInputError, StorageQuotaError, UnsupportedError
 from twinkle.server.ids import CheckpointPath, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.export import prepare_export
+from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.execution import failure_of
-from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.files.data_dir import DataDir, make_parents, seal_written, size_of
 from twinkle.server.state.files.file_checksums import check_files
 from twinkle.server.state.store import Store
-from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
 from twinkle.server.types import (
     CheckpointRecord,
@@ -55,23 +47,14 @@ _PARKING = 0  # the place in the sequence of the save that we make ourselves
 class Checkpoints:
     """Runs the ops of one model that read or write files."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        kinds: RunKinds,
-        store: Store,
-        compute: Compute,
-        files: DataDir,
-        tenants: Tenants,
-    ) -> None:
-        self._model = model
-        self._kinds = kinds
-        self._store = store
-        self._compute = compute
-        self._files = files
-        self._tenants = tenants
+    def __init__(self, context: TrainingContext) -> None:
+        self.context = context
+        self._model = context.model
+        self._store = context.store
+        self._compute = context.compute
+        self._files = context.files
         self._writing = TenantTurns()  # a tenant that saves much waits for itself; each holds a copy of an adapter
-        self._threads = tenants.pools.saving
+        self.threads = context.tenants.pools.saving
         self._publishing: set[str] = set()  # sampling sessions that come into being
 
     async def run(self, op: Op, run: RunRecord) -> Outcome:
@@ -92,7 +75,7 @@ class Checkpoints:
                 case Refused(message):
                     return Outcome.failure(message, "user")
                 case other:
-                    return await self._kinds.by_payload[type(other)].run_with_files(op, run, self)
+                    return await self.context.kinds.by_payload[type(other)].run_with_files(op, run, self)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
                 error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
@@ -102,10 +85,16 @@ class Checkpoints:
         """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
         name = await self._name_for_parking(run)
         path = CheckpointPath(run.run_id, "weights", name)
-        kind = self._kinds.find(run.run_id)
+        kind = self.context.kinds.find(run.run_id)
         op = Op(run.run_id, _PARKING, OpKind.SAVE, kind.parking_save(name, int(keep_seconds)), b"")
         outcome = await self.run(op, run)
-        await self._compute.run(lambda: self._remove(run.run_id))
+
+        def remove() -> None:
+            kind.remove(run.run_id)
+            if run.run_id in self._model.trainer.adapter_ids():
+                self._model.trainer.remove_adapter(run.run_id)
+
+        await self._compute.run(remove)
         if outcome.failed:
             return None
         days = keep_seconds / 86400
@@ -118,11 +107,6 @@ class Checkpoints:
             if existing is None or existing.request_id == f"{run.run_id}:{_PARKING}":
                 return name
         raise AssertionError("there are always more names")
-
-    def _remove(self, run_id: str) -> None:
-        self._kinds.find(run_id).remove(run_id)
-        if run_id in self._model.trainer.adapter_ids():
-            self._model.trainer.remove_adapter(run_id)
 
     async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
         path = CheckpointPath(run.run_id, "weights", save.name)
@@ -164,12 +148,13 @@ class Checkpoints:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         # What we keep ourselves, when an adapter leaves the device, is kept in any case.
-        most = None if op.seq == _PARKING else self._tenants.limits(run.tenant_id).max_checkpoint_bytes_per_tenant
+        limits = self.context.tenants.limits(run.tenant_id)
+        most = None if op.seq == _PARKING else limits.max_checkpoint_bytes_per_tenant
         await self._check_space(run.tenant_id, most)
         directory = self._files.checkpoint(path, op.seq)
         async with self._writing.turn(run.tenant_id):
             write = await self._compute.run(copy)
-            await self._threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
+            await self.threads.in_thread(run.tenant_id, partial(_write_files, write, directory))
         now = time.time()
         record = CheckpointRecord(
             run_id=path.run_id,
@@ -187,17 +172,17 @@ class Checkpoints:
             replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
         except (StorageFullError, StorageQuotaError):
             if existing is None or existing.directory != record.directory:  # an op that runs again may have its record
-                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
+                await self.threads.in_thread(run.tenant_id, partial(self._files.remove, record.directory))
             raise
         others = [] if replaced is None or replaced.directory == record.directory else [replaced.directory]
         if existing is not None and existing.request_id == op.request_id:
             # A process died after this op had its record, perhaps before it had removed what it replaced. Only then all
             # directories of the name are looked at: samplers may be pinned to many.
-            others = await self._threads.in_thread(run.tenant_id, partial(self._files.beside, directory))
+            others = await self.threads.in_thread(run.tenant_id, partial(self._files.beside, directory))
         for other in others:
             pinned = await self._store.sampling_sessions.refer_to(other)
             if not pinned and not await self._store.checkpoints.lie_in(other):
-                await self._threads.in_thread(run.tenant_id, partial(self._files.remove, other))
+                await self.threads.in_thread(run.tenant_id, partial(self._files.remove, other))
         return record.size_bytes
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
@@ -243,21 +228,21 @@ class Checkpoints:
         """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
         version_id, directory = record.sampling_session_id, record.directory
         assert directory is not None, "a version has files"
-        most = self._tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant
+        most = self.context.tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant
         await self._check_space(record.tenant_id, most)
         write = await self._compute.run(lambda: self._publish(version_id, adapter_id))
         made = None
         try:
             async with self._writing.turn(record.tenant_id):
                 files = partial(_write_files, write, self._files.root / directory)
-                await self._threads.in_thread(record.tenant_id, files)
+                await self.threads.in_thread(record.tenant_id, files)
             record = replace(record, size_bytes=size_of(self._files.root / directory))
             made = await self._store.sampling_sessions.create(record, most_bytes=most)
             return made
         finally:
             if made is None or made.directory != directory:
                 await self._compute.run(lambda: self._retire(version_id))
-                await self._threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
+                await self.threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
 
     def _publish(self, version_id: str, adapter_id: str) -> Callable[[Path], None]:
         """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
@@ -296,12 +281,28 @@ class Checkpoints:
     async def _source(self, run: RunRecord, address: str, optimizer: bool) -> tuple[CheckpointPath, Path]:
         """What is to be loaded, and where it lies."""
         path = CheckpointPath.parse(address)
-        record = await loadable_checkpoint(self._store, path, run.tenant_id)
-        if optimizer and record.kind != "weights":
+        directory = await self.readable(path, run, "path", str(path))
+        if optimizer and path.kind != "weights":
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
-        directory = self._files.root / record.directory
-        await self._threads.in_thread(run.tenant_id, partial(check_readable, directory, str(path)))
         return path, directory
+
+    async def readable(self, path: CheckpointPath, run: RunRecord, field: str, shown: str) -> Path:
+        """Return where a checkpoint lies that the run's tenant may load; CheckpointError if its files are damaged.
+
+        Errors call the request's field ``field`` and the checkpoint ``shown``.
+        """
+        record = await loadable_checkpoint(self._store, path, run.tenant_id, field)
+        directory = self._files.root / record.directory
+
+        def check() -> None:
+            try:
+                check_files(directory)
+            except CheckpointError as error:
+                message = str(error).replace(str(directory), shown)
+                raise CheckpointError(f"{message}; load another checkpoint") from error
+
+        await self.threads.in_thread(run.tenant_id, check)
+        return directory
 
     def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
         without_server_paths(
@@ -331,11 +332,3 @@ def _write_files(write: Callable[[Path], None], directory: Path) -> None:
     except CheckpointError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
     seal_written(directory)
-
-
-def check_readable(directory: Path, address: str) -> None:
-    """Raise CheckpointError if the checkpoint is damaged, under the tenant's address of it."""
-    try:
-        check_files(directory)
-    except CheckpointError as error:
-        raise CheckpointError(f"{str(error).replace(str(directory), address)}; load another checkpoint") from error

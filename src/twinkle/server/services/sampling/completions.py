@@ -5,6 +5,7 @@ the number is in the sequence numbers that a client uses. Places in a stream onl
 on the same data: a client that outlived a server goes on where it was.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from twinkle.server.ids import RequestId
-from twinkle.server.services.futures import Waiters
+from twinkle.server.services.futures import happens
 
 _MOST_AT_ONCE = 512  # a millisecond or two to write down
 
@@ -32,7 +33,8 @@ class Completion:
 class _Stream:
     used_at: float
     entries: deque[Completion] = field(default_factory=deque)  # of which it is not certain that the client knows
-    waiters: Waiters = field(default_factory=Waiters)
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # something was added, or nobody is to wait any more
+    polls: int = 0  # that wait here now
     passing: bool = False  # it is removed with the last poll that waits at it, unless something was added
 
 
@@ -51,7 +53,7 @@ class Completions:
         stream = self._stream(*request.client, now)
         stream.passing = False
         stream.entries.append(Completion(next(self._places), request_id, request.number, size, now))
-        stream.waiters.wake()
+        stream.news.set()
 
     def has_stream(self, sampling_session_id: str, client: int) -> bool:
         return (sampling_session_id, client) in self._streams
@@ -63,7 +65,7 @@ class Completions:
     def close_passing(self, sampling_session_id: str, client: int) -> None:
         """Forget a passing stream at which no poll waits any more and to which nothing was added."""
         stream = self._streams.get((sampling_session_id, client))
-        if stream is not None and stream.passing and not stream.waiters:
+        if stream is not None and stream.passing and not stream.polls:
             del self._streams[sampling_session_id, client]
 
     async def after(
@@ -73,11 +75,14 @@ class Completions:
         stream = self._stream(sampling_session_id, client, now)
         _trim(stream, place)
         if not stream.entries and not self._closed:
+            stream.news.clear()
             self.polls += 1
+            stream.polls += 1
             try:
-                await stream.waiters.sleep(timeout)
+                await happens(stream.news, timeout)
             finally:
                 self.polls -= 1
+                stream.polls -= 1
             _trim(stream, place)
         return list(islice(stream.entries, _MOST_AT_ONCE))
 
@@ -90,7 +95,7 @@ class Completions:
         """Answer all polls, now and from now on."""
         self._closed = True
         for stream in self._streams.values():
-            stream.waiters.wake()
+            stream.news.set()
 
     def sweep(self, now: float, delivered: Callable[[str], bool]) -> None:
         """Forget what is too old, and results that their client fetched without asking here."""

@@ -36,16 +36,6 @@ class SampleJob:
         return self.request.request_id
 
     @property
-    def cost(self) -> int:
-        """Return what the request counts in shares and against the tenant's tokens per minute."""
-        return max(self.price.tokens, self.price.work)
-
-    @property
-    def extra_cost(self) -> int:
-        """Return what the request costs beside its tokens, however few of them are sampled in the end."""
-        return self.cost - self.price.tokens
-
-    @property
     def tenant_id(self) -> str:
         return self.session.tenant_id
 
@@ -143,7 +133,7 @@ class SampleAdmission:
         self.check(job.tenant_id)
         limit = self._tenants.limits(job.tenant_id).max_sampling_tokens_per_minute
         if limit is not None:
-            job = replace(job, charged=min(job.cost, limit))
+            job = replace(job, charged=min(job.price.cost, limit))
             self._tenants.sampling_rate.charge(job.tenant_id, job.charged, limit)
         self._under_way[job.tenant_id] += 1
         return job
@@ -161,7 +151,8 @@ class SampleAdmission:
         """Charge a request that has ended. One that failed costs its prompt, and is not in the tenant's usage."""
         job, sampled = event.job, event.sampled_tokens
         prompt = len(job.request.prompt)
-        self.give_back(job, prompt + sampled + job.extra_cost)
+        # What it costs beside its tokens is charged however few of them were sampled in the end.
+        self.give_back(job, prompt + sampled + job.price.cost - job.price.tokens)
         if not event.failed:
             self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
 

@@ -324,7 +324,7 @@ class SamplerService:
         if job.numbered is not None:
             self._numbers.setdefault(job.numbered.client, set()).add(job.numbered.number)
         self._recorder.accepted(job.request)
-        self._queue.push(job.tenant_id, job.request_id, job, job.cost)
+        self._queue.push(job.tenant_id, job.request_id, job, job.price.cost)
         self._wake.set()
         return job
 

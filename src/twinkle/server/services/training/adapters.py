@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,19 +23,14 @@ from typing import Literal
 
 from twinkle.errors import CheckpointError, OverloadedError, UnsupportedError, UserError
 from twinkle.model.types import AdapterSnapshot, LoraSpec
-from twinkle.server.backends.backend import ServedModel, TrainingBackend
-from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
-from twinkle.server.scheduling.scheduler import Scheduler
-from twinkle.server.scheduling.sequence import Passed
+from twinkle.server.backends.backend import TrainingBackend
+from twinkle.server.backends.compute_thread import compute_thread, event_loop
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
-from twinkle.server.services.service_loop import BackgroundTasks
-from twinkle.server.services.training.measurements import RunMeasurements
-from twinkle.server.services.training.recovery import Replay
-from twinkle.server.services.training.run_kind import RunKind, RunKinds
+from twinkle.server.services.training.context import TrainingContext
+from twinkle.server.services.training.recovery import Plan, Replay
+from twinkle.server.services.training.run_kind import RunKind
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state.files.data_dir import DataDir, read_snapshot, read_state_beside
-from twinkle.server.state.store import Store
-from twinkle.server.tenancy.tenants import Tenants
+from twinkle.server.state.files.data_dir import read_snapshot, read_state_beside
 from twinkle.server.types import Budget, Ending, Op, Outcome, RunRecord
 
 logger = logging.getLogger(__name__)
@@ -198,37 +193,24 @@ class LiveAdapters:
 
     def __init__(
         self,
-        model: ServedModel,
-        kinds: RunKinds,
-        store: Store,
-        compute: Compute,
-        files: DataDir,
-        tenants: Tenants,
-        scheduler: Scheduler,
+        context: TrainingContext,
         snapshots: Snapshots,
         checkpoints: Checkpoints,
-        measurements: RunMeasurements,
-        background: BackgroundTasks,
-        *,
         settle: Callable[[LiveAdapter, Op, Outcome], None],
         most_bytes: int,
     ) -> None:
         """``settle`` ends an op with an outcome. ``most_bytes`` of host memory are for adapters; others go to disk."""
-        self.memory = AdapterMemory(model.trainer, most_bytes)
+        self.memory = AdapterMemory(context.model.trainer, most_bytes)
         self.stopping = False
         self._adapters: dict[str, LiveAdapter] = {}
         self._leaving: dict[str, _Leaving] = {}
-        self._model = model
-        self._kinds = kinds
-        self._store = store
-        self._compute = compute
-        self._files = files
-        self._tenants = tenants
-        self._scheduler = scheduler
+        self._context = context
+        self._model = context.model
+        self._store = context.store
+        self._compute = context.compute
+        self._scheduler = context.scheduler
         self._snapshots = snapshots
         self._checkpoints = checkpoints
-        self._measurements = measurements
-        self._background = background
         self._settle = settle
 
     def get(self, run_id: str) -> LiveAdapter | None:
@@ -255,29 +237,21 @@ class LiveAdapters:
     # --- coming -------------------------------------------------------------------------------------------------------
 
     @event_loop
-    def add(
-        self,
-        run: RunRecord,
-        place: Place,
-        *,
-        next_seq: int = 0,
-        failed_seq: int | None = None,
-        passed: Sequence[Passed] = (),
-        replays: Mapping[int, Replay] | None = None,
-        highest_seq: int = 0,
-    ) -> LiveAdapter:
-        """Take in an adapter whose next op has number ``next_seq``; ``replays`` are what a restart left to do."""
-        adapter = LiveAdapter(
-            run, place, self._kinds.find(run.run_id), highest_seq=highest_seq, replays=dict(replays or {})
-        )
+    def add(self, run: RunRecord, plan: Plan | None = None) -> LiveAdapter:
+        """Take in an adapter: a new one, or with the plan by which it goes on after a restart."""
+        plan = plan or Plan()
+        place = Place.DISK if plan.has_snapshot else Place.NOWHERE  # without one, its creation is among the replays
+        replays = {replay.seq: replay for replay in plan.replays}
+        adapter = LiveAdapter(run, place, self._context.kinds.find(run.run_id), highest_seq=plan.last, replays=replays)
         self._adapters[run.run_id] = adapter
         self._scheduler.add_adapter(
             run.run_id,
             run.tenant_id,
-            next_seq=next_seq,
-            failed_seq=failed_seq,
-            passed=passed,
-            owed=list(adapter.replays),
+            plan.next_seq,
+            plan.failed_seq,
+            plan.passed,
+            replays,
+            failed_pass_spoils=adapter.kind.failed_pass_spoils,
         )
         return adapter
 
@@ -289,7 +263,7 @@ class LiveAdapters:
                 try:
                     record = await self._store.snapshots.get(run_id)
                     assert record is not None, "an adapter that is on disk has a snapshot"
-                    directory = self._files.root / record.directory
+                    directory = self._context.files.root / record.directory
                     snapshot = await asyncio.to_thread(read_snapshot, directory)
                     beside = await asyncio.to_thread(read_state_beside, directory)
                     await self._compute.run(partial(self._restore, adapter, snapshot, beside))
@@ -392,7 +366,7 @@ class LiveAdapters:
         for op in self._remove(adapter):
             self._settle(adapter, op, Outcome.failure(note, "user", Ending.REFUSED))
         self._snapshots.forget(run_id)
-        self._background.start(self._store.runs.set_state(run_id, "failed", note))
+        self._context.background.start(self._store.runs.set_state(run_id, "failed", note))
 
     @event_loop
     def drop(self, run_id: str) -> None:
@@ -404,7 +378,7 @@ class LiveAdapters:
         """Take an adapter out; return its ops that never began."""
         run_id = adapter.run.run_id
         del self._adapters[run_id]
-        waiting = [adapter.ops.pop(ticket.seq) for ticket in self._scheduler.remove_adapter(run_id)]
+        waiting = [adapter.ops.pop(op.seq) for op in self._scheduler.remove_adapter(run_id)]
         return [*waiting, *adapter.take_undecoded()]
 
     async def evict(self, run: RunRecord, why: str, keep_seconds: float) -> Sequence[str]:
@@ -419,21 +393,16 @@ class LiveAdapters:
             await adapter.next_end()
         if self.stopping:
             return ()
-        leaving = self._leaving.get(run.run_id) or self._begin_leaving(run.run_id)
+        leaving, adapter = self._leaving.get(run.run_id), self._adapters.get(run.run_id)
         if leaving is None:
-            return ()
+            if adapter is None:
+                return ()
+            leaving = self._leaving[run.run_id] = _Leaving(adapter, self._remove(adapter))
         async with leaving.turn:
             if self._leaving.get(run.run_id) is leaving:  # nobody finished it meanwhile
                 await self._finish_leaving(leaving, why, keep_seconds)
                 del self._leaving[run.run_id]
         return leaving.adapter.versions
-
-    def _begin_leaving(self, run_id: str) -> _Leaving | None:
-        adapter = self._adapters.get(run_id)
-        if adapter is None:
-            return None
-        leaving = self._leaving[run_id] = _Leaving(adapter, self._remove(adapter))
-        return leaving
 
     async def _finish_leaving(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:
         run_id = leaving.adapter.run.run_id
@@ -443,11 +412,12 @@ class LiveAdapters:
             logger.error("%s could not be kept as a checkpoint: %s", run_id, why)
             return
         await self._store.runs.set_state(run_id, "parked", leaving.note)
-        await self._compute.run(partial(self._measurements.dropped, run_id))
+        await self._compute.run(partial(self._context.measurements.dropped, run_id))
         self._snapshots.forget(run_id)
         await self._snapshots.finish_writing()
         last = await self._store.snapshots.delete(run_id)
-        await asyncio.to_thread(self._files.remove_snapshots, run_id, None if last is None else last.directory)
+        directory = None if last is None else last.directory
+        await asyncio.to_thread(self._context.files.remove_snapshots, run_id, directory)
         logger.info("%s left the device: %s", run_id, why)
 
     async def _keep(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:

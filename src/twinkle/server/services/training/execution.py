@@ -6,11 +6,10 @@ from typing import Protocol
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
 from twinkle.model.types import TrainFailure, TrainItem, TrainResult
-from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.compute_thread import compute_thread
-from twinkle.server.services.training.measurements import RunMeasurements, counted
+from twinkle.server.services.training.context import TrainingContext
+from twinkle.server.services.training.measurements import counted
 from twinkle.server.services.training.run_kind import DevicePass, RunKinds
-from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.types import CreateAdapter, Ending, Op, OpKind, OptimStep, Outcome, Refused, TrainPass
 from twinkle.server.wire import responses
 from twinkle.server.wire.training import encode_training_result
@@ -39,13 +38,11 @@ class Interruptions(Protocol):
 class Execution:
     """Runs ops on one model. Every method is called from the compute thread and never raises for a tenant's sake."""
 
-    def __init__(
-        self, model: ServedModel, kinds: RunKinds, measurements: RunMeasurements, recorder: TrainingRecorder
-    ) -> None:
-        self._trainer: TrainingBackend = model.trainer
-        self._kinds = kinds
-        self._measurements = measurements
-        self._recorder = recorder
+    def __init__(self, context: TrainingContext) -> None:
+        self._trainer = context.model.trainer
+        self._kinds = context.kinds
+        self._measurements = context.measurements
+        self._recorder = context.recorder
 
     @compute_thread
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
@@ -55,7 +52,7 @@ class Execution:
     def passes_in_steps(self, ops: Sequence[Op], interruptions: "Interruptions | None") -> "Steps":
         """The same a micro-batch at a time; see :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`."""
         outcomes: dict[int, Outcome] = {}
-        for batch in _rounds(ops):
+        for batch in _rounds(ops, self._kinds):
             prepared: dict[int, DevicePass] = {}
             for index in batch:
                 try:
@@ -188,13 +185,13 @@ def _preference_item(adapter_id: str, asked: TrainPass) -> TrainItem:
     return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.base_model)
 
 
-def _rounds(ops: Sequence[Op]) -> list[list[int]]:
-    """One after another, passes of one adapter, unless they add to its gradient and nothing else, as Tinker's do."""
+def _rounds(ops: Sequence[Op], kinds: RunKinds) -> list[list[int]]:
+    """One after another, passes of one adapter, unless they add to its gradient and leave nothing else behind."""
     rounds: list[list[int]] = []
     count: dict[str, int] = {}
     for index, op in enumerate(ops):
         place = count.get(op.adapter_id, 0)
-        if not isinstance(op.payload, TrainPass | Refused):
+        if kinds.find(op.adapter_id).passes_leave_state:
             count[op.adapter_id] = place + 1
         if place == len(rounds):
             rounds.append([])

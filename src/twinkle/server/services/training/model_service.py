@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from urllib.parse import quote
 
@@ -22,20 +22,15 @@ from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.futures import Delivery, Futures
 from twinkle.server.services.running_ops import RunningOps
-from twinkle.server.services.service_loop import BackgroundTasks, ServiceLoop
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place, QueueStatus
-from twinkle.server.services.training.admission import Entry, OpAdmission
+from twinkle.server.services.training.admission import Entry, JournalQuota, OpAdmission
+from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.custom_losses import LossGraphs
-from twinkle.server.services.training.execution import Execution
-from twinkle.server.services.training.journal_quota import JournalQuota
 from twinkle.server.services.training.measurements import RunMeasurements
-from twinkle.server.services.training.recovery import plan_replay
-from twinkle.server.services.training.refused_ops import journalled
+from twinkle.server.services.training.recovery import journalled, plan_recovery
 from twinkle.server.services.training.replay_feed import ReplayFeed
 from twinkle.server.services.training.run_kind import RunKind, RunKinds
-from twinkle.server.services.training.runner import OpRunner
-from twinkle.server.services.training.settlement import Settlement
-from twinkle.server.services.training.snapshot_choice import usable_snapshot
+from twinkle.server.services.training.runner import OpRunner, Settlement
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DamagedRecordError, JournalError
 from twinkle.server.state.files.data_dir import DataDir
@@ -87,65 +82,40 @@ class ModelService:
         self._store = store
         memory = memory or ProcessMemory()
         self._guard = memory.guard
+        self._tenants = tenants = tenants or Tenants()
         self._futures = futures or Futures(memory=memory.results)
         self._futures.read_back = self._read_back
-        self._tenants = tenants or Tenants()
-        self._recorder = recorder or TrainingRecorder(model.name)
-        self._compute = compute
-        self._files = files
         self._scheduler = Scheduler(
             model.tokens_per_batch,
-            self._tenants.share,
+            tenants.share,
             merge=merge,
             gap_timeout=gap_seconds,
             contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
         )
-        self._kinds = RunKinds(kinds)
-        self._measurements = RunMeasurements(store.run_metrics)
-        self.journal = JournalQuota(store, self._tenants)
-        background = BackgroundTasks()
-        snapshots = Snapshots(model, self._kinds, store, compute, files)
-        checkpoints = Checkpoints(model, self._kinds, store, compute, files, self._tenants)
-        settlement = Settlement(
-            store, self._futures, self._tenants.usage, self._recorder, snapshots, self.journal, background
-        )
-        self._settle = settlement.settle
-        self.adapters = LiveAdapters(
+        self._context = context = TrainingContext(
             model,
-            self._kinds,
             store,
             compute,
             files,
-            self._tenants,
-            self._scheduler,
-            snapshots,
-            checkpoints,
-            self._measurements,
-            background,
-            settle=settlement.settle,
-            most_bytes=memory.adapter_bytes,
-        )
-        self._running = RunningOps(files.root / "running" / quote(replica or model.name, safe=""))
-        self._runner = OpRunner(
-            model,
-            store,
-            compute,
-            self._scheduler,
-            self.adapters,
-            settlement,
-            snapshots,
-            checkpoints,
-            self._measurements,
-            Execution(model, self._kinds, self._measurements, self._recorder),
+            tenants,
+            RunKinds(kinds),
             self._futures,
-            self._recorder,
-            self._running,
-            background,
+            recorder or TrainingRecorder(model.name),
+            self._scheduler,
+            RunMeasurements(store.run_metrics),
+            RunningOps(files.root / "running" / quote(replica or model.name, safe="")),
         )
-        self._loss_graphs = LossGraphs(store, self._tenants.pools.reading)
-        self._feed = ReplayFeed(store, self._loss_graphs, self.adapters, self._running, self._runner.enqueue)
+        self.journal = JournalQuota(store, tenants)
+        snapshots, checkpoints = Snapshots(context), Checkpoints(context)
+        settlement = Settlement(context, snapshots, self.journal)
+        self._settle = settlement.settle
+        self.adapters = LiveAdapters(context, snapshots, checkpoints, settlement.settle, memory.adapter_bytes)
+        self._runner = OpRunner(context, self.adapters, settlement, snapshots, checkpoints)
+        self.loop = self._runner.loop
+        self._loss_graphs = LossGraphs(store, tenants.pools.reading)
+        self._feed = ReplayFeed(context, self._loss_graphs, self.adapters, self._runner.enqueue)
         settlement.on_settled = self._feed.ended
-        self._admission = OpAdmission(self._tenants, self._scheduler, self._futures, self.adapters, memory.queued_bytes)
+        self._admission = OpAdmission(context, self.adapters, memory.queued_bytes)
         self._refusals = itertools.count()
         self._rate = RecentRate(time.time())
         self._feeding: asyncio.Task[None] | None = None
@@ -164,7 +134,7 @@ class ModelService:
                     logger.error("damaged: run %s: %s", run.run_id, error)
                     await self._leave_out(run, "its journal on the server's disk is damaged")
         left = (replay.without_body() for adapter in self.adapters for replay in adapter.replays.values())
-        self._running.keep_only([op.request_id for op in left])
+        self._context.running.keep_only([op.request_id for op in left])
         await self._free_journal()
         self._runner.start()
         self._feeding = asyncio.create_task(self._feed.run())
@@ -193,27 +163,14 @@ class ModelService:
         await self._store.runs.set_state(run.run_id, "failed", note)
 
     async def _recover(self, run: RunRecord) -> None:
-        snapshot = await usable_snapshot(self._store, self._files, run)
-        applied = -1 if snapshot is None else snapshot.seq
-        plan = await plan_replay(self._store, run, applied)
-        failed_seq = None if snapshot is None else snapshot.failed_seq
-        if not plan.replays and plan.last > applied and not any(passed.given_up for passed in plan.passed):
-            await self._store.snapshots.advance(run.run_id, plan.last, failed_seq)  # nothing but answered passes
-        adapter = self.adapters.add(
-            run,
-            Place.NOWHERE if snapshot is None else Place.DISK,  # without one, its creation is among the ops to replay
-            next_seq=applied + 1,
-            failed_seq=failed_seq,
-            passed=plan.passed,
-            replays={replay.seq: replay for replay in plan.replays},
-            highest_seq=max(plan.last, 0),
-        )
+        plan = await plan_recovery(self._store, self._context.files, run)
+        adapter = self.adapters.add(run, plan)
         for replay in plan.replays:
             if not replay.ended:
                 self._futures.promise(replay.without_body().request_id, run.tenant_id)
         self._feed.add(adapter)
         if plan.replays:
-            logger.info("replaying %d ops of %s from %d", len(plan.replays), run.run_id, applied + 1)
+            logger.info("replaying %d ops of %s from %d", len(plan.replays), run.run_id, plan.next_seq)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -222,18 +179,19 @@ class ModelService:
         if run.run_id not in self.adapters:
             self.adapters.memory.check()
             self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
-        with self._recorder.journalling(op):
+        with self._context.recorder.journalling(op):
             limits = self._tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
                 run, op, op.digest, time.time(), limits.max_adapters_per_tenant, limits.max_session_rows_per_tenant
             )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
-            return self.refuse(run, f"{self._kinds.find(run.run_id).used_before(run)} before with another request")
+            used = self._context.kinds.find(run.run_id).used_before(run)
+            return self.refuse(run, f"{used} before with another request")
         if accepted.record is None and accepted.run.state == "parked":
             return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
         if accepted.created:
-            self._runner.enqueue(self.adapters.add(run, Place.NOWHERE), op)
+            self._runner.enqueue(self.adapters.add(run), op)
         return op.request_id
 
     async def submit(self, op: Op) -> str:
@@ -258,7 +216,7 @@ class ModelService:
             op = journalled(op, op.payload)
         tenant_id = adapter.run.tenant_id
         self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
-        with self._recorder.journalling(op):
+        with self._context.recorder.journalling(op):
             accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))
@@ -277,10 +235,13 @@ class ModelService:
 
     # --- for requests whose numbers are optional, and whose rows the server encodes -----------------------------------
 
-    async def was_accepted(self, run_id: str, seq: int, digest: bytes) -> bool:
-        """Return whether this request was accepted before; SequenceConflictError if another one has its number."""
+    async def was_accepted(self, run_id: str, seq: int, digests: Collection[bytes]) -> bool:
+        """Return whether this request was accepted before; SequenceConflictError if another one has its number.
+
+        ``digests`` by which this and earlier versions know the request.
+        """
         record = await self._store.ops.get(run_id, seq)
-        if record is not None and record.digest != digest:
+        if record is not None and record.digest not in digests:
             raise SequenceConflictError(run_id, seq)
         return record is not None
 
@@ -376,7 +337,7 @@ class ModelService:
 
     async def write_metrics(self) -> None:
         """Put on record what was measured so far."""
-        await self._measurements.write()
+        await self._context.measurements.write()
 
     def last_requests(self) -> dict[str, float]:
         """When each adapter was last asked for something, as far as that is news."""
@@ -406,10 +367,6 @@ class ModelService:
         return self.adapters.memory.budget, self._admission.budget, self._feed.budget()
 
     @property
-    def loop(self) -> ServiceLoop:
-        return self._runner.loop
-
-    @property
     def recovering(self) -> bool:
         """Whether what had ended before a restart is still being done again."""
         return any(adapter.repeats for adapter in self.adapters)
@@ -417,7 +374,7 @@ class ModelService:
     @property
     def step_seconds(self) -> float:
         """For how long the compute thread has been at its present piece of work, training or sampling."""
-        return self._compute.step_seconds
+        return self._context.compute.step_seconds
 
     def waiting_ops(self) -> Mapping[str, int]:
         """Return how many ops wait, by tenant."""
@@ -432,8 +389,8 @@ class ModelService:
         yield Reading(instruments.MERGE_RATIO, numbers.merge_ratio, (model,))
         on_disk = sum(adapter.place is Place.DISK for adapter in self.adapters)
         yield Reading(instruments.ADAPTERS, on_disk, (model, "disk"))
-        if self._recorder.trainer_numbers is not None:
-            yield from trainer_readings(model, self._recorder.trainer_numbers)
+        if self._context.recorder.trainer_numbers is not None:
+            yield from trainer_readings(model, self._context.recorder.trainer_numbers)
 
     def status(self) -> dict[str, object]:
         numbers = self._scheduler.numbers()

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from twinkle.server.services.running_ops import MOST_DEATHS, RunningOps
+from twinkle.server.services.running_ops import MOST_DEATHS
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters
+from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.custom_losses import LossGraphs
 from twinkle.server.services.training.recovery import Replay, decode
 from twinkle.server.state.errors import Damage, DatabaseUnavailableError
-from twinkle.server.state.store import Store
 from twinkle.server.types import Budget, Ending, Op, Outcome
 
 logger = logging.getLogger(__name__)
@@ -30,18 +30,17 @@ class ReplayFeed:
 
     def __init__(
         self,
-        store: Store,
+        context: TrainingContext,
         graphs: LossGraphs,
         adapters: LiveAdapters,
-        running: RunningOps,
         enqueue: Callable[[LiveAdapter, Op], str | None],
     ) -> None:
         """``enqueue`` hands an op to the scheduler, and returns why it was not taken, if so."""
-        self._store = store
+        self._store = context.store
+        self._running = context.running
         self._graphs = graphs
         self._adapters = adapters
         self._enqueue = enqueue
-        self._running = running
         self._lines: dict[str, tuple[LiveAdapter, list[Replay]]] = {}  # by run: what is not decoded yet, last first
         self._held: dict[str, int] = {}  # bytes of decoded ops, by request id
         self._wake = asyncio.Event()

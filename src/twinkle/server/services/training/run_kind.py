@@ -42,8 +42,6 @@ from twinkle.server.wire.training_json import decode_json_pass, is_json
 if TYPE_CHECKING:
     from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 
-__all__ = ["UNLIMITED", "DevicePass", "RunKind", "RunKinds"]
-
 UNLIMITED = 2**62  # tokens: what was accepted under an earlier limit is not refused when the journal is read
 _REQUESTS: dict[OpKind, type[SequencedRequest]] = {
     request.kind: request

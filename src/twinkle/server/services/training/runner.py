@@ -1,4 +1,4 @@
-"""Running ops: from tickets of the scheduler to outcomes, for all adapters of one base model.
+"""Running ops: from batches of the scheduler to outcomes, for all adapters of one base model.
 
 One loop takes batches to the compute thread. Ops that wait for disk and database run beside it: other
 adapters go on meanwhile. An outcome settles its future at once and goes to the journal behind that.
@@ -7,36 +7,90 @@ adapters go on meanwhile. An outcome settles its future at once and goes to the 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
-from twinkle.server.scheduling.scheduler import Batch, Scheduler
-from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, Ticket, TooLate
+from twinkle.server.backends.compute_thread import compute_thread, event_loop
+from twinkle.server.scheduling.scheduler import Batch
+from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
-from twinkle.server.services.futures import Futures
-from twinkle.server.services.running_ops import MOST_DEATHS, RunningOps
-from twinkle.server.services.service_loop import BackgroundTasks, ServiceLoop
+from twinkle.server.services.running_ops import MOST_DEATHS
+from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
+from twinkle.server.services.training.admission import JournalQuota
+from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.execution import Execution, unexpected
 from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
-from twinkle.server.services.training.measurements import RunMeasurements
-from twinkle.server.services.training.settlement import Settlement
 from twinkle.server.services.training.snapshots import Snapshots
-from twinkle.server.state.store import Store
-from twinkle.server.telemetry.recording import TrainingRecorder
+from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
 from twinkle.server.types import Ending, Op, OpKind, Outcome
 
 logger = logging.getLogger(__name__)
 
+_RETRY_SECONDS = 5.0  # between two tries to write an outcome down
 
-@dataclass
+
+class Settlement:
+    """Ends the ops of one model service. Belongs to the event loop."""
+
+    def __init__(self, context: TrainingContext, snapshots: Snapshots, journal: JournalQuota) -> None:
+        self.stopping = False
+        self.on_settled: Callable[[Op], None] = lambda _op: None
+        self._context = context
+        self._futures = context.futures
+        self._snapshots = snapshots
+        self._journal = journal
+
+    @event_loop
+    def settle(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
+        """Settle the op's future at once, and write the outcome down behind that.
+
+        If the process dies in between, the op is computed again. An op that had ended before a restart and was only
+        done again changes nothing that its client has seen.
+        """
+        adapter.ops.pop(op.seq, None)
+        adapter.used_at = time.monotonic()
+        replay = adapter.replays.pop(op.seq, None)
+        repeated = replay is not None and replay.ended
+        self._context.recorder.settled(op, outcome, repeated=repeated)
+        self.on_settled(op)
+        if replay is not None and repeated:
+            if outcome.failed and not replay.record.failed:
+                logger.error("replay of %s failed, though it had succeeded before", op.request_id)
+        else:
+            self._context.background.start(self._record(adapter, op, outcome))
+            if not outcome.failed:
+                tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
+                self._context.tenants.usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
+            self._futures.settle(op.request_id, outcome, time.time())
+        adapter.op_ended.set()
+        # A forward pass that leaves nothing behind changes nothing: its number is covered by the snapshot there is.
+        changed = op.kind is not OpKind.FORWARD or adapter.kind.passes_leave_state
+        self._snapshots.note(op.adapter_id, time.monotonic(), changed=changed)
+
+    async def _record(self, adapter: LiveAdapter, op: Op, outcome: Outcome) -> None:
+        """Write an outcome down, however long the disk is full or the database cannot be reached."""
+        while True:
+            try:
+                await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
+                adapter.unrecorded.discard(op.seq)
+                self._futures.recorded(op.request_id)
+                self._journal.add(adapter.run.tenant_id, len(outcome.body))
+                return
+            except (StorageFullError, DatabaseUnavailableError) as error:
+                adapter.unrecorded.add(op.seq)
+                logger.error("outcome of %s is not on record: %s", op.request_id, error)
+                if self.stopping:
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+
+
+@dataclass(eq=False)
 class Task:
     """An op on its way through the device. The adapter may leave the service meanwhile."""
 
-    ticket: Ticket
     adapter: LiveAdapter
     op: Op
     finished: bool = False
@@ -48,40 +102,29 @@ class OpRunner:
 
     def __init__(
         self,
-        model: ServedModel,
-        store: Store,
-        compute: Compute,
-        scheduler: Scheduler,
+        context: TrainingContext,
         adapters: LiveAdapters,
         settlement: Settlement,
         snapshots: Snapshots,
         checkpoints: Checkpoints,
-        measurements: RunMeasurements,
-        execution: Execution,
-        futures: Futures,
-        recorder: TrainingRecorder,
-        running: RunningOps,
-        background: BackgroundTasks,
     ) -> None:
-        """``running`` notes on disk what runs."""
         self.busy_seconds = 0.0
-        self.loop = ServiceLoop(f"training on {model.name}")
-        self._model = model
-        self._store = store
-        self._compute = compute
-        self._scheduler = scheduler
+        self.loop = ServiceLoop(f"training on {context.model.name}")
+        self._context = context
+        self._model = context.model
+        self._compute = context.compute
+        self._scheduler = context.scheduler
+        self._measurements = context.measurements
+        self._recorder = context.recorder
+        self._running = context.running
+        self._background = context.background
         self._adapters = adapters
         self._settlement = settlement
         self._snapshots = snapshots
         self._checkpoints = checkpoints
-        self._measurements = measurements
-        self._execution = execution
-        self._futures = futures
-        self._recorder = recorder
-        self._running = running
-        self._background = background
+        self._execution = Execution(context)
         self._turns = LoopTurns()
-        self._long_passes = LongPasses(compute, scheduler, execution, self._turns)
+        self._long_passes = LongPasses(self._compute, self._scheduler, self._execution, self._turns)
         self._stopping = False
         self._wake = asyncio.Event()
 
@@ -108,9 +151,7 @@ class OpRunner:
     @event_loop
     def enqueue(self, adapter: LiveAdapter, op: Op) -> str | None:
         """Hand an op to the scheduler; returns why it was not taken, if so."""
-        spoils = adapter.kind.failed_pass_spoils
-        ticket = Ticket(op.adapter_id, op.seq, op.kind, op.tokens, op.digest, op.price.work, op.is_step, spoils)
-        submitted = self._scheduler.submit(ticket, time.monotonic())
+        submitted = self._scheduler.submit(op, time.monotonic())
         if isinstance(submitted, Conflict | TooLate):
             return submitted.message
         if isinstance(submitted, Duplicate) and op.seq not in adapter.ops:
@@ -120,7 +161,7 @@ class OpRunner:
         adapter.highest_seq = max(adapter.highest_seq, op.seq)
         replay = adapter.replays.get(op.seq)
         if replay is None or not replay.ended:  # otherwise the journal has the outcome for whoever asks
-            self._futures.promise(op.request_id, adapter.run.tenant_id)
+            self._context.futures.promise(op.request_id, adapter.run.tenant_id)
         self._wake.set()
         return None
 
@@ -180,7 +221,7 @@ class OpRunner:
 
     async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
         """``beside``: the loop does not wait for it."""
-        tasks = [self._task(ticket) for ticket in batch.tickets]
+        tasks = [self._task(op) for op in batch.ops]
         for part in self._running.apart([task.op.request_id for task in tasks]):
             await self._run_together(tasks[part], in_steps=batch.long, beside=beside)
 
@@ -209,7 +250,7 @@ class OpRunner:
 
     async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
-        quick = [task for task in tasks if task not in slow]
+        quick = [task for task in tasks if not task.op.kind.takes_files]
         for task in slow:  # these wait for disk and database: other adapters go on meanwhile
             task.in_background = True
             self._background.start(self._run_slow(task))
@@ -218,11 +259,18 @@ class OpRunner:
                 await self._run_quick(quick, in_steps=in_steps, beside=beside)
 
     async def _has_come(self, task: Task) -> bool:
-        """Whether the op can run; an adapter that comes from disk does so under a note of what the process works on."""
-        if task.adapter.place is not Place.DISK:
-            return await self._is_here(task)
-        async with self._running.noted([task.op.request_id], decoding=True):
-            return await self._is_here(task)
+        """Bring the adapter from its snapshot to the trainer, once; return whether the op can run.
+
+        An adapter comes from disk under a note of what the process works on.
+        """
+        from_disk = task.adapter.place is Place.DISK
+        async with self._running.noted([task.op.request_id], decoding=True) if from_disk else nullcontext():
+            if task.op.kind.creates or await self._adapters.load(task.adapter):
+                return True
+        message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
+        damage = await self._context.store.damage.of_run(task.op.adapter_id)
+        self._finish(task, Outcome.failure(message if damage is None else damage.message, "user"))
+        return False
 
     async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         ops = [task.op for task in tasks]
@@ -232,11 +280,7 @@ class OpRunner:
         else:
             outcomes = await self._compute.run(partial(self._execute, ops))
         for task, outcome in zip(tasks, outcomes, strict=True):
-            if task.op.kind is OpKind.CREATE and not outcome.failed:
-                task.adapter.place = Place.TRAINER
             self._finish(task, outcome)
-            if task.op.kind is OpKind.CREATE and outcome.failed:
-                self._adapters.fail(task.adapter, _not_created(task.adapter))
         self._measurements.write_soon()
 
     async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> list[Outcome]:
@@ -268,33 +312,22 @@ class OpRunner:
         logger.error("%s", message, extra={"request_id": request_id})
         self._running.forgive(request_id)
         self._finish(task, Outcome.failure(message, "server", Ending.REFUSED))
-        if task.op.kind.creates:
-            self._adapters.fail(task.adapter, _not_created(task.adapter))
         return True
 
     async def _run_slow(self, task: Task) -> None:
         async with self._running.noted([task.op.request_id]):
-            if await self._is_here(task):
-                await self._run_with_files(task)
-
-    async def _run_with_files(self, task: Task) -> None:
-        kind = task.op.kind
-        self._recorder.started(task.op)
-        outcome = await self._checkpoints.run(task.op, task.adapter.run)
-        if kind.creates and not outcome.failed:
-            task.adapter.place = Place.TRAINER
-        if kind in (OpKind.LOAD, OpKind.CREATE_FROM) and not outcome.failed:
-            await self._compute.run(partial(self._measurements.dropped, task.op.adapter_id))
-            await self._keep_loaded(task.op, outcome)
-        self._finish(task, outcome)
-        if kind.creates and outcome.failed:
-            self._adapters.fail(task.adapter, _not_created(task.adapter))
+            self._recorder.started(task.op)
+            outcome = await self._checkpoints.run(task.op, task.adapter.run)
+            if task.op.kind in (OpKind.LOAD, OpKind.CREATE_FROM) and not outcome.failed:
+                await self._compute.run(partial(self._measurements.dropped, task.op.adapter_id))
+                await self._keep_loaded(task.op, outcome)
+            self._finish(task, outcome)
 
     async def _keep_loaded(self, op: Op, outcome: Outcome) -> None:
         """Once the client hears of a load, its source may be replaced or deleted: no replay may need it any more."""
         try:
             # In this order: a snapshot covers only ops whose outcome is on record.
-            await self._store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
+            await self._context.store.ops.record_outcomes([(op.adapter_id, op.seq, outcome)], time.time())
             await self._snapshots.take_now(op.adapter_id, op.seq, None)
         except Exception:  # the trainer loop is an edge; the weights are loaded all the same
             logger.exception("no snapshot of %s after %s", op.adapter_id, op.request_id)
@@ -309,23 +342,13 @@ class OpRunner:
         self._finish(task, replay.repeated)
         return True
 
-    async def _is_here(self, task: Task) -> bool:
-        """Whether the op can run; brings the adapter from its snapshot to the trainer, once."""
-        if task.op.kind.creates or await self._adapters.load(task.adapter):
-            return True
-        message = f"model {task.op.adapter_id} could not be created or read from disk; load one of its checkpoints"
-        damage = await self._store.damage.of_run(task.op.adapter_id)
-        message = message if damage is None else damage.message
-        self._finish(task, Outcome.failure(message, "user"))
-        return False
-
     async def _drop_window(self, adapter: LiveAdapter) -> None:
         """Forget the gradient since the last optim_step, also where it is still in a snapshot."""
         if await self._adapters.load(adapter):
             await self._compute.run(partial(self._execution.drop_window, adapter.run.run_id))
 
     async def _refuse_all(self, refusals: Sequence[Refusal]) -> None:
-        tasks = [(refusal, self._task(refusal.ticket)) for refusal in refusals]
+        tasks = [(refusal, self._task(refusal.op)) for refusal in refusals]
         for refusal, task in tasks:
             if refusal.drops_gradient:
                 await self._drop_window(task.adapter)
@@ -336,20 +359,21 @@ class OpRunner:
             # A gap that was given up is forgotten with the next snapshot; until then a replay repeats it.
             self._snapshots.note(task.op.adapter_id, time.monotonic(), urgent=refusal.reason is RefusalReason.GAP)
 
-    def _task(self, ticket: Ticket) -> Task:
-        adapter = self._adapters.get(ticket.adapter_id)
-        assert adapter is not None, "an adapter that leaves takes its tickets along"
-        return Task(ticket, adapter, adapter.ops[ticket.seq])
+    def _task(self, op: Op) -> Task:
+        adapter = self._adapters.get(op.adapter_id)
+        assert adapter is not None, "an adapter that leaves takes its ops along"
+        return Task(adapter, op)
 
     @event_loop
     def _finish(self, task: Task, outcome: Outcome) -> None:
         task.finished = True
-        if task.op.changes_weights:
-            task.adapter.changed_seq = task.op.seq
-        self._scheduler.finish(task.ticket, failed=outcome.failed)
-        self._settlement.settle(task.adapter, task.op, outcome)
+        adapter, op = task.adapter, task.op
+        if op.changes_weights:
+            adapter.changed_seq = op.seq
+        if op.kind.creates and not outcome.failed:
+            adapter.place = Place.TRAINER
+        self._scheduler.finish(op, failed=outcome.failed)
+        self._settlement.settle(adapter, op, outcome)
+        if op.kind.creates and outcome.failed:
+            self._adapters.fail(adapter, f"model {op.adapter_id} could not be created")
         self._wake.set()
-
-
-def _not_created(adapter: LiveAdapter) -> str:
-    return f"model {adapter.run.run_id} could not be created"

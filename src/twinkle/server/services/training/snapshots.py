@@ -5,11 +5,9 @@ import logging
 import time
 
 from twinkle.model.types import AdapterSnapshot
-from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute, compute_thread, event_loop
-from twinkle.server.services.training.run_kind import RunKinds
-from twinkle.server.state.files.data_dir import DataDir, write_snapshot
-from twinkle.server.state.store import Store
+from twinkle.server.backends.compute_thread import compute_thread, event_loop
+from twinkle.server.services.training.context import TrainingContext
+from twinkle.server.state.files.data_dir import write_snapshot
 from twinkle.server.types import SnapshotRecord
 
 logger = logging.getLogger(__name__)
@@ -23,12 +21,10 @@ _SHARE = 0.05
 class Snapshots:
     """The snapshots of one model's adapters. One is written at a time."""
 
-    def __init__(self, model: ServedModel, kinds: RunKinds, store: Store, compute: Compute, files: DataDir) -> None:
-        self._model = model
-        self._kinds = kinds
-        self._store = store
-        self._compute = compute
-        self._files = files
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._store = context.store
+        self._files = context.files
         self._due_at: dict[str, float] = {}  # adapters that ran something since their snapshot …
         self._changed: set[str] = set()  # … and were changed by it
         self._not_before = 0.0
@@ -88,7 +84,7 @@ class Snapshots:
         await self._turn.acquire()
         started = time.monotonic()
         try:
-            snapshot, beside = await self._compute.run(lambda: self._copy(adapter_id))
+            snapshot, beside = await self._context.compute.run(lambda: self._copy(adapter_id))
         except BaseException:
             self._turn.release()
             raise
@@ -115,7 +111,8 @@ class Snapshots:
 
     @compute_thread
     def _copy(self, adapter_id: str) -> tuple[AdapterSnapshot, bytes | None]:
-        return self._model.trainer.snapshot(adapter_id), self._kinds.find(adapter_id).dump(adapter_id)
+        context = self._context
+        return context.model.trainer.snapshot(adapter_id), context.kinds.find(adapter_id).dump(adapter_id)
 
     async def take_now(self, adapter_id: str, seq: int, failed_seq: int | None) -> None:
         """:meth:`take`, and return when it is on disk."""
