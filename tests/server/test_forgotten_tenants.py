@@ -131,7 +131,7 @@ def test_full_buckets_are_forgotten() -> None:
 
 
 def test_housekeeping_forgets_them() -> None:
-    from twinkle.server.gateway.usage_recorder import Bookkeeping
+    from twinkle.server.gateway.usage_recorder import UsageRecorder
 
     class Nowhere:
         async def add(self, _counts: object) -> None: ...
@@ -146,7 +146,7 @@ def test_housekeeping_forgets_them() -> None:
     for rate in (tenants.training_rate, tenants.sampling_rate):
         rate.charge("t", 30, 60)
     now[0] += 60
-    asyncio.run(Bookkeeping(SimpleNamespace(usage=Nowhere()), tenants).keep(0.0))  # type: ignore[arg-type]
+    asyncio.run(UsageRecorder(SimpleNamespace(usage=Nowhere()), tenants).maintain(0.0))  # type: ignore[arg-type]
     assert (tenants.training_rate._buckets, tenants.sampling_rate._buckets) == ({}, {})
 
 

@@ -74,9 +74,9 @@ class Member:
         self._check()
         await self.gateway.release_session(session, state)
 
-    async def park_run(self, run, why):
+    async def evict_run(self, run, why):
         self._check()
-        await self.gateway.park(run, why)
+        await self.gateway.evict(run, why)
 
     def _check(self) -> None:
         if self.is_gone:
@@ -208,7 +208,7 @@ def test_silent_sessions_make_room_on_all_replicas(run, config):
         runs = [await cluster.store.runs.get(model) for model in models[4:]]
         for name, member in cluster.members.items():
             elsewhere = next(run for run in runs if run.replica != name)
-            await member.gateway.park_anywhere(elsewhere, "it was asked to")
+            await member.gateway.evict_anywhere(elsewhere, "it was asked to")
             assert (await cluster.store.runs.get(elsewhere.run_id)).state == "parked"
 
     run(check)
@@ -353,10 +353,10 @@ def test_a_session_that_could_not_be_parked_is_parked_later(run, monkeypatch):
         for member in cluster.members.values():
             monkeypatch.setattr(member.process.store.runs, "set_state", unavailable)  # after it was
             with pytest.raises(DatabaseUnavailableError):
-                await member.gateway.tidy(0)
+                await member.gateway.maintain_services(0)
         monkeypatch.undo()
         for member in cluster.members.values():
-            await member.gateway.tidy(0)
+            await member.gateway.maintain_services(0)
         assert [run.state for run in await cluster.store.runs.of_session(session)] == ["parked", "parked"]
         for model in models:
             assert await cluster.store.checkpoints.get(model, "weights", "parked") is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twinkle.server.http.asgi_relay import HttpHead, HttpRequest, answer, stream, to_the_end
+from twinkle.server.http.asgi_relay import HttpHead, HttpRequest, answer, shielded, stream
 
 REQUEST = HttpRequest("POST", "/a b", b"q=1", ((b"x-name", b"value"),), b"body", ("10.0.0.1", 5))
 
@@ -68,7 +68,7 @@ def test_what_was_begun_is_finished_without_whoever_asked() -> None:
             await asyncio.sleep(0.02)
             done.append("finished")
 
-        asking = asyncio.create_task(to_the_end(work()))
+        asking = asyncio.create_task(shielded(work()))
         await asyncio.sleep(0.01)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

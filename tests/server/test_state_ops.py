@@ -271,7 +271,7 @@ def test_the_time_in_which_a_server_was_down_does_not_count_against_outcomes(tmp
         await store.ops.record_outcomes([(ADAPTER, 1, done()), (ADAPTER, 2, done())], now=1.0)
         await store.ops.mark_delivered([(ADAPTER, 1)], now=2.0)
         await store.snapshots.set(SnapshotRecord(ADAPTER, 2, "d", None, 3.0))
-        await store.ops.forgive_downtime(5000.0)
+        await store.ops.extend_deadlines_after_downtime(5000.0)
         await store.ops.prune(5009.0, delivered_seconds=10.0, finished_seconds=100.0)
         assert [record.seq for record in await store.ops.since(ADAPTER, 0)] == [1, 2]
         await store.ops.prune(5011.0, delivered_seconds=10.0, finished_seconds=100.0)

@@ -92,7 +92,7 @@ def test_sessions_live_fall_silent_and_are_forgiven(tmp_path):
         await store.sessions.touch({"s3": 900.0})
         assert [(await store.sessions.get(f"s{n}")).last_seen for n in range(4)] == [500.0, 400.0, 102.0, 103.0]
         assert [record.session_id for record in await store.sessions.silent(450.0)] == ["s2", "s1"]
-        assert await store.sessions.forgive_downtime(1000.0) == 3
+        assert await store.sessions.extend_deadlines_after_downtime(1000.0) == 3
         assert await store.sessions.silent(1000.0) == ()
         assert (await store.sessions.get("s3")).last_seen == 103.0
         await store.sessions.set_project(session("s1"), "p", 1000.0)

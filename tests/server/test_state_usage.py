@@ -8,7 +8,7 @@ import pytest
 from state_samples import begin, checkpoint, delete_checkpoint, opened, sampling_session, session, with_store
 
 from twinkle.errors import QuotaError, StorageQuotaError
-from twinkle.server.gateway.usage_recorder import Bookkeeping
+from twinkle.server.gateway.usage_recorder import UsageRecorder
 from twinkle.server.state.records.usage import DailyUsage
 from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants
@@ -49,12 +49,12 @@ def test_totals_go_on_and_each_count_is_written_once(tmp_path):
         nonlocal now
         tenants = Tenants()
         tenants.usage = Usage(clock=lambda: now)
-        books = Bookkeeping(store, tenants)
+        recorder = UsageRecorder(store, tenants)
         tenants.usage.add("alice", trained_tokens=3, optim_steps=1, requests=2)
         now += DAY
         tenants.usage.add("alice", sampled_tokens=4, prompt_tokens=2, requests=1)
         for _ in range(2):
-            await books.flush_usage()
+            await recorder.flush_usage()
         assert tenants.usage.totals() == {"alice": UsageCounts(3, 4, 2, 1, 3)}
         days = await store.usage.list("0000", "9999")
         assert [each.counts for each in days] == [
@@ -72,10 +72,10 @@ def test_what_cannot_be_written_is_kept_for_the_next_time(tmp_path):
         async with opened(tmp_path) as closed:
             pass
         with pytest.raises(Exception, match="closed"):
-            await Bookkeeping(closed, tenants).flush_usage()
+            await UsageRecorder(closed, tenants).flush_usage()
         tenants.usage.add("alice", requests=1)
         async with opened(tmp_path) as store:
-            await Bookkeeping(store, tenants).flush_usage()
+            await UsageRecorder(store, tenants).flush_usage()
             (day,) = await store.usage.list("0000", "9999")
             assert day.counts == UsageCounts(requests=2)
 

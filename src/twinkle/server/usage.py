@@ -71,7 +71,7 @@ class Usage:
         taken, self._unwritten = self._unwritten, {}
         return taken
 
-    def put_back(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
+    def restore_unwritten(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
         for key, each in counts.items():
             self._add_unwritten(key, each)
 

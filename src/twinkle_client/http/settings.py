@@ -21,7 +21,7 @@ __all__ = [
 
 
 @dataclass
-class _Said:
+class _Configured:
     """What a script has set here; None: nothing."""
 
     base_url: str | None = None
@@ -30,47 +30,47 @@ class _Said:
     request_id: str | None = None
 
 
-_said = _Said()
+_configured = _Configured()
 
 
 def set_base_url(url: str | None) -> None:
-    _said.base_url = url
+    _configured.base_url = url
 
 
 def get_base_url() -> str:
     """With /api/v1."""
     client = current_client()
-    if _said.base_url is not None or client is None:
-        return with_api(_said.base_url or read_environment().server_url)
+    if _configured.base_url is not None or client is None:
+        return with_api(_configured.base_url or read_environment().server_url)
     return client.base_url
 
 
 def set_api_key(key: str | None) -> None:
-    _said.api_key = key
+    _configured.api_key = key
 
 
 def get_api_key() -> str:
     client = current_client()
-    if _said.api_key is not None or client is None:
-        return _said.api_key or read_environment().server_token
+    if _configured.api_key is not None or client is None:
+        return _configured.api_key or read_environment().server_token
     return client.api_key
 
 
 def set_session_id(session_id: str | None) -> None:
-    _said.session_id = session_id
+    _configured.session_id = session_id
 
 
 def get_session_id() -> str | None:
     client = current_client()
-    return _said.session_id if _said.session_id is not None or client is None else client.session_id
+    return _configured.session_id if _configured.session_id is not None or client is None else client.session_id
 
 
 def set_request_id(request_id: str | None) -> None:
-    _said.request_id = request_id
+    _configured.request_id = request_id
 
 
 def get_request_id() -> str:
     """By which some servers send all requests of a program to the same process; ours needs none."""
-    if _said.request_id is None:
-        _said.request_id = f"{time.strftime('%Y%m%d_%H%M%S')}-{secrets.token_hex(4)}"
-    return _said.request_id
+    if _configured.request_id is None:
+        _configured.request_id = f"{time.strftime('%Y%m%d_%H%M%S')}-{secrets.token_hex(4)}"
+    return _configured.request_id

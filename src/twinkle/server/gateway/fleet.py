@@ -58,7 +58,7 @@ class Fleet(Protocol):
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Take what a session has off the devices: it ended."""
 
-    async def park(self, run: RunRecord, why: str) -> None:
+    async def evict(self, run: RunRecord, why: str) -> None:
         """Take one adapter off its device, wherever it is, and keep its state; ``why`` is for errors about it."""
 
 

@@ -36,7 +36,7 @@ from twinkle.server.gateway.running_time import RunningTime
 from twinkle.server.gateway.sampling_clients import SamplingClients
 from twinkle.server.gateway.silent_sessions import SilentSessions
 from twinkle.server.gateway.unloading import Unloading
-from twinkle.server.gateway.usage_recorder import Bookkeeping
+from twinkle.server.gateway.usage_recorder import UsageRecorder
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.processors.service import Processors, ProcessorService
 from twinkle.server.services.checkpoints.access import readable_checkpoint
@@ -116,7 +116,7 @@ class Gateway:
         self.processors = processors
         self.tenants = tenants or Tenants()
         self.memory = memory or ProcessMemory(config.limits)
-        self.books = Bookkeeping(store, self.tenants)
+        self.usage_recorder = UsageRecorder(store, self.tenants)
         self.reading = self.tenants.pools.reading  # large bodies, in threads
         self.copying = TenantTurns(at_once=1)  # checkpoints
         self.started_at = time.time()
@@ -155,11 +155,11 @@ class Gateway:
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Take what our own services have of a session off their devices: it ended."""
         for run in await self.store.runs.of_session(session.session_id):
-            await self.park(run, f"session {session.session_id} {state}")
+            await self.evict(run, f"session {session.session_id} {state}")
         for sampling in await self.store.sampling_sessions.of_session(session.session_id):
             await self._release(sampling)
 
-    async def park(self, run: RunRecord, why: str) -> None:
+    async def evict(self, run: RunRecord, why: str) -> None:
         """Take an adapter off its device. One of a base model that is not served now has to wait until it is."""
         if run.state == "live" and run.model_name in self.services:
             entry = self.services[run.model_name]
@@ -286,20 +286,20 @@ class Gateway:
         if not await self.store.sampling_sessions.refer_to(sampling.directory):
             entry.release_versions([sampling.version_id])
 
-    async def end_what_was_ending(self) -> None:
+    async def resume_interrupted_evictions(self) -> None:
         """Adapters whose session ended while something came in between: this server's end, or a database away."""
         for run in await self.store.runs.left_behind():
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
-            await self.park(run, f"session {session.session_id} {session.state}")
-        await self.unloading.go_on()
+            await self.evict(run, f"session {session.session_id} {session.state}")
+        await self.unloading.resume()
 
-    async def park_anywhere(self, run: RunRecord, why: str) -> None:
+    async def evict_anywhere(self, run: RunRecord, why: str) -> None:
         """Park an adapter on whichever replica has it."""
         if run.model_name in self.services and self.services[run.model_name].training.run(run.run_id) is not None:
-            await self.park(run, why)
+            await self.evict(run, why)
         else:
-            await self.fleet_of_all.park(run, why)
+            await self.fleet_of_all.evict(run, why)
 
     def last_request(self, run: RunRecord) -> float:
         """Return when a run was last asked for something, as far as this process knows."""
@@ -349,13 +349,13 @@ class Gateway:
         """Create its adapter; returns the id of the request."""
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
-        await self.books.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
+        await self.usage_recorder.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
         request_id = await self.silent_sessions.with_room(
             run.tenant_id, lambda: training.create(run, op), own_session=run.session_id
         )
         session = await self.session(run.session_id, run.tenant_id)
         if session.state != "active":  # it ended meanwhile, and did not know of this adapter
-            await self.park(run, f"session {session.session_id} {session.state}")
+            await self.evict(run, f"session {session.session_id} {session.state}")
         return request_id
 
     async def run(self, run_id: str, tenant_id: str) -> RunRecord:
@@ -450,16 +450,16 @@ class Gateway:
         for sampling in self._sampling_services:
             sampling.release_waiters()
 
-    async def keep_house(self, now: float) -> None:
+    async def maintain(self, now: float) -> None:
         """Everything that happens by the clock, where one process does it all."""
         await self.flush_heartbeats()
         await self.expire(now)
-        await self.tidy(now)
+        await self.maintain_services(now)
 
-    async def tidy(self, now: float) -> None:
+    async def maintain_services(self, now: float) -> None:
         """What concerns our own services."""
-        await self.books.keep(now)
-        await self.end_what_was_ending()
+        await self.usage_recorder.maintain(now)
+        await self.resume_interrupted_evictions()
         await self._cancel_samples_of_vanished_clients(now)
         limits = self.config.limits
         for entry in self.services.values():
@@ -491,8 +491,8 @@ class Gateway:
         If this process did not run in between, or the clock was set, nobody could be heard: all begin anew.
         """
         if self.running_time.take_interruption():
-            forgiven = await self.store.sessions.forgive_downtime(now)
-            await self.store.ops.forgive_downtime(now)
+            forgiven = await self.store.sessions.extend_deadlines_after_downtime(now)
+            await self.store.ops.extend_deadlines_after_downtime(now)
             logger.warning("the server or its clock did not go on evenly: %d sessions count as heard of now", forgiven)
             return
         limits = self.config.limits

@@ -42,8 +42,8 @@ async def _evict(gateway: Gateway, run_id: str) -> str:
     run = await gateway.store.runs.get(run_id)
     if run is None or run.state != "live" or run.model_name not in gateway.services:
         raise NotFoundError("model that is live here", run_id)
-    await gateway.park(run, f"model {run_id} was evicted by the operator")
-    parked = await gateway.store.runs.get(run_id)
-    if parked is None or parked.state != "parked" or parked.note is None:
+    await gateway.evict(run, f"model {run_id} was evicted by the operator")
+    evicted = await gateway.store.runs.get(run_id)
+    if evicted is None or evicted.state != "parked" or evicted.note is None:
         raise TwinkleServerError(f"{run_id} could not be kept as a checkpoint; the server's log says why")
-    return parked.note
+    return evicted.note

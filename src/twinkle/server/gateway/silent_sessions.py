@@ -3,7 +3,7 @@
 SDKs send a heartbeat every ten seconds and hardly ever end a session: a script that is done just stops. Its session
 stays active until ``session_timeout_seconds``, half an hour by default, so that a client that lost its network finds
 its adapters. Only when the tenant itself needs the place, a session that was silent for ``silent_session_seconds``
-gives it up earlier: its adapters are parked, one at a time, until there is room.
+gives it up earlier: its adapters are evicted, one at a time, until there is room.
 """
 
 import logging
@@ -64,13 +64,13 @@ class SilentSessions:
                     return await self._gateway.with_row_room(tenant_id, create)
                 except QuotaError as error:
                     if error.key == _ADAPTERS:
-                        await self._park_one(tenant_id, own_session)
+                        await self._evict_one(tenant_id, own_session)
                     elif error.key == _SESSIONS:
                         await self._end_one(tenant_id)
                     else:
                         raise
 
-    async def _park_one(self, tenant_id: str, own_session: str) -> None:
+    async def _evict_one(self, tenant_id: str, own_session: str) -> None:
         """Park the adapter of the session that was silent for longest; sessions that have work waiting keep theirs.
 
         QuotaError where none can leave: it says who has them.
@@ -84,8 +84,8 @@ class SilentSessions:
                 continue  # a client that sends requests and no heartbeats is not silent
             for run in own:
                 why = f"session {session.session_id} fell silent, and its tenant needed the place"
-                logger.info("%s is parked: %s", run.run_id, why)
-                await self._gateway.park_anywhere(run, why)
+                logger.info("%s is evicted: %s", run.run_id, why)
+                await self._gateway.evict_anywhere(run, why)
                 record = await self._gateway.store.runs.get(run.run_id)
                 if record is None or record.state != "live":
                     return

@@ -42,7 +42,7 @@ class Unloading:
             task = self._tasks[run.run_id] = asyncio.create_task(self._unload(run))
             task.add_done_callback(lambda _: self._tasks.pop(run.run_id, None))
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """With what something came in between: this server's end, or a database away."""
         for run in await self._gateway.store.runs.live_noted(UNLOADING):
             if run.model_name in self._gateway.services:
@@ -81,4 +81,4 @@ class Unloading:
 
     async def _unload(self, run: RunRecord) -> None:
         await self._gateway.serving(run.model_name).training.finish_accepted(run.run_id)
-        await self._gateway.park(run, f"model {run.run_id} was unloaded by its client")
+        await self._gateway.evict(run, f"model {run.run_id} was unloaded by its client")

@@ -10,13 +10,13 @@ from twinkle.server.usage import utc_day
 _STORAGE_SECONDS = 300.0
 
 
-class Bookkeeping:
+class UsageRecorder:
     def __init__(self, store: Store, tenants: Tenants) -> None:
         self._store = store
         self._tenants = tenants
         self._storage_at = 0.0  # when disk space was last looked at
 
-    async def keep(self, now: float) -> None:
+    async def maintain(self, now: float) -> None:
         await self.read_key_names()
         await self.flush_usage()
         self._tenants.training_rate.forget_full()
@@ -43,5 +43,5 @@ class Bookkeeping:
         try:
             await self._store.usage.add(counts)
         except (Exception, asyncio.CancelledError):  # whatever it is, the next time may be better
-            self._tenants.usage.put_back(counts)
+            self._tenants.usage.restore_unwritten(counts)
             raise

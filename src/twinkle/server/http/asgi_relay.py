@@ -58,7 +58,7 @@ class HttpReply:
 _unwatched: set[asyncio.Task[Any]] = set()  # an event loop alone would forget what nobody waits for
 
 
-async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def shielded(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Finish the work also when this is cancelled, because the client that asked for it has left."""
     task = asyncio.create_task(work)
     _unwatched.add(task)

@@ -137,7 +137,7 @@ class Process:
     async def start(self) -> None:
         """Recover what the last process had, and begin to work."""
         self.run(self.memory.guard.watch())
-        await self.gateway.books.read_key_names()
+        await self.gateway.usage_recorder.read_key_names()
         for entry in self.services.values():
             await entry.training.start()
             if entry.sampling is not None:
@@ -158,7 +158,7 @@ class Process:
             if entry.sampling is not None:
                 await entry.sampling.stop()
             await entry.training.stop()
-        await self.gateway.books.flush_usage()
+        await self.gateway.usage_recorder.flush_usage()
         for compute in self._computes:
             compute.close()
 

@@ -126,8 +126,8 @@ async def _running(
     """Run the services of all models, from the application's start to its end. ``fail`` ends the server."""
     config, store = process.config, process.store
     try:
-        await store.sessions.forgive_downtime(time.time())
-        await store.ops.forgive_downtime(time.time())
+        await store.sessions.extend_deadlines_after_downtime(time.time())
+        await store.ops.extend_deadlines_after_downtime(time.time())
     except StorageFullError as error:  # a server that runs can prune, which may be what frees the disk
         logger.error("sessions and results may expire as if the server had been up: %s", error)
     await asyncio.to_thread(store.keep_reserve)
@@ -166,10 +166,10 @@ async def _maintain(gateway: Gateway) -> None:
     """Expire, forget and delete by the clock, and do what operators ask for."""
 
     async def work(now: float) -> None:
-        await gateway.keep_house(now)
+        await gateway.maintain(now)
         await answer_operators(gateway, now)
 
-    await run_maintenance(gateway.end_what_was_ending(), work)
+    await run_maintenance(gateway.resume_interrupted_evictions(), work)
 
 
 def _allow_many_connections() -> None:

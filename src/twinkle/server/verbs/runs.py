@@ -147,7 +147,7 @@ class NativeRuns(RunKind):
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def parking_save(self, name: str, keep_seconds: int) -> Payload:
+    def eviction_save(self, name: str, keep_seconds: int) -> Payload:
         return NativeSave(name, optimizer=True, sampler=False, ttl_seconds=keep_seconds)
 
     def how_to_resume(self, path: CheckpointPath) -> str:

@@ -122,7 +122,7 @@ class AdapterCall:
     async def remove_adapter(self, adapter_name: str) -> None:
         """Evict an adapter: its last state is kept as a checkpoint for a while. A second time changes nothing."""
         run = await self._run(adapter_name, live=False)
-        await self.gateway.park(run, f"adapter {adapter_name} was removed")
+        await self.gateway.evict(run, f"adapter {adapter_name} was removed")
 
     async def _run(self, adapter_name: str, *, live: bool) -> RunRecord:
         """Return the run of an adapter of this session on this model; ``live``: only of one that takes ops."""

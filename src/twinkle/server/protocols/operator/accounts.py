@@ -62,7 +62,7 @@ async def events(call: Call[bytes], starting_on: str = "", ending_before: str = 
     start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
     if not start < end <= start + _LONGEST:
         raise InvalidInputError("ending_before", ending_before, f"after {starting_on}, by {_LONGEST.days} days at most")
-    await call.gateway.books.flush_usage()
+    await call.gateway.usage_recorder.flush_usage()
     until = end if end == _midnight(end) else _midnight(end) + _DAY
     first, last = _midnight(start).date().isoformat(), until.date().isoformat()
     days = await call.gateway.store.usage.list(first, last, call.tenant_id)

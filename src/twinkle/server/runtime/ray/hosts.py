@@ -129,7 +129,7 @@ class GatewayReplica(Host):
 
     async def _maintain(self, now: float) -> None:
         await self._gateway.flush_heartbeats()
-        await self._gateway.books.keep(now)
+        await self._gateway.usage_recorder.maintain(now)
         if self._runs_maintenance:
             await self._expire(now)
 
@@ -137,8 +137,8 @@ class GatewayReplica(Host):
         store = self._process.store
         claim = await store.leases.claim(_LEASE, self._name, now, _LEASE_SECONDS)
         if claim is Claim.TAKEN:  # nobody ran maintenance for a while: perhaps nobody could be reached either
-            await store.sessions.forgive_downtime(now)
-            await store.ops.forgive_downtime(now)
+            await store.sessions.extend_deadlines_after_downtime(now)
+            await store.ops.extend_deadlines_after_downtime(now)
             await asyncio.to_thread(store.keep_reserve)
             await asyncio.to_thread(self._process.files.remove_unfinished, _FORGOTTEN_SECONDS)
         elif claim is Claim.RENEWED:
@@ -180,7 +180,7 @@ class ModelReplica(Host):
             replica=name,
         )
         self._gateway = await self._begin(name=name)
-        process.run(run_maintenance(self._gateway.end_what_was_ending(), self._maintain))
+        process.run(run_maintenance(self._gateway.resume_interrupted_evictions(), self._maintain))
 
     async def report(self) -> ModelReport:
         return report_of(self._services, self._process.config.telemetry.stuck_step_seconds)
@@ -189,10 +189,10 @@ class ModelReplica(Host):
         return tenant_report_of(self._services, tenant_id)
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        await relay.to_the_end(self._gateway.release_session(session, state))
+        await relay.shielded(self._gateway.release_session(session, state))
 
-    async def park_run(self, run: RunRecord, why: str) -> None:
-        await relay.to_the_end(self._gateway.park(run, why))
+    async def evict_run(self, run: RunRecord, why: str) -> None:
+        await relay.shielded(self._gateway.evict(run, why))
 
     async def check_health(self) -> None:
         """A step that takes long is reported, but never cut off by this."""
@@ -209,7 +209,7 @@ class ModelReplica(Host):
         self._lock.release()
 
     async def _maintain(self, now: float) -> None:
-        await self._gateway.tidy(now)
+        await self._gateway.maintain_services(now)
         has = self._services.training.run
         await answer_operators(self._gateway, now, lambda request: has(request.target) is not None)
 

@@ -63,16 +63,16 @@ class RemoteFleet:
             if isinstance(result, BaseException):
                 logger.warning("%s did not hear that session %s %s: %s", name, session.session_id, state, result)
 
-    async def park(self, run: RunRecord, why: str) -> None:
+    async def evict(self, run: RunRecord, why: str) -> None:
         """Evict an adapter from the replica that has it. One that is away keeps it: the caller looks."""
         group = self._layout.models.get(run.model_name)
         if group is None:
             return  # its base model is not served now
         name = group.owner(run.run_id, run.replica)
         try:
-            await asyncio.wait_for(self._replicas[name].park_run(run, why), _RELEASE_SECONDS)
+            await asyncio.wait_for(self._replicas[name].evict_run(run, why), _RELEASE_SECONDS)
         except (ReplicaGoneError, TimeoutError) as error:
-            logger.warning("%s did not park %s: %s", name, run.run_id, error)
+            logger.warning("%s did not evict %s: %s", name, run.run_id, error)
 
     async def _answers(self, names: Sequence[str], ask: Callable[[Replica], Awaitable[T]]) -> dict[str, T]:
         """Return what replicas answer, by name, without those that are away."""

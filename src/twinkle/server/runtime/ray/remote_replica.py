@@ -41,7 +41,7 @@ class RemoteReplica:
     report = _there(Replica.report)
     of_tenant = _there(Replica.of_tenant)
     release_session = _there(Replica.release_session)
-    park_run = _there(Replica.park_run)
+    evict_run = _there(Replica.evict_run)
     batch = _there(Replica.batch)
     end_session = _there(Replica.end_session)
 

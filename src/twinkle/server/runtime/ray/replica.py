@@ -71,7 +71,7 @@ class Replica(Protocol):
     async def release_session(self, session: SessionRecord, state: str) -> None:
         """Let go of what a session that ended has on a model's replica."""
 
-    async def park_run(self, run: RunRecord, why: str) -> None:
+    async def evict_run(self, run: RunRecord, why: str) -> None:
         """Evict an adapter from a model's replica."""
 
     async def batch(self, tenant_id: str, session_id: str, processor_id: str, number: int) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ async def answered(app: ASGIApp, request: HttpRequest) -> HttpReply:
     """Answer a request that another process sent here. Unless its route says so, it is finished without its client."""
     work = relay.answer(app, request)
     facts, _ = ROUTES.find(request.method, request.path)
-    return await (work if facts.ends_with_client else relay.to_the_end(work))
+    return await (work if facts.ends_with_client else relay.shielded(work))
 
 
 class Router:
@@ -99,7 +99,7 @@ class Router:
             return
         if replica is None:
             own = self._app(scope, relay.replayed(body, receive), send)
-            await (own if facts.ends_with_client else relay.to_the_end(own))
+            await (own if facts.ends_with_client else relay.shielded(own))
         else:
             work = self._stream(request, replica, send) if streams else self._whole(request, facts, replica, send)
             with suppress(ClientDisconnect):  # nobody is left who could be told

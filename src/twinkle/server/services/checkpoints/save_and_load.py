@@ -41,7 +41,7 @@ from twinkle.server.types import (
 from twinkle.server.wire import responses
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_PARKING = 0  # the place in the sequence of the save that we make ourselves
+_EVICTION = 0  # the place in the sequence of the save that we make ourselves
 
 
 class Checkpoints:
@@ -81,12 +81,12 @@ class Checkpoints:
                 error = StorageFullError("the server's disk is full: nothing was saved, training goes on")
             return failure_of(error, op.request_id)
 
-    async def park(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
+    async def save_before_eviction(self, run: RunRecord, why: str, keep_seconds: float) -> str | None:
         """Keep the last state of an adapter that leaves the device; returns how to go on from it, None if it failed."""
-        name = await self._name_for_parking(run)
+        name = await self._name_for_eviction(run)
         path = CheckpointPath(run.run_id, "weights", name)
         kind = self.context.kinds.find(run.run_id)
-        op = Op(run.run_id, _PARKING, OpKind.SAVE, kind.parking_save(name, int(keep_seconds)), b"")
+        op = Op(run.run_id, _EVICTION, OpKind.SAVE, kind.eviction_save(name, int(keep_seconds)), b"")
         outcome = await self.run(op, run)
 
         def remove() -> None:
@@ -100,11 +100,11 @@ class Checkpoints:
         days = keep_seconds / 86400
         return f"{why}; its adapter is kept for {days:g} days: {kind.how_to_resume(path)}"
 
-    async def _name_for_parking(self, run: RunRecord) -> str:
+    async def _name_for_eviction(self, run: RunRecord) -> str:
         """One that the tenant did not give to a checkpoint of its own."""
         for name in itertools.chain(["parked"], (f"parked-{number}" for number in itertools.count(2))):
             existing = await self._store.checkpoints.get(run.run_id, "weights", name)
-            if existing is None or existing.request_id == f"{run.run_id}:{_PARKING}":
+            if existing is None or existing.request_id == f"{run.run_id}:{_EVICTION}":
                 return name
         raise AssertionError("there are always more names")
 
@@ -149,7 +149,7 @@ class Checkpoints:
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         # What we keep ourselves, when an adapter leaves the device, is kept in any case.
         limits = self.context.tenants.limits(run.tenant_id)
-        most = None if op.seq == _PARKING else limits.max_checkpoint_bytes_per_tenant
+        most = None if op.seq == _EVICTION else limits.max_checkpoint_bytes_per_tenant
         await self._check_space(run.tenant_id, most)
         directory = self._files.checkpoint(path, op.seq)
         async with self._writing.turn(run.tenant_id):

@@ -179,7 +179,7 @@ class AdapterMemory:
 
 
 @dataclass
-class _Leaving:
+class _Eviction:
     """An adapter that is being evicted: it takes no more ops."""
 
     adapter: LiveAdapter
@@ -203,7 +203,7 @@ class LiveAdapters:
         self.memory = AdapterMemory(context.model.trainer, most_bytes)
         self.stopping = False
         self._adapters: dict[str, LiveAdapter] = {}
-        self._leaving: dict[str, _Leaving] = {}
+        self._leaving: dict[str, _Eviction] = {}
         self._context = context
         self._model = context.model
         self._store = context.store
@@ -397,14 +397,14 @@ class LiveAdapters:
         if leaving is None:
             if adapter is None:
                 return ()
-            leaving = self._leaving[run.run_id] = _Leaving(adapter, self._remove(adapter))
+            leaving = self._leaving[run.run_id] = _Eviction(adapter, self._remove(adapter))
         async with leaving.turn:
             if self._leaving.get(run.run_id) is leaving:  # nobody finished it meanwhile
                 await self._finish_leaving(leaving, why, keep_seconds)
                 del self._leaving[run.run_id]
         return leaving.adapter.versions
 
-    async def _finish_leaving(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:
+    async def _finish_leaving(self, leaving: _Eviction, why: str, keep_seconds: float) -> None:
         run_id = leaving.adapter.run.run_id
         if leaving.note is None:
             await self._keep(leaving, why, keep_seconds)
@@ -420,14 +420,14 @@ class LiveAdapters:
         await asyncio.to_thread(self._context.files.remove_snapshots, run_id, directory)
         logger.info("%s left the device: %s", run_id, why)
 
-    async def _keep(self, leaving: _Leaving, why: str, keep_seconds: float) -> None:
+    async def _keep(self, leaving: _Eviction, why: str, keep_seconds: float) -> None:
         """Save a checkpoint of an adapter that leaves; ops that wait for it are failed in any case."""
         adapter = leaving.adapter
         try:
             while adapter.ops:
                 await adapter.next_end()
             if await self.load(adapter):
-                leaving.note = await self._checkpoints.park(adapter.run, why, keep_seconds)
+                leaving.note = await self._checkpoints.save_before_eviction(adapter.run, why, keep_seconds)
         finally:
             message = leaving.note or f"{why}, and its adapter could not be kept"
             while leaving.waiting:

@@ -130,7 +130,7 @@ class RunKind:
 
     # --- evicting -----------------------------------------------------------------------------------------------------
 
-    def parking_save(self, name: str, keep_seconds: int) -> Payload:
+    def eviction_save(self, name: str, keep_seconds: int) -> Payload:
         """Return the save that keeps the last state of an adapter that leaves the device."""
         return SaveWeights(name, keep_seconds, overwrite=True)
 

@@ -216,7 +216,7 @@ class Ops(Area):
         await self._execute_many(_DELIVERED, [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops])
 
     @in_write
-    def forgive_downtime(self, cursor: Cursor, now: float) -> None:
+    def extend_deadlines_after_downtime(self, cursor: Cursor, now: float) -> None:
         """Keep every outcome for its whole time again: nobody could fetch one, or fetch again one whose answer was cut
         off, from a server that was down."""
         cursor.execute(_FINISHED_NOW, {"now": now})

@@ -144,7 +144,7 @@ class Sessions(Area):
         cursor.update(SESSIONS, {"session_id": session.session_id}, project_id=project_id)
         add_entry(cursor, session.tenant_id, "project_assign", now, details)
 
-    async def forgive_downtime(self, now: float) -> int:
+    async def extend_deadlines_after_downtime(self, now: float) -> int:
         """Count all active sessions as seen now, because nobody could reach a server that was down; return how many."""
         return await self._execute(_FORGIVE, now=now)
 
