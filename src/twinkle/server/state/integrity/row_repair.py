@@ -1,7 +1,7 @@
 """What becomes of damaged rows when a server starts on SQLite: each costs only the run, session or key it belongs to.
 
 Where the copy of the database that the server keeps has the row, and the row never changes, it is put back: nothing is
-lost. Otherwise the run is failed, the session ended (its adapters are evicted then, as always), and the rest is removed;
+lost. Otherwise the run is failed, the session ended (with its adapters evicted), and the rest is removed;
 all of it is put on record in the table ``damage`` and in the log. No column of a damaged row is believed where it says
 whose something is: that is taken from other rows.
 """
