@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from twinkle.data_format import ToolCall
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.template.labels import IGNORE
 from twinkle.template.template import Template
@@ -90,6 +91,10 @@ class CodecTemplate(Template):
         if skip_special_tokens:
             return self._codec.decode(token_ids)
         return "".join(self._codec.token_text(token) for token in token_ids)
+
+    def parse_tool_call(self, text: str) -> list[ToolCall]:
+        """Find none: which tokens are special, only a tokenizer knows."""
+        return []
 
     def _encode_rows(self, trajectories: Sequence[Mapping[str, Any]], *_options: object) -> list[list[Row]]:
         return [self._invoke_post_pipeline(self._invoke_pre_pipeline([dict(each)])) for each in trajectories]

@@ -295,7 +295,7 @@ class Gateway:
         await self.unloading.resume()
 
     async def evict_anywhere(self, run: RunRecord, why: str) -> None:
-        """Park an adapter on whichever replica has it."""
+        """Evict an adapter on whichever replica has it."""
         if run.model_name in self.services and self.services[run.model_name].training.run(run.run_id) is not None:
             await self.evict(run, why)
         else:

@@ -57,7 +57,7 @@ class SilentSessions:
         except QuotaError as error:
             if error.key not in (_ADAPTERS, _SESSIONS):
                 raise
-        # Requests of one tenant that come together make room one after another: each parks only what it needs.
+        # Requests of one tenant that come together make room one after another: each evicts only what it needs.
         async with self._turns.turn(tenant_id):
             while True:
                 try:
@@ -71,7 +71,7 @@ class SilentSessions:
                         raise
 
     async def _evict_one(self, tenant_id: str, own_session: str) -> None:
-        """Park the adapter of the session that was silent for longest; sessions that have work waiting keep theirs.
+        """Evict the adapter of the session that was silent for longest; sessions that have work waiting keep theirs.
 
         QuotaError where none can leave: it says who has them.
         """

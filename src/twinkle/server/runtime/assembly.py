@@ -163,6 +163,7 @@ class Process:
             compute.close()
 
     async def close(self) -> None:
+        self.cancel_tasks()  # where the start failed they still run
         await self.telemetry.close()  # it reads the state
         await self.store.close()
 

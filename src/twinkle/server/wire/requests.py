@@ -330,14 +330,14 @@ class CreateFromRequest(Request):
         check_optimizer(self.optimizer_config)
 
 
-class _Nameing(Request):
+class _Addressed(Request):
     model_id: Any = None
     session_id: Any = None
 
 
 def names_session(body: bytes) -> bool:
     """Whether a load_weights is to create its model. One that names both is about a model that exists, and wrong."""
-    addressing = parse(_Nameing, body)
+    addressing = parse(_Addressed, body)
     return addressing.model_id is None and addressing.session_id is not None
 
 

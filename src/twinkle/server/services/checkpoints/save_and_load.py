@@ -281,10 +281,9 @@ class Checkpoints:
     async def _source(self, run: RunRecord, address: str, optimizer: bool) -> tuple[CheckpointPath, Path]:
         """What is to be loaded, and where it lies."""
         path = CheckpointPath.parse(address)
-        directory = await self.readable(path, run, "path", str(path))
         if optimizer and path.kind != "weights":
             raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
-        return path, directory
+        return path, await self.readable(path, run, "path", str(path))
 
     async def readable(self, path: CheckpointPath, run: RunRecord, field: str, shown: str) -> Path:
         """Return where a checkpoint lies that the run's tenant may load; CheckpointError if its files are damaged.

@@ -203,7 +203,7 @@ class LiveAdapters:
         self.memory = AdapterMemory(context.model.trainer, most_bytes)
         self.stopping = False
         self._adapters: dict[str, LiveAdapter] = {}
-        self._leaving: dict[str, _Eviction] = {}
+        self._evictions: dict[str, _Eviction] = {}
         self._context = context
         self._model = context.model
         self._store = context.store
@@ -393,25 +393,25 @@ class LiveAdapters:
             await adapter.next_end()
         if self.stopping:
             return ()
-        leaving, adapter = self._leaving.get(run.run_id), self._adapters.get(run.run_id)
-        if leaving is None:
+        eviction, adapter = self._evictions.get(run.run_id), self._adapters.get(run.run_id)
+        if eviction is None:
             if adapter is None:
                 return ()
-            leaving = self._leaving[run.run_id] = _Eviction(adapter, self._remove(adapter))
-        async with leaving.turn:
-            if self._leaving.get(run.run_id) is leaving:  # nobody finished it meanwhile
-                await self._finish_leaving(leaving, why, keep_seconds)
-                del self._leaving[run.run_id]
-        return leaving.adapter.versions
+            eviction = self._evictions[run.run_id] = _Eviction(adapter, self._remove(adapter))
+        async with eviction.turn:
+            if self._evictions.get(run.run_id) is eviction:  # nobody finished it meanwhile
+                await self._finish_eviction(eviction, why, keep_seconds)
+                del self._evictions[run.run_id]
+        return eviction.adapter.versions
 
-    async def _finish_leaving(self, leaving: _Eviction, why: str, keep_seconds: float) -> None:
-        run_id = leaving.adapter.run.run_id
-        if leaving.note is None:
-            await self._keep(leaving, why, keep_seconds)
-        if leaving.note is None:  # its journal and snapshot stay: the next start tries again
+    async def _finish_eviction(self, eviction: _Eviction, why: str, keep_seconds: float) -> None:
+        run_id = eviction.adapter.run.run_id
+        if eviction.note is None:
+            await self._keep(eviction, why, keep_seconds)
+        if eviction.note is None:  # its journal and snapshot stay: the next start tries again
             logger.error("%s could not be kept as a checkpoint: %s", run_id, why)
             return
-        await self._store.runs.set_state(run_id, "parked", leaving.note)
+        await self._store.runs.set_state(run_id, "parked", eviction.note)
         await self._compute.run(partial(self._context.measurements.dropped, run_id))
         self._snapshots.forget(run_id)
         await self._snapshots.finish_writing()
@@ -420,18 +420,18 @@ class LiveAdapters:
         await asyncio.to_thread(self._context.files.remove_snapshots, run_id, directory)
         logger.info("%s left the device: %s", run_id, why)
 
-    async def _keep(self, leaving: _Eviction, why: str, keep_seconds: float) -> None:
+    async def _keep(self, eviction: _Eviction, why: str, keep_seconds: float) -> None:
         """Save a checkpoint of an adapter that leaves; ops that wait for it are failed in any case."""
-        adapter = leaving.adapter
+        adapter = eviction.adapter
         try:
             while adapter.ops:
                 await adapter.next_end()
             if await self.load(adapter):
-                leaving.note = await self._checkpoints.save_before_eviction(adapter.run, why, keep_seconds)
+                eviction.note = await self._checkpoints.save_before_eviction(adapter.run, why, keep_seconds)
         finally:
-            message = leaving.note or f"{why}, and its adapter could not be kept"
-            while leaving.waiting:
-                self._settle(adapter, leaving.waiting.pop(0), Outcome.failure(message, "user"))
+            message = eviction.note or f"{why}, and its adapter could not be kept"
+            while eviction.waiting:
+                self._settle(adapter, eviction.waiting.pop(0), Outcome.failure(message, "user"))
 
     # --- sampling from it ---------------------------------------------------------------------------------------------
 

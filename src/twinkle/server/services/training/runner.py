@@ -246,7 +246,7 @@ class OpRunner:
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished and not task.in_background:
-                    self._finish(task, unexpected(error, task.op.request_id))
+                    self._finish(task, unexpected(error, task.op.request_id), ran=False)
 
     async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
@@ -365,7 +365,8 @@ class OpRunner:
         return Task(adapter, op)
 
     @event_loop
-    def _finish(self, task: Task, outcome: Outcome) -> None:
+    def _finish(self, task: Task, outcome: Outcome, *, ran: bool = True) -> None:
+        """End an op. ``ran``: its outcome says something about the adapter, and not only about its batch."""
         task.finished = True
         adapter, op = task.adapter, task.op
         if op.changes_weights:
@@ -374,6 +375,6 @@ class OpRunner:
             adapter.place = Place.TRAINER
         self._scheduler.finish(op, failed=outcome.failed)
         self._settlement.settle(adapter, op, outcome)
-        if op.kind.creates and outcome.failed:
+        if ran and op.kind.creates and outcome.failed:
             self._adapters.fail(adapter, f"model {op.adapter_id} could not be created")
         self._wake.set()
