@@ -190,5 +190,7 @@ def test_a_model_without_a_sampler(training_only: Server) -> None:
     caller.begin()
     assert caller.http.get(f"model/{NAME}/healthz").status_code == 200
     assert caller.http.get(f"sampler/{NAME}/healthz").status_code == 404
-    for verb in ("create", "set_template", "sample", "sample_stream"):
-        assert caller.sampler(NAME, verb, {"template_cls": "Template", "inputs": FEATURES}).status_code == 404, verb
+    rows = {"inputs": FEATURES}
+    bodies = {"create": {}, "set_template": {"template_cls": "Template"}, "sample": rows, "sample_stream": rows}
+    for verb, body in bodies.items():
+        assert caller.sampler(NAME, verb, body).status_code == 404, verb

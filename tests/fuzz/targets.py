@@ -160,7 +160,7 @@ def _native(body: bytes) -> object:
             known = {**fields, "inputs": checked_rows(rows, 2**20)} if are_encoded(rows) else {**fields, "inputs": ()}
         else:
             known = {key: value for key, value in fields.items() if key != "inputs"}
-        codec.SentVerb(verb, known, None, b"").op("s-a", 1)
+        codec.SentVerb(verb, known, None, b"", b"").op("s-a", 1)
     return None
 
 
