@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -144,7 +145,8 @@ def test_a_flood_of_steps_keeps_nobody_waiting_for_more_than_a_few_batches(tmp_p
             return waited, refused
 
     waited, refused = asyncio.run(main())
-    assert not [each for each in refused if "queued ops: 100 of 100" not in each]
+    # The op that an adapter waits for is taken even if the queue is full, so there may be a few more than 100.
+    assert not [each for each in refused if not re.search(r"queued ops: 1\d\d of 100\b", each)]
     # The next batch is of optimizer steps at most twice; then comes one of passes, which it leads, and then its own
     # optimizer step is due. Behind a priority it waits until it is overdue, which is eight batches.
     assert max(waited) <= (2 + 1 + 1 if noisy == TenantShare() else 8 + 2 + 1 + 1)
