@@ -281,16 +281,18 @@ class Checkpoints:
     async def _source(self, run: RunRecord, address: str, optimizer: bool) -> tuple[CheckpointPath, Path]:
         """What is to be loaded, and where it lies."""
         path = CheckpointPath.parse(address)
-        if optimizer and path.kind != "weights":
-            raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
-        return path, await self.readable(path, run, "path", str(path))
+        return path, await self.readable(path, run, "path", str(path), optimizer=optimizer)
 
-    async def readable(self, path: CheckpointPath, run: RunRecord, field: str, shown: str) -> Path:
+    async def readable(
+        self, path: CheckpointPath, run: RunRecord, field: str, shown: str, *, optimizer: bool = False
+    ) -> Path:
         """Return where a checkpoint lies that the run's tenant may load; CheckpointError if its files are damaged.
 
-        Errors call the request's field ``field`` and the checkpoint ``shown``.
+        Errors call the request's field ``field`` and the checkpoint ``shown``. ``optimizer``: its state is wanted too.
         """
         record = await loadable_checkpoint(self._store, path, run.tenant_id, field)
+        if optimizer and path.kind != "weights":  # before its files are read
+            raise InvalidInputError("optimizer", True, f"False: {path} holds no optimizer state")
         directory = self._files.root / record.directory
 
         def check() -> None:
