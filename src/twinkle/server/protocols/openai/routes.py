@@ -139,7 +139,7 @@ async def _target(call: Call[FieldsT]) -> Target:
     """Find what to sample from, and refuse what would be refused anyway before the work of reading the text."""
     _ = call.body.params, call.body.top  # raise for values that do not go together
     target = await models.resolve(call.gateway, call.body.model, call.tenant_id)
-    _ = target.codec
+    _ = target.codec  # raises for a model without a tokenizer
     target.sampling.admission.check(call.tenant_id)
     return target
 
