@@ -320,7 +320,11 @@ def running(command: list[str], url: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:  # it finishes what it computes; nobody needs that any more
+            process.kill()
+            process.wait()
 
 
 def answers(url: str) -> bool:

@@ -1,6 +1,7 @@
 """What a tenant that floods costs another one: the quiet one's step time alone, beside a fair neighbour, and flooded.
 
-One server, four situations in turn, round after round, so that a slow minute of the machine hits all alike:
+Four situations in turn, round after round, so that a slow minute of the machine hits all alike. Each has a server and a
+data directory of its own: whoever was ended would leave work behind for the next one.
 
     alone       nobody else
     neighbour   one other tenant with one adapter, which always has two steps of the same size under way: the quiet
@@ -54,8 +55,7 @@ Other = Callable[[argparse.Namespace, str, str], Awaitable[None]]
 def main() -> None:
     args = parse_arguments()
     report: dict[str, object] = {"arguments": vars(args) | {"json": str(args.json)}, "cpus": os.cpu_count()}
-    with tempfile.TemporaryDirectory() as directory, serving(args, Path(directory)) as url:
-        times = asyncio.run(measure(args, url))
+    times = measure(args)
     medians = {name: statistics.median(each) for name, each in times.items()}
     report["step_s"] = medians
     report["step_p99_s"] = {name: percentile_99(each) for name, each in times.items()}
@@ -86,24 +86,29 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def measure(args: argparse.Namespace, url: str) -> dict[str, list[float]]:
-    others: dict[str, Other | None] = {"alone": None} | {name: OTHERS[name] for name in args.beside}
-    times: dict[str, list[float]] = {name: [] for name in others}
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in ("alone", *args.beside)}
+    for turn in range(args.rounds):
+        for name in times:
+            with tempfile.TemporaryDirectory() as directory, serving(args, Path(directory)) as url:
+                latest = asyncio.run(measure_beside(args, url, name))
+            times[name] += latest
+            say(f"round {turn + 1} of {args.rounds}, {name}: {_seconds(latest)}")
+            say("  " + " ".join(f"{each:.2f}" for each in latest))
+    return times
+
+
+async def measure_beside(args: argparse.Namespace, url: str, name: str) -> list[float]:
+    times: list[float] = []
     async with Client(url, "tml-quiet", args) as client:
         model = await client.model(0)
         number = await steps(client, model, 1, 2, [])  # the first ones prepare all sorts of things
-        for turn in range(args.rounds):
-            for name, other in others.items():
-                with at_work(other, args, url, f"tml-{name}-{turn}"):
-                    if name == "greedy":
-                        await asyncio.sleep(GREEDY_START_SECONDS)
-                    elif other is not None:
-                        await client.until_busy(args.adapters if name == "flood" else 1)
-                    number = await steps(client, model, number, args.steps, times[name])
-                latest = times[name][-args.steps :]
-                say(f"round {turn + 1} of {args.rounds}, {name}: {_seconds(latest)}")
-                say("  " + " ".join(f"{each:.2f}" for each in latest))
-                await client.until_idle()
+        with at_work(OTHERS.get(name), args, url, f"tml-{name}"):
+            if name == "greedy":
+                await asyncio.sleep(GREEDY_START_SECONDS)
+            elif name != "alone":
+                await client.until_busy(args.adapters if name == "flood" else 1)
+            await steps(client, model, number, args.steps, times)
     return times
 
 
@@ -232,16 +237,6 @@ class Client:
         before = (await self.status())["queued_ops"]
         while (await self.status())["queued_ops"] < before + ops:
             await asyncio.sleep(0.02)
-
-    async def until_idle(self) -> None:
-        """Returns when nothing ran for a second. Whoever was ended left gaps, and what waits behind them waits.
-
-        Samples of a client that was ended are cancelled after a minute or so.
-        """
-        done = -1
-        while (now := (status := await self.status())["ops"]) != done or status.get("waiting_samples", 0):
-            done = now
-            await asyncio.sleep(1)
 
     async def status(self) -> dict[str, int]:
         models: dict[str, dict[str, int]] = (await self.http.get("status")).json()["models"]

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
         def long() -> float:
             waiting.wait(10)
             done.append("begin")
-            seconds = sum(compute.run_waiting(lane) for lane in Lane for _ in range(3))
+            seconds = sum(sum(compute.run_waiting(lane).values()) for lane in Lane for _ in range(3))
             assert compute.step_seconds < 10, "the piece still runs, and is known to"
             done.append("end")
             return seconds
@@ -129,23 +130,70 @@ def test_what_waits_can_run_in_the_middle_of_another_piece() -> None:
     assert done == ["begin", "train", "sample", "end"]
 
 
-def test_a_piece_that_comes_soon_is_waited_for() -> None:
-    """The event loop sends an optimizer step a moment after the pass before it has ended."""
+def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
+    """The event loop sends the step a moment after the pass has ended; what came in between waits."""
+    gate = Gate()
 
-    async def main() -> tuple[float, float]:
+    async def main() -> None:
         compute = Compute()
-        loop, coming = asyncio.get_running_loop(), threading.Event()
 
-        def long() -> tuple[float, float]:
-            asyncio.run_coroutine_threadsafe(compute.run(lambda: None, Lane.SAMPLING), loop)
-            asyncio.run_coroutine_threadsafe(compute.run(coming.set), loop)
-            return compute.run_waiting(Lane.TRAINING, 10.0), compute.run_waiting(Lane.TRAINING, 0.01)
+        async def train() -> None:
+            await compute.run(gate.piece("pass"), step_follows=True)
+            await compute.run(gate.piece("step"), Lane.STEPS)
 
-        seconds = await compute.run(long)
-        assert coming.is_set()
+        work = [train(), *(compute.run(gate.piece(f"sample{number}"), Lane.SAMPLING) for number in range(2))]
+        tasks = [asyncio.create_task(each) for each in work]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(*tasks)
+        compute.close()
+
+    asyncio.run(main())
+    assert gate.done == ["pass", "step", "sample0", "sample1"]
+
+
+def test_a_step_that_does_not_come_holds_nobody_up() -> None:
+    gate = Gate()
+
+    async def main() -> None:
+        compute = Compute()
+        work = [compute.run(gate.piece("pass"), step_follows=True), compute.run(gate.piece("sample"), Lane.SAMPLING)]
+        tasks = [asyncio.create_task(each) for each in work]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        compute.close()
+
+    asyncio.run(main())
+    assert gate.done == ["pass", "sample"]
+
+
+def test_time_in_the_middle_of_another_piece_is_counted_by_tenant() -> None:
+    async def main() -> tuple[Mapping[str, float], Mapping[str, float]]:
+        compute = Compute()
+        coming = threading.Event()
+
+        def long() -> tuple[Mapping[str, float], Mapping[str, float]]:
+            assert coming.wait(10)
+            return compute.run_waiting(Lane.TRAINING), compute.run_waiting(Lane.TRAINING)
+
+        first = asyncio.create_task(compute.run(long))
+        other = asyncio.create_task(compute.run(lambda: time.sleep(0.01), shares={"a": 0.75, "b": 0.25}))
+        await asyncio.sleep(0)
+        coming.set()
+        seconds, _ = await asyncio.gather(first, other)
         compute.close()
         return seconds
 
     ran, nothing = asyncio.run(main())
-    assert ran > 0
-    assert nothing == 0
+    assert ran["a"] == 3 * ran["b"]
+    assert ran["a"] + ran["b"] >= 0.01
+    assert not nothing
+
+
+def test_a_step_of_the_optimizer_comes_first_but_not_twice_in_a_row() -> None:
+    gate = Gate()
+    pieces = [(f"step{number}", Lane.STEPS) for number in range(3)]
+    pieces += [(f"{lane.name[0]}{number}", lane) for lane in (Lane.SAMPLING, Lane.TRAINING) for number in range(2)]
+    asyncio.run(run_all(gate, pieces)).close()
+    assert gate.done == ["step0", "T0", "step1", "S0", "step2", "T1", "S1"]

@@ -47,7 +47,7 @@ def op(name: str) -> Op:
 def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait in both lanes all the time, and take three times as long as a part of the step.
 
-    At a time training has two turns, a pass and the optimizer step after it, and sampling one.
+    Optimizer steps come at each part: they are short, and their time is training's.
     """
     clock = Clock()
     monkeypatch.setattr(long_passes, "time", clock)
@@ -56,11 +56,13 @@ def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: 
     async def main() -> tuple[list[Outcome], float]:
         compute, scheduler = Compute(), Scheduler(100)
 
-        def work(name: str) -> None:
-            execution.took.append(name)
-            clock.now += 3.0
+        def waiting(lane: Lane) -> dict[str, float]:
+            execution.took.append(lane.name)
+            seconds = 0.25 if lane is Lane.STEPS else 3.0
+            clock.now += seconds
+            return {"other": seconds}
 
-        monkeypatch.setattr(compute, "run_waiting", lambda lane, _patience: work(lane.name) or 3.0)
+        monkeypatch.setattr(compute, "run_waiting", waiting)
         passes = LongPasses(compute, scheduler, cast("Execution", execution), LoopTurns())
         try:
             return await passes.run([op("long")], "tenant", beside=True)
@@ -70,12 +72,40 @@ def test_others_get_as_much_time_in_the_middle_of_a_step_as_it_had(monkeypatch: 
     outcomes, seconds = asyncio.run(main())
     assert [outcome.body for outcome in outcomes] == [b"done"]
     assert seconds == 8.0, "its own time, without that of others"
-    train, sample = ["TRAINING", "TRAINING"], ["SAMPLING"]
+    step, train, sample = "STEPS", "TRAINING", "SAMPLING"
     assert execution.took == [
-        *[*train, *sample, "long", "long", "long"],
-        *[*sample, "long", "long", "long"],
-        *[*train, *sample, "long", "long"],
+        *[step, sample, "long", step, train, "long", step, "long", step, sample, "long"],
+        *[step, "long", step, train, "long", step, sample, "long", step, "long"],
     ]
+
+
+def test_short_passes_of_the_same_tenant_do_not_use_up_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as time of the tenant whose long pass it is: the other one's pass comes right after them."""
+    clock = Clock()
+    monkeypatch.setattr(long_passes, "time", clock)
+    execution = FakeExecution(clock, parts=6, seconds=1.0)
+    work = [("greedy", 2.0), ("greedy", 2.0), ("other", 4.0), ("other", 4.0)]
+
+    async def main() -> float:
+        compute, scheduler = Compute(), Scheduler(100)
+
+        def waiting(lane: Lane) -> dict[str, float]:
+            if lane is not Lane.TRAINING or not work:
+                return {}
+            tenant_id, seconds = work.pop(0)
+            execution.took.append(tenant_id)
+            clock.now += seconds
+            return {tenant_id: seconds}
+
+        monkeypatch.setattr(compute, "run_waiting", waiting)
+        passes = LongPasses(compute, scheduler, cast("Execution", execution), LoopTurns())
+        try:
+            return (await passes.run([op("long")], "greedy", beside=True))[1]
+        finally:
+            compute.close()
+
+    assert asyncio.run(main()) == 6.0, "what is booked for the long pass is its own time"
+    assert execution.took == [*["greedy", "long"] * 2, *["other", "long"] * 2, *["long"] * 2]
 
 
 def test_idle_time_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +117,12 @@ def test_idle_time_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         compute, scheduler = Compute(), Scheduler(100)
 
-        def waiting(lane: Lane, _patience: float) -> float:
-            if clock.now < 8.0 or lane is Lane.SAMPLING:
-                return 0.0
+        def waiting(lane: Lane) -> dict[str, float]:
+            if clock.now < 8.0 or lane is not Lane.TRAINING:
+                return {}
             execution.took.append("other")
             clock.now += 3.0
-            return 3.0
+            return {"other": 3.0}
 
         monkeypatch.setattr(compute, "run_waiting", waiting)
         passes = LongPasses(compute, scheduler, cast("Execution", execution), LoopTurns())
@@ -100,7 +130,7 @@ def test_idle_time_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         compute.close()
 
     asyncio.run(main())
-    assert execution.took == [*["long"] * 8, "other", "other", *["long"] * 4]
+    assert execution.took == [*["long"] * 8, *["other", "long", "long"] * 2]
 
 
 def test_one_long_pass_takes_a_step_at_a_time() -> None:

@@ -215,6 +215,37 @@ def test_a_long_pass_goes_alone_in_steps_and_others_go_on_meanwhile() -> None:
     scheduler.finish(long.ops[0], failed=False)
 
 
+def test_a_long_pass_is_its_tenants_turn_while_others_have_work() -> None:
+    """The tenant's other passes wait for it: they would take the turns that others have in between."""
+    scheduler = Scheduler(4096, contended_tokens=0)
+    for name, tenant in (("large", "greedy"), ("small", "greedy"), ("honest", "honest")):
+        scheduler.add_adapter(name, tenant)
+    scheduler.submit(ticket("honest", 0), 0.0)
+    scheduler.submit(ticket("large", 0, tokens=4000), 0.0)
+    honest, large = scheduler.next_batch(), scheduler.next_batch()
+    assert honest is not None
+    assert large is not None
+    assert large.long
+    scheduler.submit(ticket("small", 0), 0.0)
+    assert scheduler.next_batch() is None
+    scheduler.finish(honest.ops[0], failed=False)
+    scheduler.submit(ticket("honest", 1), 0.0)
+    assert adapters_in(scheduler.next_batch()) == ["honest"]
+    assert scheduler.next_batch() is None
+    scheduler.finish(large.ops[0], failed=False)
+    assert adapters_in(scheduler.next_batch()) == ["small"]
+
+
+def test_alone_a_tenants_small_passes_do_not_wait_for_its_large_one() -> None:
+    scheduler = Scheduler(4096, contended_tokens=0)
+    for name in ("large", "small"):
+        scheduler.add_adapter(name, "alone")
+    scheduler.submit(ticket("large", 0, tokens=5000), 0.0)
+    assert adapters_in(scheduler.next_batch()) == ["large"]
+    scheduler.submit(ticket("small", 0), 0.0)
+    assert adapters_in(scheduler.next_batch()) == ["small"]
+
+
 def test_nobody_waits_for_a_larger_pass_in_the_same_batch() -> None:
     """Up to twice what others ask for it is not run in steps, but alone it is, whoever comes first: on a CPU."""
     for first, second in (("greedy", "honest"), ("honest", "greedy")):

@@ -8,8 +8,9 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +19,9 @@ from twinkle.environment import checks_threads
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_SOON = 0.02  # seconds: by then the event loop has sent the optimizer step that follows a pass
+NOBODY: Mapping[str, float] = {"": 1.0}  # the shares of work that is not for single tenants
 
 _this_thread = threading.local()
 
@@ -54,29 +58,52 @@ def _begin_computing() -> None:
 
 
 class Lane(Enum):
-    """Whose work it is. Work of one lane runs in the order in which it came."""
+    """What kind of work it is. Work of one lane runs in the order in which it came."""
 
-    TRAINING = auto()  # batches, saves, loads and snapshots
+    STEPS = auto()  # optimizer steps: they are short, and whoever trains waits for them
+    TRAINING = auto()  # batches of passes, saves, loads and snapshots
     SAMPLING = auto()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    work: Callable[[], Any]
+    done: Future[Any]
+    shares: Mapping[str, float]
+    step_follows: bool
 
 
 class Compute:
     """Runs blocking work off the event loop, one piece at a time.
 
-    While both lanes have work they alternate: a long rollout keeps an optimizer step waiting for one turn of the
-    sampler, and however many batches and saves wait, sampling goes on after the next of them.
+    While training and sampling have work they alternate: a long rollout keeps a pass waiting for one turn of the
+    sampler, and however many batches and saves wait, sampling goes on after the next of them. An optimizer step comes
+    before both, but there are never two in a row while others wait. If it is known that one follows a pass, both are
+    one turn.
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "compute", initializer=_begin_computing)
-        self._lanes: dict[Lane, deque[tuple[Callable[[], Any], Future[Any]]]] = {lane: deque() for lane in Lane}
-        self._next_lane = Lane.TRAINING  # of the compute thread
+        self._lanes: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
+        self._order = list(Lane)  # who comes first; of the compute thread
         self._step_began: float | None = None  # written by the compute thread, read by others
         self._work_came = threading.Event()
 
-    async def run(self, work: Callable[[], T], lane: Lane = Lane.TRAINING) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        lane: Lane = Lane.TRAINING,
+        shares: Mapping[str, float] = NOBODY,
+        *,
+        step_follows: bool = False,
+    ) -> T:
+        """Run ``work`` in its turn.
+
+        ``shares``: for which tenants it is, and which part of it for each. ``step_follows``: an optimizer step comes as
+        soon as the caller hears that this has ended; it belongs to the same turn.
+        """
         done: Future[T] = Future()
-        self._lanes[lane].append((work, done))
+        self._lanes[lane].append(_Piece(work, done, shares, step_follows))
         self._work_came.set()
         self._executor.submit(self._run_one)  # one call a piece; which piece is decided when the thread is free
         return await asyncio.wrap_future(done)
@@ -88,45 +115,54 @@ class Compute:
         return 0.0 if began is None else time.monotonic() - began
 
     @compute_thread
-    def run_waiting(self, lane: Lane, patience: float = 0.0) -> float:
-        """Run the next piece of work of a lane in the middle of the present one. Returns the seconds it took.
+    def run_waiting(self, lane: Lane) -> Mapping[str, float]:
+        """Run the next piece of work of a lane, if there is one, in the middle of the present one.
 
-        ``patience``: how many seconds to wait for such a piece.
+        Returns the seconds that it took, for each tenant.
         """
-        until = time.monotonic() + patience
-        while not self._lanes[lane]:
-            self._work_came.clear()
-            if not self._lanes[lane] and not self._work_came.wait(max(0.0, until - time.monotonic())):
-                return 0.0
+        if not self._lanes[lane]:
+            return {}
         began, started = self._step_began, time.monotonic()
-        self._run_next(lane)
+        shares = self._run_next(lane)
         seconds = time.monotonic() - started
         self._step_began = None if began is None else began + seconds
-        return seconds
+        return {tenant_id: seconds * share for tenant_id, share in shares.items()}
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
 
     def _run_one(self) -> None:
-        lane = self._next_lane if self._lanes[self._next_lane] else _other(self._next_lane)
-        if self._lanes[lane]:  # else it ran in the middle of another piece
-            self._next_lane = _other(lane)
-            self._run_next(lane)
-
-    def _run_next(self, lane: Lane) -> None:
-        work, done = self._lanes[lane].popleft()
-        if not done.set_running_or_notify_cancel():
+        lane = next((lane for lane in self._order if self._lanes[lane]), None)
+        if lane is None:  # it ran in the middle of another piece
             return
+        self._order.remove(lane)
+        self._order.append(lane)
+        if lane is not Lane.STEPS:  # then these come first again
+            self._order.remove(Lane.STEPS)
+            self._order.insert(0, Lane.STEPS)
+        self._run_next(lane)
+
+    def _run_next(self, lane: Lane) -> Mapping[str, float]:
+        piece = self._lanes[lane].popleft()
+        if not piece.done.set_running_or_notify_cancel():
+            return piece.shares
         self._step_began = time.monotonic()
         try:
-            result = work()
+            result = piece.work()
         except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
             self._step_began = None
-            done.set_exception(error)
+            piece.done.set_exception(error)
         else:
             self._step_began = None
-            done.set_result(result)
+            piece.done.set_result(result)
+        if piece.step_follows and self._step_comes():
+            self._run_next(Lane.STEPS)
+        return piece.shares
 
-
-def _other(lane: Lane) -> Lane:
-    return Lane.SAMPLING if lane is Lane.TRAINING else Lane.TRAINING
+    def _step_comes(self) -> bool:
+        until = time.monotonic() + _SOON
+        while not self._lanes[Lane.STEPS]:
+            self._work_came.clear()
+            if not self._lanes[Lane.STEPS] and not self._work_came.wait(max(0.0, until - time.monotonic())):
+                return False
+        return True

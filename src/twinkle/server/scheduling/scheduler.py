@@ -93,6 +93,7 @@ class _Tenant:
         self.demand = 0  # cost of all its ready passes, when a batch of passes was last made of what was ready
         self.demanded_at = 0  # the number of that batch
         self.turn = 0  # the number of the batch that last started its longest-ready pass
+        self.long_passes: set[str] = set()  # that run while others have work, by request id
         self.ready: dict[str, _Adapter] = {}  # those with a ready pass, longest-ready first
 
     @property
@@ -254,6 +255,7 @@ class Scheduler:
     def finish(self, op: Op, *, failed: bool) -> None:
         """Note that an op of a batch has run. ``failed`` ones changed nothing."""
         adapter = self._running.pop(op.request_id)
+        adapter.tenant.long_passes.discard(op.request_id)
         adapter.ops.finish(op, failed)
         if not adapter.ops.running:
             self._place(adapter)
@@ -288,8 +290,11 @@ class Scheduler:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """Return what to run now; None if nothing is ready that does not run already."""
-        tenants = self._ready_tenants.values()
+        """Return what to run now; None if nothing is ready that does not run already.
+
+        A long pass is its tenant's turn for as long as it takes: other passes of that tenant wait until it has ended.
+        """
+        tenants = self._tenants_in_turn()
         longest = min(tenants, key=_Tenant.by_wait, default=None)
         overdue = longest is not None and self._batches - longest.by_wait()[0] >= self._max_skips
         most = 1 if overdue else _BARRIERS_IN_A_ROW
@@ -299,6 +304,9 @@ class Scheduler:
             return None
         self._shares.raise_floors(self._ready_tenants)
         return self._pass_batch((longest if overdue else min(tenants, key=self._by_place)).first)
+
+    def _tenants_in_turn(self) -> list[_Tenant]:
+        return [tenant for tenant in self._ready_tenants.values() if not tenant.long_passes]
 
     def _by_place(self, tenant: _Tenant) -> tuple[tuple[int, float], int]:
         return self._shares.place(tenant.tenant_id), tenant.first.ready_rank
@@ -349,13 +357,16 @@ class Scheduler:
         portions = _Portions(self._contended_tokens, self._demanding.values(), self._shares)
         queue = [
             (_FIRST if tenant is lead.tenant else self._shares.place(tenant.tenant_id), line[0].ready_rank, line)
-            for tenant in self._ready_tenants.values()
+            for tenant in self._tenants_in_turn()
             if (line := deque(a for a in tenant.ready.values() if a.ready_kind is lead.ready_kind))
         ]
         heapq.heapify(queue)  # ranks differ, so lines are never compared
         first = lead.ops.head
         assert first is not None
-        if portions.is_long(lead.tenant, first.price.cost) or first.price.cost > self._budget:
+        if portions.is_long(lead.tenant, first.price.cost):
+            lead.tenant.long_passes.add(first.request_id)
+            return (self._start_pass(lead),), True
+        if first.price.cost > self._budget:
             return (self._start_pass(lead),), True
         if not portions.has_room(lead.tenant, first.price.cost):
             return (self._start_pass(lead),), False

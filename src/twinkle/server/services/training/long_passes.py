@@ -1,12 +1,13 @@
 """Passes that take long. They run in steps, and batches of other tenants get their turns between and within these.
 
 One long pass at a time takes a step. Before each step the service loop gets two turns. Where a step can be interrupted,
-on a CPU, training and sampling of others may each use as much time inside a pass as the pass itself.
+on a CPU, training of others and sampling may each use as much time inside a pass as its tenant: the time of the pass,
+and of short passes of the same tenant that came between.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 
 from twinkle.server.backends.compute_thread import Compute, Lane, compute_thread
@@ -16,7 +17,6 @@ from twinkle.server.types import Op, Outcome
 
 _TURNS = 2  # of the loop at a time: a pass, and the optimizer step that waits for it
 _MOST = 4  # at once: each holds what it has computed so far
-_SOON = 0.02  # seconds until the loop has sent the optimizer step that waits for a pass
 
 
 class LoopTurns:
@@ -94,8 +94,8 @@ class _LongRun:
         self._tenant_id = tenant_id
         self._limit: int | None = None
         self._resumed_at = 0.0
-        self._others_seconds = dict.fromkeys(Lane, 0.0)  # within its steps
-        self._others_turns = dict.fromkeys(Lane, 0)  # that they may still have before it goes on
+        self._short_seconds = 0.0  # of the same tenant's short passes, within this one's steps
+        self._others_seconds = {Lane.TRAINING: 0.0, Lane.SAMPLING: 0.0}  # within its steps
 
     def note_limit(self) -> None:
         """On the event loop: see how much the next step may hold."""
@@ -119,19 +119,23 @@ class _LongRun:
 
     @compute_thread
     def give_way(self) -> None:
-        """Run what waits in each lane, unless that lane has had more time inside this pass than the pass itself."""
+        """Run one piece of each lane, unless that lane has had more time inside this pass than this pass's tenant."""
         self._count_own_time()
-        for lane in Lane:
-            if self._others_seconds[lane] <= self.own_seconds:
-                self._others_turns[lane] = _TURNS if lane is Lane.TRAINING else 1
-            patience = 0.0
-            while self._others_turns[lane] and (seconds := self._compute.run_waiting(lane, patience)):
-                self._others_turns[lane] -= 1
-                self._others_seconds[lane] += seconds
-                patience = _SOON
-            if self._others_turns[lane]:  # idle time earns nothing
-                self._others_seconds[lane] = max(self._others_seconds[lane], self.own_seconds)
+        self._count(Lane.TRAINING, self._compute.run_waiting(Lane.STEPS))
+        for lane in self._others_seconds:
+            tenant_seconds = self.own_seconds + self._short_seconds
+            if self._others_seconds[lane] > tenant_seconds:
+                continue
+            if seconds := self._compute.run_waiting(lane):
+                self._count(lane, seconds)
+            else:
+                self._others_seconds[lane] = tenant_seconds  # idle time earns nothing
         self._resumed_at = time.perf_counter()
+
+    def _count(self, lane: Lane, seconds: Mapping[str, float]) -> None:
+        own = seconds.get(self._tenant_id, 0.0)
+        self._short_seconds += own
+        self._others_seconds[lane] += sum(seconds.values()) - own
 
     def _count_own_time(self) -> None:
         now = time.perf_counter()

@@ -7,12 +7,13 @@ adapters go on meanwhile. An outcome settles its future at once and goes to the 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from twinkle.server.backends.compute_thread import compute_thread, event_loop
+from twinkle.server.backends.compute_thread import Lane, compute_thread, event_loop
 from twinkle.server.scheduling.scheduler import Batch
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
@@ -278,7 +279,10 @@ class OpRunner:
         if in_steps:
             outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id, beside=beside)
         else:
-            outcomes = await self._compute.run(partial(self._execute, ops))
+            lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
+            follows = ops[0].kind.is_pass and any(map(_step_waits, tasks))
+            work = partial(self._execute, ops)
+            outcomes = await self._compute.run(work, lane, _shares(tasks), step_follows=follows)
         for task, outcome in zip(tasks, outcomes, strict=True):
             self._finish(task, outcome)
         self._measurements.write_soon()
@@ -378,3 +382,16 @@ class OpRunner:
         if ran and op.kind.creates and outcome.failed:
             self._adapters.fail(adapter, f"model {op.adapter_id} could not be created")
         self._wake.set()
+
+
+def _shares(tasks: Sequence[Task]) -> dict[str, float]:
+    """Return which part of a batch is for which tenant, by the cost of its ops."""
+    shares: Counter[str] = Counter()
+    for task in tasks:
+        shares[task.adapter.run.tenant_id] += 1 + task.op.price.cost  # also an op without tokens takes some time
+    return {tenant_id: cost / shares.total() for tenant_id, cost in shares.items()}
+
+
+def _step_waits(task: Task) -> bool:
+    following = task.adapter.ops.get(task.op.seq + 1)
+    return following is not None and following.is_step
