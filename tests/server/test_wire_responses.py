@@ -16,6 +16,7 @@ from tinker.types.topk_logprobs import topk_to_lists
 from tinker.types.try_again_response import TryAgainResponse
 
 from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
+from twinkle.server.ids import CheckpointPath
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire import tinker_pb2 as pb
@@ -35,15 +36,14 @@ class TestJson:
     def test_successes(self):
         path = "tinker://s:train:0/weights/a"
         assert _read(responses.created("s:train:0"), CreateModelResponse).model_id == "s:train:0"
-        assert _read(responses.saved(path), SaveWeightsResponse).path == path
+        assert _read(responses.saved(CheckpointPath.parse(path), 1), SaveWeightsResponse).path == path
         loaded = _read(responses.loaded(path, "m"), LoadWeightsResponse)
         assert (loaded.path, loaded.model_id) == (path, "m")
-        named = _read(responses.published(path=path), SaveWeightsForSamplerResponseInternal)
-        assert (named.path, named.sampling_session_id) == (path, None)
-        unnamed = _read(responses.published(sampling_session_id="x"), SaveWeightsForSamplerResponseInternal)
+        for_sampler = CheckpointPath("s:train:0", "sampler_weights", "a")
+        named = _read(responses.saved(for_sampler, 1), SaveWeightsForSamplerResponseInternal)
+        assert (named.path, named.sampling_session_id) == (str(for_sampler), None)
+        unnamed = _read(responses.published("x"), SaveWeightsForSamplerResponseInternal)
         assert (unnamed.path, unnamed.sampling_session_id) == (None, "x")
-        with pytest.raises(ValueError, match="either"):
-            responses.published()
 
     def test_metrics_stay_finite(self):
         metrics = {"a:mean": np.float32(0.5), "error": 1, "b": float("nan"), "c": float("-inf")}

@@ -155,44 +155,32 @@ class OptimStep:
     params: AdamParams
 
 
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
 @dataclass(frozen=True)
 class SaveWeights:
+    """A checkpoint. The files of external_weights are encrypted to ``recipients``, if there are any."""
+
     name: str
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Metadata = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PublishSampler:
-    """Named: a checkpoint of kind sampler_weights. Unnamed: a sampling session of its own, number ``session_seq``."""
-
-    name: str | None
-    session_seq: int | None
-    ttl_seconds: int | None = None
-    user_metadata: Metadata = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ExportWeights:
-    """A checkpoint of kind external_weights, its files encrypted to ``recipients`` if there are any."""
-
-    name: str
-    ttl_seconds: int | None = None
+    kind: CheckpointKind = "weights"
     recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class LoadWeights:
-    path: str
-    optimizer: bool
+class PublishSampler:
+    """The weights of a sampling session of its own, which is number ``session_seq`` of its session."""
+
+    session_seq: int
 
 
 @dataclass(frozen=True)
-class CreateFromCheckpoint:
-    """An adapter that begins as a checkpoint, whose shape ``spec`` is."""
+class LoadWeights:
+    """Of an op that creates its adapter: the adapter begins as this checkpoint, and has the shape of its run."""
 
-    spec: LoraSpec
     path: str
     optimizer: bool
 
@@ -281,7 +269,7 @@ class Refused:
 
 Pass = TrainPass | NativePass
 Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
-Files = SaveWeights | PublishSampler | ExportWeights | LoadWeights | CreateFromCheckpoint
+Files = SaveWeights | PublishSampler | LoadWeights
 Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
 
 
@@ -463,9 +451,6 @@ class RunRecord:
     user_metadata: Metadata = field(default_factory=dict)
     note: str | None = None  # why it failed, or how to resume
     replica: str = ""  # which of several replicas of the model has it
-
-
-CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True)

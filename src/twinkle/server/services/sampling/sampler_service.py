@@ -13,12 +13,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from twinkle.errors import (
-    GoneError,
-    InvalidInputError,
-    ShuttingDownError,
-    TwinkleError,
-)
+from twinkle.errors import GoneError, InvalidInputError, ShuttingDownError, TwinkleError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
 from twinkle.sampler.validation import MAX_CELLS
 from twinkle.server.backends.compute_thread import Compute, Lane
