@@ -7,7 +7,7 @@ adapters go on meanwhile. An outcome settles its future at once and goes to the 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +95,9 @@ class Task:
     op: Op
     finished: bool = False
     in_background: bool = False  # it ends by itself, whatever becomes of its batch
+
+
+_Compute = Callable[[Sequence[Task]], Awaitable[list[Outcome]]]  # a batch on the device: at once, or in steps
 
 
 class OpRunner:
@@ -209,27 +212,25 @@ class OpRunner:
         Not while an op may have killed the last process: suspects run alone, and a batch would hold the loop up for
         the very turns that it waits for.
         """
-        return self._long_passes.may_begin and not self._running.has_suspects
+        return not self._long_passes.beside.locked() and not self._running.has_suspects
 
     async def _run_long(self, batch: Batch) -> None:
         """A batch that takes long: the loop goes on with those of other tenants between its steps."""
         try:
-            async with self._long_passes.beside():
+            async with self._long_passes.beside:
                 await self._run_batch(batch, beside=True)
         finally:
             self._wake.set()
 
     async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
-        """``beside``: the loop does not wait for it."""
+        """Run a batch. ``beside``: the loop does not wait for it."""
+        compute = partial(self._run_in_steps, beside=beside) if batch.long else self._run_at_once
         tasks = [self._task(op) for op in batch.ops]
         for part in self._running.apart([task.op.request_id for task in tasks]):
-            await self._run_together(tasks[part], in_steps=batch.long, beside=beside)
+            await self._run_together(tasks[part], compute)
 
-    async def _run_together(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
-        """Run a batch, or a part of it: an op that may have killed the process is alone.
-
-        ``in_steps``: batches of other tenants run between its micro-batches.
-        """
+    async def _run_together(self, tasks: Sequence[Task], compute: _Compute) -> None:
+        """Run a batch, or a part of it: an op that may have killed the process is alone."""
         try:
             ready: list[Task] = []
             for task in tasks:
@@ -237,26 +238,30 @@ class OpRunner:
                     continue
                 if ready and not await self._adapters.make_room_for(task.adapter, creating=task.op.kind.creates):
                     # Once they have run, their adapters may go to disk, and this one has room.
-                    await self._run_tasks(ready, in_steps=in_steps, beside=beside)
+                    await self._run_tasks(ready, compute)
                     ready = []
                 await self._adapters.make_room_for(task.adapter, creating=task.op.kind.creates)
                 if await self._has_come(task):
                     ready.append(task)
-            await self._run_tasks(ready, in_steps=in_steps, beside=beside)
+            await self._run_tasks(ready, compute)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished and not task.in_background:
                     self._finish(task, unexpected(error, task.op.request_id), ran=False)
 
-    async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
+    async def _run_tasks(self, tasks: Sequence[Task], compute: _Compute) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
         quick = [task for task in tasks if not task.op.kind.takes_files]
         for task in slow:  # these wait for disk and database: other adapters go on meanwhile
             task.in_background = True
             self._background.start(self._run_slow(task))
         if quick:
-            async with self._running.noted([task.op.request_id for task in quick]):
-                await self._run_quick(quick, in_steps=in_steps, beside=beside)
+            request_ids = [task.op.request_id for task in quick]
+            logger.debug("batch: %s", " ".join(request_ids))
+            async with self._running.noted(request_ids):
+                for task, outcome in zip(quick, await compute(quick), strict=True):
+                    self._finish(task, outcome)
+                self._measurements.write_soon()
 
     async def _has_come(self, task: Task) -> bool:
         """Bring the adapter from its snapshot to the trainer, once; return whether the op can run.
@@ -272,21 +277,15 @@ class OpRunner:
         self._finish(task, Outcome.failure(message if damage is None else damage.message, "user"))
         return False
 
-    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
-        ops = [task.op for task in tasks]
-        logger.debug("batch: %s", " ".join(op.request_id for op in ops))
-        if in_steps:
-            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id, beside=beside)
-        else:
-            outcomes = await self._compute.run(partial(self._execute, ops))
-        for task, outcome in zip(tasks, outcomes, strict=True):
-            self._finish(task, outcome)
-        self._measurements.write_soon()
+    async def _run_at_once(self, tasks: Sequence[Task]) -> list[Outcome]:
+        return await self._compute.run(partial(self._execute, [task.op for task in tasks]))
 
-    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> list[Outcome]:
+    async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool) -> list[Outcome]:
+        """Run passes of one tenant; batches of other tenants run between their micro-batches."""
+        ops = [task.op for task in tasks]
         for op in ops:
             self._recorder.started(op)
-        outcomes, seconds = await self._long_passes.run(ops, tenant_id, beside=beside)
+        outcomes, seconds = await self._long_passes.run(ops, tasks[0].adapter.run.tenant_id, beside=beside)
         self.busy_seconds += seconds
         self._recorder.stepped(ops, self._model.trainer, seconds)
         return outcomes
