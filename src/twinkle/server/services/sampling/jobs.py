@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -62,15 +61,6 @@ class SampleJob:
             return error
         logger.error("request %s failed", self.request_id, exc_info=error, extra={"request_id": self.request_id})
         return TwinkleServerError(f"internal error; the server's log has the details under request {self.request_id}")
-
-
-@dataclass(frozen=True)
-class TurnInput:
-    """What a turn does before it samples: cancel, release, start."""
-
-    cancelled: Sequence[str]
-    released: Sequence[str]  # versions
-    fresh: Sequence[SampleJob]
 
 
 @dataclass(frozen=True)
