@@ -175,7 +175,7 @@ class Gateway:
         for resource in dict.fromkeys(budget.resource for budget in of_models):
             same = [budget for budget in of_models if budget.resource == resource]
             budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
-        budgets += [training.journal.budget() for training in services[:1]]  # all services write to one journal
+        budgets += [training.journal.budget for training in services[:1]]  # all services write to one journal
         if isinstance(self.processors, ProcessorService):  # otherwise they are in another process, which tells
             budgets.append(self.processors.budget)
         return budgets

@@ -62,8 +62,9 @@ class Settlement:
         else:
             self._context.background.start(self._record(adapter, op, outcome))
             if not outcome.failed:
-                tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
-                self._context.tenants.usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
+                self._context.tenants.usage.add(
+                    adapter.run.tenant_id, trained_tokens=op.price.tokens, optim_steps=int(op.is_step), requests=1
+                )
             self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
         # A forward pass that leaves nothing behind changes nothing: its number is covered by the snapshot there is.
