@@ -8,39 +8,28 @@ journalled ops again, in order; clients find the same futures under the same ids
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
-from urllib.parse import quote
 
 from twinkle.errors import NotFoundError
-from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import RequestId
-from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
-from twinkle.server.services.futures import Delivery, Futures
-from twinkle.server.services.running_ops import RunningOps
+from twinkle.server.services.futures import Delivery
 from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
 from twinkle.server.services.training.admission import Entry, JournalQuota, OpAdmission
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.custom_losses import LossGraphs
-from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.recovery import journalled, plan_recovery
 from twinkle.server.services.training.replay_feed import ReplayFeed
-from twinkle.server.services.training.run_kind import RunKind, RunKinds
 from twinkle.server.services.training.runner import OpRunner, Settlement
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DamagedRecordError, JournalError
-from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.state.store import Store
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
 from twinkle.server.telemetry.readings import queue_readings, trainer_readings
-from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
-from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, Refused, RunRecord
 from twinkle.server.wire.errors import SequenceConflictError
 
@@ -48,70 +37,30 @@ logger = logging.getLogger(__name__)
 
 # Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
 _FURTHEST_AHEAD = 10_000
-_CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
 
 
 class ModelService:
     def __init__(
-        self,
-        model: ServedModel,
-        store: Store,
-        compute: Compute,
-        files: DataDir,
-        *,
-        kinds: Sequence[RunKind] = (),
-        merge: bool = True,
-        tenants: Tenants | None = None,
-        futures: Futures | None = None,
-        memory: ProcessMemory | None = None,
-        is_ours: Callable[[RunRecord], bool] = lambda _run: True,
-        recorder: TrainingRecorder | None = None,
-        replica: str = "",
-        gap_seconds: float = 360.0,
+        self, context: TrainingContext, memory: ProcessMemory, is_ours: Callable[[RunRecord], bool] = lambda _run: True
     ) -> None:
-        """``kinds``: of runs beside Tinker's. ``is_ours`` tells which runs of this model are to be brought back here.
+        """``memory``: the budgets that all services of this process share.
 
-        ``memory``: the budgets that all services of this process share.
-        ``replica``: the name of this one where a model has several. ``gap_seconds``: how long ops wait for a sequence
-        number that is missing.
+        ``is_ours`` tells which runs of this model are to be brought back here.
         """
-        self.model = model
-        self._is_ours = is_ours
-        self._store = store
-        memory = memory or ProcessMemory()
-        self._guard = memory.guard
-        self._tenants = tenants = tenants or Tenants()
-        self._futures = futures or Futures(memory=memory.results)
+        self.context = context  # whoever wants something of one of its parts, such as a metric, asks that part
+        self._store, self._scheduler = context.store, context.scheduler
+        self._futures = context.futures
         self._futures.read_back = self._on_record
-        self._scheduler = Scheduler(
-            model.tokens_per_batch,
-            tenants.share,
-            merge=merge,
-            gap_timeout=gap_seconds,
-            contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
-        )
-        # What the parts below share; whoever asks one of them, such as a metric, asks it here.
-        self.context = context = TrainingContext(
-            model,
-            store,
-            compute,
-            files,
-            tenants,
-            RunKinds(kinds),
-            self._futures,
-            recorder or TrainingRecorder(model.name),
-            self._scheduler,
-            RunMeasurements(store.run_metrics),
-            RunningOps(files.root / "running" / quote(replica or model.name, safe="")),
-        )
-        self.journal = JournalQuota(store, tenants)
+        self._guard = memory.guard
+        self._is_ours = is_ours
+        self.journal = JournalQuota(context.store, context.tenants)
         snapshots, checkpoints = Snapshots(context), Checkpoints(context)
         settlement = Settlement(context, snapshots, self.journal)
         self._settle = settlement.settle
         self.adapters = LiveAdapters(context, snapshots, checkpoints, settlement.settle, memory.adapter_bytes)
         self._runner = OpRunner(context, self.adapters, settlement, snapshots, checkpoints)
         self.loop = self._runner.loop
-        self._loss_graphs = LossGraphs(store, tenants.pools.reading)
+        self._loss_graphs = LossGraphs(context.store, context.tenants.pools.reading)
         self._feed = ReplayFeed(context, self._loss_graphs, self.adapters, self._runner.enqueue)
         settlement.on_settled = self._feed.ended
         self._admission = OpAdmission(context, self.adapters, memory.queued_bytes)
@@ -123,7 +72,7 @@ class ModelService:
     async def start(self) -> None:
         """Bring back what was there before, then work."""
         for run in await self._store.runs.in_state("live"):
-            if run.model_name == self.model.name and self._is_ours(run):
+            if run.model_name == self.context.model.name and self._is_ours(run):
                 try:
                     await self._recover(run)
                 except DamagedRecordError as error:  # costs its own adapter alone
@@ -176,7 +125,7 @@ class ModelService:
             self.adapters.memory.check()
             self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
         with self.context.recorder.journalling(op):
-            limits = self._tenants.limits(run.tenant_id)
+            limits = self.context.tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
                 run, op, op.digest, time.time(), limits.max_adapters_per_tenant, limits.max_session_rows_per_tenant
             )
@@ -340,7 +289,7 @@ class ModelService:
 
     def readings(self) -> Iterator[Reading]:
         """Yield the metrics that are read when somebody asks. Those of the trainer are there after its first batch."""
-        numbers, model, futures = self._scheduler.numbers(), self.model.name, self._futures
+        numbers, model, futures = self._scheduler.numbers(), self.context.model.name, self._futures
         waiting, busy = sum(numbers.waiting.values()), self._runner.busy_seconds
         yield from queue_readings(model, "training", waiting, futures.polls, futures.all_unfetched_bytes, busy)
         yield Reading(instruments.COMPUTE_STEP, self.context.compute.step_seconds, (model,))
