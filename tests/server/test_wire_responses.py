@@ -1,6 +1,7 @@
 """Results as the SDK reads them: JSON through its response models, samples through its protobuf decoder."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +17,7 @@ from tinker.types.topk_logprobs import topk_to_lists
 from tinker.types.try_again_response import TryAgainResponse
 
 from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
-from twinkle.server.ids import CheckpointPath
-from twinkle.server.types import Encoding, Outcome
+from twinkle.server.types import CheckpointRecord, Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.sampling import encode_sample_result
@@ -36,12 +36,13 @@ class TestJson:
     def test_successes(self):
         path = "tinker://s:train:0/weights/a"
         assert _read(responses.created("s:train:0"), CreateModelResponse).model_id == "s:train:0"
-        assert _read(responses.saved(CheckpointPath.parse(path), 1), SaveWeightsResponse).path == path
+        record = CheckpointRecord("s:train:0", "weights", "a", "t", "s:train:0:1", "d", 0.0, 1)
+        assert _read(responses.saved(record), SaveWeightsResponse).path == path
         loaded = _read(responses.loaded(path, "m"), LoadWeightsResponse)
         assert (loaded.path, loaded.model_id) == (path, "m")
-        for_sampler = CheckpointPath("s:train:0", "sampler_weights", "a")
-        named = _read(responses.saved(for_sampler, 1), SaveWeightsForSamplerResponseInternal)
-        assert (named.path, named.sampling_session_id) == (str(for_sampler), None)
+        saved = responses.saved(replace(record, kind="sampler_weights"))
+        named = _read(saved, SaveWeightsForSamplerResponseInternal)
+        assert (named.path, named.sampling_session_id) == ("tinker://s:train:0/sampler_weights/a", None)
         unnamed = _read(responses.published("x"), SaveWeightsForSamplerResponseInternal)
         assert (unnamed.path, unnamed.sampling_session_id) == (None, "x")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.types import Encoding, Outcome
+from twinkle.server.types import CheckpointRecord, Encoding, Outcome
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 _FOR_SAMPLER = "save_weights_for_sampler"
@@ -24,11 +24,12 @@ def stepped(metrics: Mapping[str, float]) -> Outcome:
     return _success({"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}})
 
 
-def saved(path: CheckpointPath, size_bytes: int) -> Outcome:
+def saved(record: CheckpointRecord) -> Outcome:
     """The size is told of an exported checkpoint, whose files clients download."""
-    if path.kind == "external_weights":
-        return _success({"path": str(path), "size_bytes": size_bytes})
-    return _success({"path": str(path), "type": "save_weights" if path.kind == "weights" else _FOR_SAMPLER})
+    path = str(CheckpointPath(record.run_id, record.kind, record.name))
+    if record.kind == "external_weights":
+        return _success({"path": path, "size_bytes": record.size_bytes})
+    return _success({"path": path, "type": "save_weights" if record.kind == "weights" else _FOR_SAMPLER})
 
 
 def published(sampling_session_id: str) -> Outcome:

@@ -27,7 +27,6 @@ from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
 from twinkle.server.types import (
     CheckpointRecord,
     LoadWeights,
-    Metadata,
     Op,
     OpKind,
     Outcome,
@@ -41,6 +40,9 @@ from twinkle.server.wire import responses
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _EVICTION = 0  # the place in the sequence of the save that we make ourselves
+
+
+Copy = Callable[[], Callable[[Path], None]]  # runs in the compute thread, and returns what writes the files
 
 
 class Checkpoints:
@@ -102,32 +104,20 @@ class Checkpoints:
         raise AssertionError("there are always more names")
 
     async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
-        path, trainer = CheckpointPath(run.run_id, save.kind, save.name), self._model.trainer
+        trainer = self._model.trainer
         if save.kind == "external_weights":
             copy = partial(prepare_export, trainer, op.adapter_id, save.recipients)
         else:
             copy = partial(trainer.prepare_save, op.adapter_id, save.kind == "weights")
-        size = await self.write(op, run, path, copy, save.overwrite, save.ttl_seconds, save.user_metadata)
-        return responses.saved(path, size)
+        return responses.saved(await self.write(op, run, save, copy))
 
-    async def write(
-        self,
-        op: Op,
-        run: RunRecord,
-        path: CheckpointPath,
-        copy: Callable[[], Callable[[Path], None]],
-        overwrite: bool,
-        ttl_seconds: int | None,
-        user_metadata: Metadata,
-    ) -> int:
-        """Write a checkpoint and its record; return how large its files are.
-
-        ``copy`` runs in the compute thread and returns what writes the files.
-        """
+    async def write(self, op: Op, run: RunRecord, save: SaveWeights, copy: Copy) -> CheckpointRecord:
+        """Write a checkpoint and its record, which is returned."""
+        path = CheckpointPath(run.run_id, save.kind, save.name)
         existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        if existing is not None and existing.request_id == op.request_id and not overwrite:
-            return existing.size_bytes
-        if existing is not None and not overwrite:
+        if existing is not None and existing.request_id == op.request_id and not save.overwrite:
+            return existing
+        if existing is not None and not save.overwrite:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         # What we keep ourselves, when an adapter leaves the device, is kept in any case.
@@ -148,8 +138,8 @@ class Checkpoints:
             directory=self._files.relative(directory),
             created_at=now,
             size_bytes=size_of(directory),
-            expires_at=None if ttl_seconds is None else now + ttl_seconds,
-            user_metadata=user_metadata,
+            expires_at=None if save.ttl_seconds is None else now + save.ttl_seconds,
+            user_metadata=save.user_metadata,
         )
         try:
             replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
@@ -166,7 +156,7 @@ class Checkpoints:
             pinned = await self._store.sampling_sessions.refer_to(other)
             if not pinned and not await self._store.checkpoints.lie_in(other):
                 await self.threads.in_thread(run.tenant_id, partial(self._files.remove, other))
-        return record.size_bytes
+        return record
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
         """Before anything is written. How much it will be is known only then, and checked once more."""
