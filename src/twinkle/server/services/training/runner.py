@@ -225,7 +225,7 @@ class OpRunner:
 
     async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
         """Run a batch. ``beside``: the loop does not wait for it."""
-        compute = partial(self._run_in_steps, beside=beside) if batch.long else self._run_at_once
+        compute: _Compute = partial(self._run_in_steps, beside=beside) if batch.long else self._run_at_once
         tasks = [self._task(op) for op in batch.ops]
         for part in self._running.apart([task.op.request_id for task in tasks]):
             await self._run_together(tasks[part], compute)
