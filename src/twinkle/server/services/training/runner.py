@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from twinkle.server.backends.compute_thread import compute_thread, event_loop
-from twinkle.server.scheduling.scheduler import Batch
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.running_ops import MOST_DEATHS
@@ -184,10 +183,12 @@ class OpRunner:
             now = time.monotonic()
             await self._refuse_all(self._scheduler.refusals(now))
             batch = self._scheduler.next_batch()
+            tasks = [] if batch is None else [self._task(op) for op in batch.ops]
             if batch is not None and batch.long and self._may_run_beside():
-                self._background.start(self._run_long(batch))
+                await self._long_passes.beside.acquire()  # at once: there is room for one more
+                self._background.start(self._run_long(tasks))
             elif batch is not None:
-                await self._run_batch(batch)
+                await self._run_batch(tasks, self._run_in_steps if batch.long else self._run_at_once)
                 self._turns.end(idle=False)
                 await self._adapters.make_room()
             due = self._snapshots.due(now)
@@ -215,18 +216,15 @@ class OpRunner:
         """
         return not self._long_passes.beside.locked() and not self._running.has_suspects
 
-    async def _run_long(self, batch: Batch) -> None:
+    async def _run_long(self, tasks: Sequence[Task]) -> None:
         """A batch that takes long: the loop goes on with those of other tenants between its steps."""
         try:
-            async with self._long_passes.beside:
-                await self._run_batch(batch, beside=True)
+            await self._run_batch(tasks, partial(self._run_in_steps, beside=True))
         finally:
+            self._long_passes.beside.release()
             self._wake.set()
 
-    async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
-        """Run a batch. ``beside``: the loop does not wait for it."""
-        compute: _Compute = partial(self._run_in_steps, beside=beside) if batch.long else self._run_at_once
-        tasks = [self._task(op) for op in batch.ops]
+    async def _run_batch(self, tasks: Sequence[Task], compute: _Compute) -> None:
         for part in self._running.apart([task.op.request_id for task in tasks]):
             await self._run_together(tasks[part], compute)
 
@@ -281,8 +279,11 @@ class OpRunner:
     async def _run_at_once(self, tasks: Sequence[Task]) -> list[Outcome]:
         return await self._compute.run(partial(self._execute, [task.op for task in tasks]))
 
-    async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool) -> list[Outcome]:
-        """Run passes of one tenant; batches of other tenants run between their micro-batches."""
+    async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
+        """Run passes of one tenant; batches of other tenants run between their micro-batches.
+
+        ``beside``: the loop does not wait for it.
+        """
         ops = [task.op for task in tasks]
         for op in ops:
             self._recorder.started(op)
