@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from model_services import model_service
 from running import training_body
 
 from twinkle.errors import QuotaError
@@ -17,19 +18,10 @@ from twinkle.server import ids
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import MockTrainer, mock_model
 from twinkle.server.config.sections import LimitsConfig
-from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.scheduling.shares import Priority, TenantShare
-from twinkle.server.services.futures import Futures
-from twinkle.server.services.running_ops import RunningOps
 from twinkle.server.services.training.adapters import LiveAdapter
-from twinkle.server.services.training.context import TrainingContext
-from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.model_service import ModelService
-from twinkle.server.services.training.run_kind import RunKinds
-from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
-from twinkle.server.telemetry.recording import TrainingRecorder
-from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
 from twinkle.server.wire.training import Allowance, decode_forward_backward
@@ -74,20 +66,7 @@ async def counting(root: Path, tenants: Tenants) -> AsyncIterator[Counted]:
     compute, model = Compute(), replace(mock_model(), tokens_per_batch=BUDGET)
     assert isinstance(model.trainer, MockTrainer)
     model.trainer.pause = 0.05  # a batch: far slower than any machine accepts ops, so that a flood fills its queue
-    context = TrainingContext(
-        model,
-        store,
-        compute,
-        DataDir(root),
-        tenants,
-        RunKinds(),
-        Futures(),
-        TrainingRecorder(model.name),
-        Scheduler(BUDGET, tenants.share, contended_tokens=model.contended_tokens),
-        RunMeasurements(store.run_metrics),
-        RunningOps(root / "running" / model.name),
-    )
-    service = ModelService(context, ProcessMemory())
+    service = model_service(model, store, compute, root, tenants)
     counted = Counted(service, store)
     counted.watch()
     await service.start()
