@@ -23,7 +23,7 @@ from twinkle.server.types import Op, OpKind, Outcome, PublishSampler, SaveWeight
 
 RUN = samples.run()
 SAVE = Op(RUN.run_id, 3, OpKind.SAVE, SaveWeights("ck", None, overwrite=False), b"")
-PUBLISH = Op(RUN.run_id, 4, OpKind.PUBLISH, PublishSampler(None, 0), b"")
+PUBLISH = Op(RUN.run_id, 4, OpKind.PUBLISH, PublishSampler(0), b"")
 
 
 def with_checkpoints(root: Path, check: Callable[[Checkpoints, Store], Awaitable[None]]) -> None:

@@ -5,14 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
+from model_services import model_service
 
 from twinkle.model.types import LoraSpec
 from twinkle.server import ids
 from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.backends.mock import mock_model
-from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.state.errors import DatabaseUnavailableError
-from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
 from twinkle.server.types import CreateAdapter, Op, OpKind, Outcome, RunRecord, SessionRecord
 
@@ -22,7 +21,7 @@ SPEC = LoraSpec(8, seed=1)
 async def created(root: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> tuple[Outcome, str]:
     """Create an adapter, alone in its batch; return the outcome, and the run's state as it is on record."""
     store, compute, now = await Store.open(root), Compute(), time.time()
-    service = ModelService(mock_model(), store, compute, DataDir(root))
+    service = model_service(mock_model(), store, compute, root)
     await service.start()
     try:
         await store.sessions.create(SessionRecord("s-1", "tenant", now, now))
@@ -35,7 +34,7 @@ async def created(root: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -
             raise RuntimeError("no such adapter can be made")
 
         if fails:
-            monkeypatch.setattr(service.model.trainer, "create_adapter", refuse)
+            monkeypatch.setattr(service.context.model.trainer, "create_adapter", refuse)
         else:
             monkeypatch.setattr(service.adapters, "make_room_for", away)
         request = await service.create(run, Op(run.run_id, 0, OpKind.CREATE, CreateAdapter(SPEC), b"create"))

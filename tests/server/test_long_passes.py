@@ -1,7 +1,7 @@
 """A long pass lets the loop go first, for a pass and its optimizer step; within its steps others get as much time."""
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -10,7 +10,7 @@ from twinkle.model.types import AdamParams
 from twinkle.server.backends.compute_thread import Compute, Lane
 from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.training import long_passes
-from twinkle.server.services.training.execution import Execution, Interruptions, Steps
+from twinkle.server.services.training.execution import Execution, GiveWay, StepLimit, Steps
 from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
 from twinkle.server.types import Op, OpKind, OptimStep, Outcome
 
@@ -30,14 +30,12 @@ class FakeExecution:
         self.took: list[str] = []
         self._clock, self._parts, self._seconds = clock, parts, seconds
 
-    def passes_in_steps(self, ops: Sequence[Op], interruptions: Interruptions | None) -> Steps:
-        assert interruptions is not None
+    def passes_in_steps(self, ops: Sequence[Op], _limit: StepLimit, give_way: GiveWay) -> Steps:
         for _ in range(self._parts):
-            interruptions.give_way()
+            give_way()
             self.took.append(ops[0].adapter_id)
             self._clock.now += self._seconds
-        yield from cast("Generator[None, None, None]", ())
-        return [Outcome("application/json", b"done")]
+        yield [Outcome("application/json", b"done")]
 
 
 def op(name: str) -> Op:
@@ -139,10 +137,10 @@ def test_one_long_pass_takes_a_step_at_a_time() -> None:
     most = 0
 
     class Watched:
-        def passes_in_steps(self, ops: Sequence[Op], interruptions: Interruptions | None) -> Steps:
+        def passes_in_steps(self, ops: Sequence[Op], _limit: StepLimit, _give_way: GiveWay) -> Steps:
             for _ in range(3):
-                yield
-            return [Outcome("application/json", b"done")]
+                yield None
+            yield [Outcome("application/json", b"done")]
 
     class Counting(Compute):
         async def run(self, work, lane=Lane.TRAINING):  # type: ignore[no-untyped-def]
@@ -169,9 +167,9 @@ def test_no_more_than_four_run_beside_the_loop() -> None:
         compute = Compute()
         passes = LongPasses(compute, Scheduler(100), cast("Execution", None), LoopTurns())
         for _ in range(4):
-            assert passes.may_begin
-            await passes.beside().__aenter__()
-        assert not passes.may_begin
+            assert not passes.beside.locked()
+            await passes.beside.acquire()
+        assert passes.beside.locked()
         compute.close()
 
     asyncio.run(main())

@@ -68,7 +68,7 @@ def test_a_sampler_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await service.start()
         service.sweep(0.0)  # a turn is due
         assert await asyncio.wait_for(service.loop.broken(), 10) == "sampling"
-        assert not service.alive
+        assert not service.loop.alive
         await service.stop()
         compute.close()
 

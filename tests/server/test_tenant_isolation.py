@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from model_services import model_service
 from running import training_body
 
 from twinkle.errors import QuotaError
@@ -21,7 +22,6 @@ from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.scheduling.shares import Priority, TenantShare
 from twinkle.server.services.training.adapters import LiveAdapter
 from twinkle.server.services.training.model_service import ModelService
-from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
 from twinkle.server.tenancy.tenants import Tenants, TenantTerms
 from twinkle.server.types import CreateAdapter, Op, OpKind, OptimStep, Outcome, RunRecord, SessionRecord
@@ -67,7 +67,7 @@ async def counting(root: Path, tenants: Tenants) -> AsyncIterator[Counted]:
     compute, model = Compute(), replace(mock_model(), tokens_per_batch=BUDGET)
     assert isinstance(model.trainer, MockTrainer)
     model.trainer.pause = 0.05  # a batch: far slower than any machine accepts ops, so that a flood fills its queue
-    service = ModelService(model, store, compute, DataDir(root), tenants=tenants)
+    service = model_service(model, store, compute, root, tenants)
     counted = Counted(service, store)
     counted.watch()
     await service.start()

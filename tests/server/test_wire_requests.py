@@ -231,9 +231,9 @@ class TestSequencedCalls:
 
     def test_publish(self):
         named = to_op(SaveWeightsForSamplerRequest, _dump(SdkSaveForSampler(model_id="m", path="s1", seq_id=4)))
-        assert (named.kind, named.payload) == (OpKind.PUBLISH, PublishSampler("s1", None))
+        assert (named.kind, named.payload) == (OpKind.PUBLISH, SaveWeights("s1", kind="sampler_weights"))
         unnamed = SdkSaveForSampler(model_id="m", sampling_session_seq_id=0, seq_id=5)
-        assert to_op(SaveWeightsForSamplerRequest, _dump(unnamed)).payload == PublishSampler(None, 0)
+        assert to_op(SaveWeightsForSamplerRequest, _dump(unnamed)).payload == PublishSampler(0)
         assert "one of the two" in _refusal(SaveWeightsForSamplerRequest)
         assert "one of the two" in _refusal(SaveWeightsForSamplerRequest, path="a", sampling_session_seq_id=1)
 

@@ -1,6 +1,7 @@
 """Results as the SDK reads them: JSON through its response models, samples through its protobuf decoder."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tinker.types.topk_logprobs import topk_to_lists
 from tinker.types.try_again_response import TryAgainResponse
 
 from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
-from twinkle.server.types import Encoding, Outcome
+from twinkle.server.types import CheckpointRecord, Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.sampling import encode_sample_result
@@ -35,15 +36,15 @@ class TestJson:
     def test_successes(self):
         path = "tinker://s:train:0/weights/a"
         assert _read(responses.created("s:train:0"), CreateModelResponse).model_id == "s:train:0"
-        assert _read(responses.saved(path), SaveWeightsResponse).path == path
+        record = CheckpointRecord("s:train:0", "weights", "a", "t", "s:train:0:1", "d", 0.0, 1)
+        assert _read(responses.saved(record), SaveWeightsResponse).path == path
         loaded = _read(responses.loaded(path, "m"), LoadWeightsResponse)
         assert (loaded.path, loaded.model_id) == (path, "m")
-        named = _read(responses.published(path=path), SaveWeightsForSamplerResponseInternal)
-        assert (named.path, named.sampling_session_id) == (path, None)
-        unnamed = _read(responses.published(sampling_session_id="x"), SaveWeightsForSamplerResponseInternal)
+        saved = responses.saved(replace(record, kind="sampler_weights"))
+        named = _read(saved, SaveWeightsForSamplerResponseInternal)
+        assert (named.path, named.sampling_session_id) == ("tinker://s:train:0/sampler_weights/a", None)
+        unnamed = _read(responses.published("x"), SaveWeightsForSamplerResponseInternal)
         assert (unnamed.path, unnamed.sampling_session_id) == (None, "x")
-        with pytest.raises(ValueError, match="either"):
-            responses.published()
 
     def test_metrics_stay_finite(self):
         metrics = {"a:mean": np.float32(0.5), "error": 1, "b": float("nan"), "c": float("-inf")}

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -86,6 +86,25 @@ class OpKind(StrEnum):
 
 
 @dataclass(frozen=True)
+class Price:
+    """What an op costs, known before anything of it is allocated. Limits, queues and the scheduler count it.
+
+    ``work`` is the time it takes on the device, in tokens of a plain pass: width, further passes and custom losses
+    count too. ``held_bytes`` is the memory of the op while it waits, ``result_bytes`` that of its result.
+    """
+
+    tokens: int = 0
+    work: int = 0
+    held_bytes: int = 0
+    result_bytes: int = 0
+
+    @property
+    def cost(self) -> int:
+        """Return what it counts in batches, in shares and against a minute's tokens."""
+        return max(self.tokens, self.work)
+
+
+@dataclass(frozen=True)
 class CreateAdapter:
     spec: LoraSpec
 
@@ -122,32 +141,20 @@ class TrainPass:
         return sum(len(datum.tokens) for datum in self.data)
 
     @property
-    def cells(self) -> int:
-        """Targets of all tokens: a result has a number for each."""
-        return sum(datum.cells for datum in self.data)
-
-    @property
-    def work(self) -> int:
-        """In tokens of a plain pass: width, the second look of a loss of its own, and what that computes count too."""
-        tokens, cells = self.tokens, self.cells
-        again = tokens // 3 if self.custom is not None or self.preference is not None else 0
-        graph = 0 if self.custom is None else self.custom.work // NUMBERS_A_TOKEN
-        return tokens + max(0, cells - tokens) // TARGETS_A_TOKEN + again + graph
-
-    @property
-    def result_bytes(self) -> int:
-        """A result has 4 bytes a target; JSON clients also get each target's part of the loss."""
-        return 8 * self.cells + 64 * len(self.data)
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of its arrays; a custom loss's targets are among its inputs."""
+    def price(self) -> Price:
+        """Return its price by its shapes: width, a second look for a loss of its own, and what that loss computes."""
+        tokens, targets = self.tokens, sum(datum.cells for datum in self.data)
+        work = tokens + max(0, targets - tokens) // TARGETS_A_TOKEN
         arrays = sum(datum.nbytes + OBJECT_BYTES for datum in self.data)
+        if self.custom is not None or self.preference is not None:
+            work += tokens // 3
+        if self.custom is not None:  # its targets are among its inputs
+            work += self.custom.work // NUMBERS_A_TOKEN
+            arrays += sum(array.nbytes for inputs in self.custom.inputs for array in inputs.values())
         if self.preference is not None:
             arrays += sum(each.nbytes for each in self.preference.ref_logps)
-        if self.custom is not None:
-            arrays += sum(array.nbytes for inputs in self.custom.inputs for array in inputs.values())
-        return arrays
+        # A result has 4 bytes a target; JSON clients also get each target's part of the loss.
+        return Price(tokens, work, arrays, 8 * targets + 64 * len(self.data))
 
 
 @dataclass(frozen=True)
@@ -155,44 +162,32 @@ class OptimStep:
     params: AdamParams
 
 
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
 @dataclass(frozen=True)
 class SaveWeights:
+    """A checkpoint. The files of external_weights are encrypted to ``recipients``, if there are any."""
+
     name: str
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Metadata = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PublishSampler:
-    """Named: a checkpoint of kind sampler_weights. Unnamed: a sampling session of its own, number ``session_seq``."""
-
-    name: str | None
-    session_seq: int | None
-    ttl_seconds: int | None = None
-    user_metadata: Metadata = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ExportWeights:
-    """A checkpoint of kind external_weights, its files encrypted to ``recipients`` if there are any."""
-
-    name: str
-    ttl_seconds: int | None = None
+    kind: CheckpointKind = "weights"
     recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class LoadWeights:
-    path: str
-    optimizer: bool
+class PublishSampler:
+    """The weights of a sampling session of its own, which is number ``session_seq`` of its session."""
+
+    session_seq: int
 
 
 @dataclass(frozen=True)
-class CreateFromCheckpoint:
-    """An adapter that begins as a checkpoint, whose shape ``spec`` is."""
+class LoadWeights:
+    """Of an op that creates its adapter: the adapter begins as this checkpoint, and has the shape of its run."""
 
-    spec: LoraSpec
     path: str
     optimizer: bool
 
@@ -220,18 +215,10 @@ class NativePass:
         return sum(len(row["input_ids"]) for row in self.rows)
 
     @property
-    def work(self) -> int:
-        return self.tokens
-
-    @property
-    def result_bytes(self) -> int:
-        """Log-probabilities and entropies, as JSON."""
-        return JSON_NUMBER_BYTES * 2 * self.tokens
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of its rows."""
-        return sum(values.nbytes for row in self.rows for values in row.values()) + OBJECT_BYTES * len(self.rows)
+    def price(self) -> Price:
+        """Return its price by its shapes. A result has log-probabilities and entropies, as JSON."""
+        tokens, arrays = self.tokens, sum(values.nbytes for row in self.rows for values in row.values())
+        return Price(tokens, tokens, arrays + OBJECT_BYTES * len(self.rows), JSON_NUMBER_BYTES * 2 * tokens)
 
 
 @dataclass(frozen=True)
@@ -281,27 +268,8 @@ class Refused:
 
 Pass = TrainPass | NativePass
 Native = CreateNative | NativePass | NativeVerb | NativeSave | NativeLoad
-Files = SaveWeights | PublishSampler | ExportWeights | LoadWeights | CreateFromCheckpoint
+Files = SaveWeights | PublishSampler | LoadWeights
 Payload = CreateAdapter | TrainPass | OptimStep | Files | Native | Refused
-
-
-@dataclass(frozen=True)
-class Price:
-    """What an op costs, known before anything of it is allocated. Limits, queues and the scheduler count it.
-
-    ``work`` is the time it takes on the device, in tokens of a plain pass: width, further passes and custom losses
-    count too. ``held_bytes`` is the memory of the op while it waits, ``result_bytes`` that of its result.
-    """
-
-    tokens: int = 0
-    work: int = 0
-    held_bytes: int = 0
-    result_bytes: int = 0
-
-    @property
-    def cost(self) -> int:
-        """Return what it counts in batches, in shares and against a minute's tokens."""
-        return max(self.tokens, self.work)
 
 
 @dataclass(frozen=True)
@@ -328,21 +296,14 @@ class Op:
         return self.sent_digest or digest(self.body)
 
     @property
-    def tokens(self) -> int:
-        """What a pass computes; all others: 0."""
-        return self.payload.tokens if isinstance(self.payload, Pass) else 0
-
-    @property
     def custom_loss(self) -> CustomLossUse | None:
         return self.payload.custom if isinstance(self.payload, TrainPass) else None
 
     @cached_property
     def price(self) -> Price:
-        """By the shapes of what it carries, which are known when its body is decoded."""
-        held, asked = len(self.body) + OBJECT_BYTES, self.payload
-        if isinstance(asked, Pass):
-            return Price(asked.tokens, asked.work, held + asked.nbytes, asked.result_bytes)
-        return Price(held_bytes=held)
+        """By the shapes of what it carries, which are known when its body is decoded. Only a pass has tokens."""
+        price = self.payload.price if isinstance(self.payload, Pass) else Price()
+        return replace(price, held_bytes=price.held_bytes + len(self.body) + OBJECT_BYTES)
 
     @property
     def is_step(self) -> bool:
@@ -463,9 +424,6 @@ class RunRecord:
     user_metadata: Metadata = field(default_factory=dict)
     note: str | None = None  # why it failed, or how to resume
     replica: str = ""  # which of several replicas of the model has it
-
-
-CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from twinkle.model.types import (
 from twinkle.sampler.types import Sampler
 from twinkle.server.backends.text_codec import TextCodec
 
+_CONTENDED_PART = 16  # of a batch
+
 
 class TrainingBackend(Protocol):
     """Many adapters on one frozen model. Called in the compute thread, where a method does not say otherwise."""
@@ -112,3 +114,8 @@ class ServedModel:
     memory: str  # how memory is divided, for people
     text: TextCodec | None  # None: there is no tokenizer, and tokens are all that tenants can send
     cheap_tokens: int = 0  # so many more in a batch cost others no time; on a CPU every one does
+
+    @property
+    def contended_tokens(self) -> int:
+        """Return what a tenant gets of a batch at most while others have work, if these ask for less."""
+        return min(self.cheap_tokens, self.tokens_per_batch // _CONTENDED_PART)

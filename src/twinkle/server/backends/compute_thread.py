@@ -23,31 +23,31 @@ P = ParamSpec("P")
 _SOON = 0.02  # seconds: by then the event loop has sent the optimizer step that follows a pass
 NOBODY: Mapping[str, float] = {"": 1.0}  # the shares of work that is not for single tenants
 
-_this_thread = threading.local()
+
+class _ThisThread(threading.local):
+    computes = False
+
+
+_this_thread = _ThisThread()
 
 
 def compute_thread(method: Callable[P, T]) -> Callable[P, T]:
     """Mark a method that is called in the compute thread, or in a program without an event loop."""
-    if not checks_threads():
-        return method
-
-    @wraps(method)
-    def checked(*arguments: P.args, **options: P.kwargs) -> T:
-        if not getattr(_this_thread, "computes", False):
-            assert asyncio._get_running_loop() is None, f"{method.__qualname__} belongs to the compute thread"
-        return method(*arguments, **options)
-
-    return checked
+    return _checked(method, "the compute thread", lambda: _this_thread.computes or asyncio._get_running_loop() is None)
 
 
 def event_loop(method: Callable[P, T]) -> Callable[P, T]:
     """Mark a method that is called on the event loop, whose state it changes."""
+    return _checked(method, "the event loop", lambda: not _this_thread.computes)
+
+
+def _checked(method: Callable[P, T], owner: str, is_there: Callable[[], bool]) -> Callable[P, T]:
     if not checks_threads():
         return method
 
     @wraps(method)
     def checked(*arguments: P.args, **options: P.kwargs) -> T:
-        assert not getattr(_this_thread, "computes", False), f"{method.__qualname__} belongs to the event loop"
+        assert is_there(), f"{method.__qualname__} belongs to {owner}"
         return method(*arguments, **options)
 
     return checked

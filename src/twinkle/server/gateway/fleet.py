@@ -4,6 +4,7 @@ A gateway beside its services (the embedded runtime) answers for them itself; on
 processes. All that concerns one adapter goes to the service that has it and never passes here.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -86,21 +87,23 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
     stopped = stopped_in(services)
     if stopped is not None:
         healthy, detail = False, stopped
-    elif training.step_seconds > longest_step:
-        healthy, detail = False, f"a step has been running for {training.step_seconds:.0f} s"
+    elif (seconds := training.context.compute.step_seconds) > longest_step:
+        healthy, detail = False, f"a step has been running for {seconds:.0f} s"
     return ModelReport(
         name=model.name,
         aliases=model.aliases,
         max_context_length=model.max_context_length,
         sampleable=sampling is not None,
         healthy=healthy,
-        recovering=training.recovering,
+        recovering=any(adapter.repeats for adapter in training.adapters),
         detail=detail,
         numbers=training.status() | ({} if sampling is None else sampling.status()),
-        adapters=training.adapters_by_tenant(),
-        busy_sessions=training.busy_sessions(),
+        adapters=dict(Counter(adapter.run.tenant_id for adapter in training.adapters)),
+        busy_sessions=frozenset(adapter.run.session_id for adapter in training.adapters if adapter.unfinished),
     )
 
 
 def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
-    return TenantReport(services.training.adapters.statuses(tenant_id), services.training.queue_status(tenant_id))
+    waiting = services.training.context.scheduler.numbers().waiting
+    queue = QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
+    return TenantReport(services.training.adapters.statuses(tenant_id), queue)

@@ -175,7 +175,7 @@ class Gateway:
         for resource in dict.fromkeys(budget.resource for budget in of_models):
             same = [budget for budget in of_models if budget.resource == resource]
             budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
-        budgets += [training.journal.budget() for training in services[:1]]  # all services write to one journal
+        budgets += [training.journal.budget for training in services[:1]]  # all services write to one journal
         if isinstance(self.processors, ProcessorService):  # otherwise they are in another process, which tells
             budgets.append(self.processors.budget)
         return budgets
@@ -296,7 +296,7 @@ class Gateway:
 
     async def evict_anywhere(self, run: RunRecord, why: str) -> None:
         """Evict an adapter on whichever replica has it."""
-        if run.model_name in self.services and self.services[run.model_name].training.run(run.run_id) is not None:
+        if run.model_name in self.services and run.run_id in self.services[run.model_name].training.adapters:
             await self.evict(run, why)
         else:
             await self.fleet_of_all.evict(run, why)
@@ -360,9 +360,9 @@ class Gateway:
 
     async def run(self, run_id: str, tenant_id: str) -> RunRecord:
         for entry in self.services.values():
-            live = entry.training.run(run_id)
-            if live is not None and live.tenant_id == tenant_id:
-                return live
+            live = entry.training.adapters.get(run_id)
+            if live is not None and live.run.tenant_id == tenant_id:
+                return live.run
         record = await self.store.runs.get(run_id)
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError("model", run_id)
@@ -378,7 +378,7 @@ class Gateway:
     async def submit(self, op: Op, tenant_id: str) -> str:
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
-        if training.run(run.run_id) is None:
+        if run.run_id not in training.adapters:
             return training.refuse(run, run.note or f"model {run.run_id} is not live any more")
         return await training.submit(op)
 
@@ -446,7 +446,7 @@ class Gateway:
         if self.processors is not None:
             self.processors.release_waiters()
         for entry in self.services.values():
-            entry.training.release_waiters()
+            entry.training.context.futures.close()
         for sampling in self._sampling_services:
             sampling.release_waiters()
 

@@ -93,7 +93,7 @@ class Telemetry:
                 readings += self._tenants.usage(self.usage.totals())
             waiting: Counter[str] = Counter()
             for entry in gateway.services.values():
-                waiting.update(entry.training.waiting_ops())
+                waiting.update(entry.training.context.scheduler.numbers().waiting)
             readings += self._tenants.waiting(waiting)
         monitoring = gateway.tenants.pools.monitoring
         return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))

@@ -77,7 +77,7 @@ class Unloading:
             released.cancel()
 
     def _is_live(self, run: RunRecord) -> bool:
-        return self._gateway.serving(run.model_name).training.run(run.run_id) is not None
+        return run.run_id in self._gateway.serving(run.model_name).training.adapters
 
     async def _unload(self, run: RunRecord) -> None:
         await self._gateway.serving(run.model_name).training.finish_accepted(run.run_id)

@@ -18,7 +18,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, version_of
 from twinkle.server.state.errors import CheckpointExistsError, StorageFullError
 from twinkle.server.state.files.data_dir import copy_whole
-from twinkle.server.types import CheckpointRecord, CreateFromCheckpoint, Op, OpKind, RunRecord, SessionRecord
+from twinkle.server.types import CheckpointRecord, LoadWeights, Op, OpKind, RunRecord, SessionRecord
 from twinkle.server.wire.requests import CopyWeightsRequest, CreateFromRequest, check_access_token
 
 _NOTE = "this run holds copies of checkpoints; create a training client from one of them"
@@ -195,7 +195,7 @@ async def create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: Creat
     run = await gateway.store.runs.get(ids.run_id(wanted.session_id, wanted.model_seq_id))
     if run is None:
         run = await _run_like_source(gateway, tenant_id, wanted)
-    payload = CreateFromCheckpoint(run.spec, wanted.path, wanted.optimizer)
+    payload = LoadWeights(wanted.path, wanted.optimizer)
     return await gateway.create_run(run, Op(run.run_id, 0, OpKind.CREATE_FROM, payload, body))
 
 

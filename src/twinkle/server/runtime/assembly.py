@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI
 
@@ -16,9 +17,14 @@ from twinkle.server.gateway.fleet import Fleet
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.reporting import Telemetry
 from twinkle.server.processors.service import Processors
+from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.futures import Futures
+from twinkle.server.services.running_ops import RunningOps
 from twinkle.server.services.sampling.sampler_service import SamplerService
+from twinkle.server.services.training.context import TrainingContext
+from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.model_service import ModelService
+from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
 from twinkle.server.tenancy.memory import ProcessMemory
@@ -80,21 +86,26 @@ class Process:
         self._computes += [compute, sampling_compute]
         # Ops of Tinker's runs the service knows; what is different about others is registered here.
         native = NativeRuns(model, compute, self.tenants, config.allowed_dirs)
-        training = ModelService(
+        context = TrainingContext(
             model,
             self.store,
             compute,
             self.files,
-            kinds=(native,),
-            merge=merge,
-            tenants=self.tenants,
+            self.tenants,
+            kinds=RunKinds((native,)),
             futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
-            memory=memory,
-            is_ours=is_ours,
             recorder=self.telemetry.training(model.name),
-            replica=replica,
-            gap_seconds=limits.sequence_gap_seconds,
+            scheduler=Scheduler(
+                model.tokens_per_batch,
+                self.tenants.share,
+                merge=merge,
+                gap_timeout=limits.sequence_gap_seconds,
+                contended_tokens=model.contended_tokens,
+            ),
+            measurements=RunMeasurements(self.store.run_metrics),
+            running=RunningOps(self.files.root / "running" / quote(replica or model.name, safe="")),
         )
+        training = ModelService(context, memory, is_ours)
         sampling = None
         if model.sampler is not None:
             sampling = SamplerService(

@@ -210,7 +210,7 @@ class Scheduler:
         tenant.adapters += 1
         self._shares.enter(tenant_id)
         ops = OpSequence(
-            adapter_id, next_seq, failed_seq, self._gap_timeout, passed, owed, failed_pass_spoils=failed_pass_spoils
+            adapter_id, self._gap_timeout, failed_pass_spoils, next_seq, failed_seq, deque(passed), set(owed)
         )
         self._adapters[adapter_id] = _Adapter(ops, tenant)
 

@@ -20,8 +20,7 @@ a missing number spoils a window (``failed_pass_spoils``).
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from twinkle.server.types import Op, OpKind
@@ -104,36 +103,24 @@ class Position:
     failed_seq: int | None
 
 
+@dataclass(eq=False)
 class OpSequence:
     """The ops of one adapter, from arrival to end. Times are seconds on any clock that never goes back."""
 
-    def __init__(
-        self,
-        adapter_id: str,
-        next_seq: int,
-        failed_seq: int | None,
-        gap_timeout: float,
-        passed: Iterable[Passed] = (),
-        owed: Iterable[int] = (),
-        *,
-        failed_pass_spoils: bool = True,
-    ) -> None:
-        """``passed``: in order. ``owed``: numbers that a replay of the journal will bring.
+    adapter_id: str
+    gap_timeout: float
+    failed_pass_spoils: bool  # whether a forward_backward that failed spoils its window
+    next_seq: int  # the next to start
+    failed_seq: int | None
+    passed: deque[Passed]  # what is still ahead of it, in order
+    owed: set[int]  # numbers that a replay of the journal will bring
+    running: dict[int, Op] = field(default_factory=dict)
+    _waiting: OrderedDict[int, tuple[Op, float]] = field(default_factory=OrderedDict)  # by arrival, with its time
+    _numbers: list[int] = field(default_factory=list)  # a heap of those waiting
+    _digests: dict[int, bytes] = field(default_factory=dict)
+    _ended: deque[int] = field(default_factory=deque)
 
-        ``failed_pass_spoils``: whether a forward_backward that failed spoils its window.
-        """
-        self.adapter_id = adapter_id
-        self.next_seq = next_seq  # the next to start
-        self.failed_seq = failed_seq
-        self.running: dict[int, Op] = {}
-        self._gap_timeout = gap_timeout
-        self._failed_pass_spoils = failed_pass_spoils
-        self._waiting: OrderedDict[int, tuple[Op, float]] = OrderedDict()  # in order of arrival, with its time
-        self._numbers: list[int] = []  # a heap of those waiting
-        self._digests: dict[int, bytes] = {}
-        self._ended: deque[int] = deque()
-        self._passed: deque[Passed] = deque(passed)
-        self._owed = set(owed)
+    def __post_init__(self) -> None:
         self._pass_over()
 
     def __len__(self) -> int:
@@ -162,10 +149,10 @@ class OpSequence:
         if self.next_seq in self._waiting:
             _, arrived = self._waiting[self.next_seq]
             return arrived
-        if self.next_seq in self._owed:
+        if self.next_seq in self.owed:
             return None
         _, arrived = next(iter(self._waiting.values()))
-        return arrived + self._gap_timeout
+        return arrived + self.gap_timeout
 
     def submit(self, op: Op, now: float) -> Submitted:
         known = self._digests.get(op.seq)
@@ -175,7 +162,7 @@ class OpSequence:
         if op.seq < self.next_seq:
             late = f"sequence number {op.seq} came too late"
             return TooLate(f"{late}: the next one of {self.adapter_id} is {self.next_seq}")
-        self._owed.discard(op.seq)
+        self.owed.discard(op.seq)
         self._digests[op.seq] = op.digest
         self._waiting[op.seq] = (op, now)
         heapq.heappush(self._numbers, op.seq)
@@ -210,7 +197,7 @@ class OpSequence:
         return ops
 
     def _give_up_gap(self) -> list[Refusal]:
-        last = min((self._numbers[0], *self._owed)) - 1
+        last = min((self._numbers[0], *self.owed)) - 1
         message = self._gap_message(self.next_seq, last)
         self._spoil(self.next_seq)
         self.next_seq = last + 1
@@ -237,14 +224,14 @@ class OpSequence:
 
     def _pass_over(self) -> None:
         """Go past numbers that ended before a restart, once all before them have ended."""
-        while self._passed and self._passed[0].first <= self.next_seq and not self.running:
-            passed = self._passed.popleft()
+        while self.passed and self.passed[0].first <= self.next_seq and not self.running:
+            passed = self.passed.popleft()
             if passed.given_up:
                 self._spoil(passed.first)
             self.next_seq = max(self.next_seq, passed.last + 1)
 
     def _end(self, op: Op, failed: bool) -> None:
-        if failed and op.kind is OpKind.FORWARD_BACKWARD and self._failed_pass_spoils:
+        if failed and op.kind is OpKind.FORWARD_BACKWARD and self.failed_pass_spoils:
             self._spoil(op.seq)
         if not failed and op.kind is OpKind.LOAD:
             self.failed_seq = None
@@ -264,4 +251,4 @@ class OpSequence:
 
     def _gap_message(self, first: int, last: int) -> str:
         missing = f"number {first}" if first == last else f"numbers {first} to {last}"
-        return f"sequence {missing} did not arrive within {self._gap_timeout:g} s, and this request had to follow"
+        return f"sequence {missing} did not arrive within {self.gap_timeout:g} s, and this request had to follow"

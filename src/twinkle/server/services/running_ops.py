@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class RunningOps:
         self._path = path
         self._fd: int | None = None
         self._size = 0
-        self._number = 0
-        self._batches: dict[int, tuple[str, ...]] = {}
+        self._numbers = count(1)
+        self._batches: dict[int, Sequence[str]] = {}
         self._turn = asyncio.Lock()
         self._stopping = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,17 +84,13 @@ class RunningOps:
         ``decoding``: they are prepared only, and remain suspects.
         """
         async with self._turn if self._deaths else nullcontext():
-            number = self._begin(tuple(request_ids))
+            number = next(self._numbers)
+            self._batches[number] = request_ids
+            self._append(f"+ {number} {' '.join(request_ids)}\n")
             try:
                 yield
             finally:
                 self._end(number, decoding)
-
-    def _begin(self, request_ids: tuple[str, ...]) -> int:
-        self._number += 1
-        self._batches[self._number] = request_ids
-        self._append(f"+ {self._number} {' '.join(request_ids)}\n")
-        return self._number
 
     def _end(self, number: int, decoding: bool) -> None:
         request_ids = self._batches.pop(number)

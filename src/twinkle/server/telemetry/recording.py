@@ -179,7 +179,7 @@ class TrainingRecorder:
 
 
 def _tokens(ops: Sequence[Op]) -> int:
-    return sum(op.tokens for op in ops)
+    return sum(op.price.tokens for op in ops)
 
 
 class SamplingRecorder:

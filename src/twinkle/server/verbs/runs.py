@@ -21,6 +21,7 @@ from twinkle.server.state.files.data_dir import copy_whole
 from twinkle.server.state.files.export import allowed_path
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import (
+    CheckpointRecord,
     CreateNative,
     Ending,
     NativeLoad,
@@ -33,6 +34,7 @@ from twinkle.server.types import (
     Outcome,
     Payload,
     RunRecord,
+    SaveWeights,
 )
 from twinkle.server.verbs.base_model import BaseModelPasses
 from twinkle.server.verbs.codec import answered, read_op, succeeded
@@ -165,11 +167,12 @@ class NativeRuns(RunKind):
             return succeeded({"twinkle_path": "", "checkpoint_dir": None})
         series = {_SERIES: save.name or "latest"} if save.sampler else {}
         copy = partial(self.adapters.prepare_save, op.adapter_id, save)  # they are loaded: the path came from there
-        await checkpoints.write(op, run, path, copy, not save.sampler, save.ttl_seconds, series)
+        written = SaveWeights(path.name, save.ttl_seconds, not save.sampler, series, path.kind)
+        record = await checkpoints.write(op, run, written, copy)
         if save.sampler:
             await _delete_older(run, series[_SERIES], checkpoints)
         if "save_dir" in run.user_metadata:
-            await _copy_out(path, Path(run.user_metadata["save_dir"]), checkpoints)
+            await _copy_out(record, Path(run.user_metadata["save_dir"]), checkpoints)
         return succeeded({"twinkle_path": path.native, "checkpoint_dir": path.native})
 
     def _path(self, op: Op, save: NativeSave) -> CheckpointPath | None:
@@ -205,12 +208,9 @@ async def _delete_older(run: RunRecord, series: str, checkpoints: Checkpoints) -
         await delete_checkpoint(context.store, context.files, checkpoints.threads, old, "checkpoint_replace")
 
 
-async def _copy_out(path: CheckpointPath, save_dir: Path, checkpoints: Checkpoints) -> None:
-    context = checkpoints.context
-    record = await context.store.checkpoints.get(path.run_id, path.kind, path.name)
-    assert record is not None, "it was just written"
-    target = save_dir / directory_name(path.run_id) / path.kind / path.name
-    copy = partial(copy_whole, context.files.root / record.directory, target, private=False)
+async def _copy_out(record: CheckpointRecord, save_dir: Path, checkpoints: Checkpoints) -> None:
+    target = save_dir / directory_name(record.run_id) / record.kind / record.name
+    copy = partial(copy_whole, checkpoints.context.files.root / record.directory, target, private=False)
     await checkpoints.threads.in_thread(record.tenant_id, copy)
 
 

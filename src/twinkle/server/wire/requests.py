@@ -15,18 +15,8 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.model.adam_params import check_adam_params
 from twinkle.model.types import AdamParams, LoraSpec
 from twinkle.server.state.files.export import check_recipients
-from twinkle.server.types import (
-    ExportWeights,
-    LoadWeights,
-    Op,
-    OpKind,
-    OptimStep,
-    Payload,
-    PublishSampler,
-    Refused,
-    SaveWeights,
-)
 from twinkle.server.types import FinishReason as Reason
+from twinkle.server.types import LoadWeights, Op, OpKind, OptimStep, Payload, PublishSampler, Refused, SaveWeights
 from twinkle.server.wire.fields import (
     AnyMetadata,
     CheckpointName,
@@ -251,11 +241,13 @@ class SaveWeightsForSamplerRequest(SequencedRequest):
     user_metadata: Metadata | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
-    def payload(self) -> PublishSampler:
-        if (self.path is None) == (self.sampling_session_seq_id is None):
+    def payload(self) -> SaveWeights | PublishSampler:
+        if self.path is None and self.sampling_session_seq_id is not None:
+            return PublishSampler(self.sampling_session_seq_id)
+        if self.path is None or self.sampling_session_seq_id is not None:
             given = f"{self.path!r} and {self.sampling_session_seq_id!r}"
             raise InvalidInputError("path and sampling_session_seq_id", given, "one of the two")
-        return PublishSampler(self.path, self.sampling_session_seq_id, self.ttl_seconds, self.user_metadata or {})
+        return SaveWeights(self.path, self.ttl_seconds, False, self.user_metadata or {}, "sampler_weights")
 
 
 class SaveWeightsExternalRequest(SequencedRequest):
@@ -265,10 +257,11 @@ class SaveWeightsExternalRequest(SequencedRequest):
     age_encryption_recipients: list[Text] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
-    def payload(self) -> ExportWeights:
+    def payload(self) -> SaveWeights:
         if self.age_encryption_recipients is not None:
             check_recipients(self.age_encryption_recipients, "age_encryption_recipients")
-        return ExportWeights(self.path, self.ttl_seconds, tuple(self.age_encryption_recipients or ()))
+        recipients = tuple(self.age_encryption_recipients or ())
+        return SaveWeights(self.path, self.ttl_seconds, kind="external_weights", recipients=recipients)
 
 
 class LoadWeightsRequest(SequencedRequest):

@@ -8,9 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from twinkle.server.types import Encoding, Outcome
+from twinkle.server.ids import CheckpointPath
+from twinkle.server.types import CheckpointRecord, Encoding, Outcome
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+_FOR_SAMPLER = "save_weights_for_sampler"
 
 
 def created(model_id: str) -> Outcome:
@@ -22,20 +24,17 @@ def stepped(metrics: Mapping[str, float]) -> Outcome:
     return _success({"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}})
 
 
-def saved(path: str) -> Outcome:
-    return _success({"path": path, "type": "save_weights"})
+def saved(record: CheckpointRecord) -> Outcome:
+    """The size is told of an exported checkpoint, whose files clients download."""
+    path = str(CheckpointPath(record.run_id, record.kind, record.name))
+    if record.kind == "external_weights":
+        return _success({"path": path, "size_bytes": record.size_bytes})
+    return _success({"path": path, "type": "save_weights" if record.kind == "weights" else _FOR_SAMPLER})
 
 
-def published(*, path: str | None = None, sampling_session_id: str | None = None) -> Outcome:
-    """A named save for the sampler has a path, an unnamed one a sampling session."""
-    if (path is None) == (sampling_session_id is None):
-        raise ValueError(f"either path or sampling_session_id, got {path!r} and {sampling_session_id!r}")
-    result = {"path": path} if path is not None else {"sampling_session_id": sampling_session_id}
-    return _success({**result, "type": "save_weights_for_sampler"})
-
-
-def exported(path: str, size_bytes: int) -> Outcome:
-    return _success({"path": path, "size_bytes": size_bytes})
+def published(sampling_session_id: str) -> Outcome:
+    """A save for the sampler that has no name has a sampling session."""
+    return _success({"sampling_session_id": sampling_session_id, "type": _FOR_SAMPLER})
 
 
 def loaded(path: str, model_id: str) -> Outcome:

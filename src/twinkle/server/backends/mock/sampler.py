@@ -56,10 +56,6 @@ class _Sampling:
     limit: int
     sequences: list[_Sequence]
 
-    @property
-    def done(self) -> bool:
-        return all(sequence.stop_reason is not None for sequence in self.sequences)
-
 
 class MockSampler:
     """A :class:`~twinkle.sampler.types.Sampler` over the adapters of a :class:`MockTrainer`.
@@ -123,7 +119,7 @@ class MockSampler:
                 if request.stream and len(sequence.tokens) > start:
                     new = sequence.arrays(request.topk_sample_logprobs, start)
                     events.append(Progress(request.request_id, number, *new, sequence.stop_reason))
-            if sampling.done:
+            if all(sequence.stop_reason is not None for sequence in sampling.sequences):
                 del self._requests[request.request_id]
                 result = _result(sampling, self._trainer.vocab_size, self.end_token)
                 events.append(Finished(request.request_id, result))

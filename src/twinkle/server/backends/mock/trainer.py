@@ -34,6 +34,7 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
+from twinkle.model.adam_params import check_adam_params
 from twinkle.model.csr import dense
 from twinkle.model.peft_config import peft_config
 from twinkle.model.types import (
@@ -173,7 +174,7 @@ class MockTrainer(TrainingBackend):
     def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
         """``decoupled`` makes no difference: there is no Adam here."""
         adapter = self._get(adapter_id)
-        _check_params(params)
+        check_adam_params(params)
         if adapter.gradient is None:
             return {"unclipped_grad_l2:mean": 0.0, "no_gradient:max": 1.0}
         gradient = adapter.gradient
@@ -348,12 +349,6 @@ def _check_spec(spec: LoraSpec) -> LoraSpec:
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
         raise InvalidInputError("train_attn, train_mlp, train_unembed", False, "at least one of them true")
     return spec if spec.seed is not None else replace(spec, seed=SystemRandom().randrange(2**63))
-
-
-def _check_params(params: AdamParams) -> None:
-    for name, value in asdict(params).items():
-        if not math.isfinite(value) or value < 0:
-            raise InvalidInputError(name, value, "a finite number ≥ 0")
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, FloatArray], dict[str, Any]]:

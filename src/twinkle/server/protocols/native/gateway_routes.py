@@ -135,7 +135,7 @@ async def health_of_model(call: Call[bytes], model: str) -> Response:
 @routes.get(f"{PREFIX}/sampler/{{model:path}}/healthz", by_first_replica, public=True, traced=False)
 async def sampler_health(call: Call[bytes], model: str) -> Response:
     sampling = sampling_services_of(call.gateway, model).sampling
-    alive = sampling is not None and sampling.alive
+    alive = sampling is not None and sampling.loop.alive
     return _health_response({"healthy": alive, "detail": "samples" if alive else "sampling has stopped"})
 
 
@@ -290,7 +290,7 @@ async def log_metrics(call: Call[bytes], run_id: str) -> Response:
             raise InvalidInputError("values", name, "names of printable characters")
     training = call.gateway.services[run.model_name].training if run.model_name in call.gateway.services else None
     if logged.step is None and training is not None:
-        await training.write_metrics()  # the newest step may not be on record yet
+        await training.context.measurements.write()  # the newest step may not be on record yet
     point = await call.gateway.store.run_metrics.log(run.run_id, logged.step, logged.values, time.time())
     return wire_response(_point(point))
 

@@ -128,7 +128,7 @@ class AdapterCall:
         """Return the run of an adapter of this session on this model; ``live``: only of one that takes ops."""
         model, training = self.services.model, self.services.training
         run = await self.gateway.run(ids.native_run_id(self.session_id, adapter_name), self.tenant_id)
-        if run.model_name != model.name or (live and training.run(run.run_id) is None):
+        if run.model_name != model.name or (live and run.run_id not in training.adapters):
             raise NotFoundError("adapter", f"{adapter_name} of {model.name}", run.note or "")
         return run
 

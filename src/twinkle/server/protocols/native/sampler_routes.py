@@ -194,8 +194,8 @@ class AskedSamples:
             return of_base_model(gateway, services, tenant_id, services.model.name)
         if self.session is None:
             raise InvalidInputError(f"{SESSION_HEADER} header", None, f"the session of adapter {name!r}")
-        run = services.training.run(native_run_id(self.session.session_id, name))
-        live = None if run is None or run.tenant_id != tenant_id else await of_live_run(gateway, run, tenant_id)
+        own = services.training.adapters.get(native_run_id(self.session.session_id, name))
+        live = None if own is None or own.run.tenant_id != tenant_id else await of_live_run(gateway, own.run, tenant_id)
         if live is None:
             raise NotFoundError("adapter", name)
         return live

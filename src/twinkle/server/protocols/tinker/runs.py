@@ -21,7 +21,7 @@ from twinkle.server.http.owners import anybody
 from twinkle.server.http.requests import PREFIX, iso_time, json_response, key_id_of, listing, public_address
 from twinkle.server.http.routes import Call, Routes, json_body, unread_body
 from twinkle.server.ids import CheckpointPath
-from twinkle.server.services.checkpoints.access import expired, kind_of_checkpoint
+from twinkle.server.services.checkpoints.access import LISTED_KINDS, expired
 from twinkle.server.state.files.export import TarStream
 from twinkle.server.state.files.file_checksums import CHECKSUMS
 from twinkle.server.types import CheckpointRecord, RunRecord
@@ -101,7 +101,7 @@ def checkpoint_body(record: CheckpointRecord) -> dict[str, object]:
     path = CheckpointPath(record.run_id, record.kind, record.name)
     return {
         "checkpoint_id": path.checkpoint_id,
-        "checkpoint_type": kind_of_checkpoint(record.kind),
+        "checkpoint_type": LISTED_KINDS[record.kind],
         "time": iso_time(record.created_at),
         "tinker_path": str(path),
         "size_bytes": record.size_bytes,

@@ -210,8 +210,8 @@ class ModelReplica(Host):
 
     async def _maintain(self, now: float) -> None:
         await self._gateway.maintain_services(now)
-        has = self._services.training.run
-        await answer_operators(self._gateway, now, lambda request: has(request.target) is not None)
+        adapters = self._services.training.adapters
+        await answer_operators(self._gateway, now, lambda request: request.target in adapters)
 
 
 class ProcessorReplica(Host):

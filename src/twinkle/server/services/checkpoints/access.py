@@ -12,8 +12,8 @@ from twinkle.server.types import CheckpointKind, CheckpointRecord
 
 T = TypeVar("T")
 
-ListedKind = Literal["training", "sampler", "external"]
-_LISTED: Mapping[CheckpointKind, ListedKind] = {
+# What listings call a kind.
+LISTED_KINDS: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
@@ -51,11 +51,6 @@ def without_server_paths(work: Callable[[], T], directory: Path, path: str) -> T
         if str(directory) not in str(error):
             raise
         raise CheckpointError(str(error).replace(str(directory), path)) from error
-
-
-def kind_of_checkpoint(kind: CheckpointKind) -> ListedKind:
-    """What listings call it."""
-    return _LISTED[kind]
 
 
 def expired(record: CheckpointRecord) -> bool:

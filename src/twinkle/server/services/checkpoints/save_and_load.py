@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from twinkle.errors import CheckpointError, InvalidInputError, StorageQuotaError, UnsupportedError
+from twinkle.sampler.types import Sampler
 from twinkle.server.ids import CheckpointPath, sampling_session_id
 from twinkle.server.services.checkpoints.access import loadable_checkpoint, without_server_paths
 from twinkle.server.services.checkpoints.export import prepare_export
@@ -25,10 +26,7 @@ from twinkle.server.state.store import Store
 from twinkle.server.tenancy.work_pools import FairPool, TenantTurns
 from twinkle.server.types import (
     CheckpointRecord,
-    CreateFromCheckpoint,
-    ExportWeights,
     LoadWeights,
-    Metadata,
     Op,
     OpKind,
     Outcome,
@@ -42,6 +40,9 @@ from twinkle.server.wire import responses
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _EVICTION = 0  # the place in the sequence of the save that we make ourselves
+
+
+Copy = Callable[[], Callable[[Path], None]]  # runs in the compute thread, and returns what writes the files
 
 
 class Checkpoints:
@@ -62,14 +63,8 @@ class Checkpoints:
             match op.payload:
                 case SaveWeights():
                     return await self._save(op, run, op.payload)
-                case PublishSampler(name=None):
-                    return await self._publish_unnamed(op, run, op.payload)
-                case PublishSampler():
-                    return await self._publish_named(op, run, op.payload)
-                case ExportWeights():
-                    return await self._export(op, run, op.payload)
-                case CreateFromCheckpoint():
-                    return await self._create_from(op, run, op.payload)
+                case PublishSampler(session_seq):
+                    return await self._publish(op, run, session_seq)
                 case LoadWeights():
                     return await self._load(op, run, op.payload)
                 case Refused(message):
@@ -109,42 +104,20 @@ class Checkpoints:
         raise AssertionError("there are always more names")
 
     async def _save(self, op: Op, run: RunRecord, save: SaveWeights) -> Outcome:
-        path = CheckpointPath(run.run_id, "weights", save.name)
-        copy = partial(self._model.trainer.prepare_save, op.adapter_id, True)
-        await self.write(op, run, path, copy, save.overwrite, save.ttl_seconds, save.user_metadata)
-        return responses.saved(str(path))
+        trainer = self._model.trainer
+        if save.kind == "external_weights":
+            copy = partial(prepare_export, trainer, op.adapter_id, save.recipients)
+        else:
+            copy = partial(trainer.prepare_save, op.adapter_id, save.kind == "weights")
+        return responses.saved(await self.write(op, run, save, copy))
 
-    async def _publish_named(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
-        assert publish.name is not None
-        path = CheckpointPath(run.run_id, "sampler_weights", publish.name)
-        copy = partial(self._model.trainer.prepare_save, op.adapter_id, False)
-        await self.write(op, run, path, copy, False, publish.ttl_seconds, publish.user_metadata)
-        return responses.published(path=str(path))
-
-    async def _export(self, op: Op, run: RunRecord, export: ExportWeights) -> Outcome:
-        path = CheckpointPath(run.run_id, "external_weights", export.name)
-        copy = partial(prepare_export, self._model.trainer, op.adapter_id, export.recipients)
-        size = await self.write(op, run, path, copy, False, export.ttl_seconds, {})
-        return responses.exported(str(path), size)
-
-    async def write(
-        self,
-        op: Op,
-        run: RunRecord,
-        path: CheckpointPath,
-        copy: Callable[[], Callable[[Path], None]],
-        overwrite: bool,
-        ttl_seconds: int | None,
-        user_metadata: Metadata,
-    ) -> int:
-        """Write a checkpoint and its record; return how large its files are.
-
-        ``copy`` runs in the compute thread and returns what writes the files.
-        """
+    async def write(self, op: Op, run: RunRecord, save: SaveWeights, copy: Copy) -> CheckpointRecord:
+        """Write a checkpoint and its record, which is returned."""
+        path = CheckpointPath(run.run_id, save.kind, save.name)
         existing = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
-        if existing is not None and existing.request_id == op.request_id and not overwrite:
-            return existing.size_bytes
-        if existing is not None and not overwrite:
+        if existing is not None and existing.request_id == op.request_id and not save.overwrite:
+            return existing
+        if existing is not None and not save.overwrite:
             hint = "; overwrite=True replaces it" if path.kind == "weights" else ""
             raise InvalidInputError("path", path.name, f"a new name ({path} exists{hint})")
         # What we keep ourselves, when an adapter leaves the device, is kept in any case.
@@ -165,8 +138,8 @@ class Checkpoints:
             directory=self._files.relative(directory),
             created_at=now,
             size_bytes=size_of(directory),
-            expires_at=None if ttl_seconds is None else now + ttl_seconds,
-            user_metadata=user_metadata,
+            expires_at=None if save.ttl_seconds is None else now + save.ttl_seconds,
+            user_metadata=save.user_metadata,
         )
         try:
             replaced = await self._store.checkpoints.add(record, overwrite=True, most_bytes=most)
@@ -183,7 +156,7 @@ class Checkpoints:
             pinned = await self._store.sampling_sessions.refer_to(other)
             if not pinned and not await self._store.checkpoints.lie_in(other):
                 await self.threads.in_thread(run.tenant_id, partial(self._files.remove, other))
-        return record.size_bytes
+        return record
 
     async def _check_space(self, tenant_id: str, most: int | None) -> None:
         """Before anything is written. How much it will be is known only then, and checked once more."""
@@ -191,16 +164,16 @@ class Checkpoints:
         if most is not None and used >= most:
             raise StorageQuotaError(used, 1, most)
 
-    async def _publish_unnamed(self, op: Op, run: RunRecord, publish: PublishSampler) -> Outcome:
+    async def _publish(self, op: Op, run: RunRecord, session_seq: int) -> Outcome:
         """A sampling session of its own. On disk before the client hears of it, on the device at once."""
-        assert publish.session_seq is not None
-        if self._model.sampler is None:
+        sampler = self._model.sampler
+        if sampler is None:
             raise UnsupportedError(f"{self._model.name} is served for training only; give the save a name")
-        session = sampling_session_id(run.session_id, publish.session_seq)
+        session = sampling_session_id(run.session_id, session_seq)
         record = SamplingSessionRecord(
             sampling_session_id=session,
             session_id=run.session_id,
-            number=publish.session_seq,
+            number=session_seq,
             tenant_id=run.tenant_id,
             base_model=run.base_model,
             model_name=run.model_name,
@@ -210,27 +183,35 @@ class Checkpoints:
             created_at=time.time(),
             replica=run.replica,
         )
-        taken = InvalidInputError(
-            "sampling_session_seq_id", publish.session_seq, "a number not used before in this session"
-        )
+        taken = InvalidInputError("sampling_session_seq_id", session_seq, "a number not used before in this session")
         if session in self._publishing:
             raise taken
         self._publishing.add(session)
         try:
-            made = await self._store.sampling_sessions.get(session) or await self._make_version(record, op.adapter_id)
+            made = await self._store.sampling_sessions.get(session)
+            made = made or await self._make_version(record, op.adapter_id, sampler)
         finally:
             self._publishing.remove(session)
         if made.directory != record.directory:  # of another op: its weights are not those that were asked for
             raise taken
-        return responses.published(sampling_session_id=session)
+        return responses.published(session)
 
-    async def _make_version(self, record: SamplingSessionRecord, adapter_id: str) -> SamplingSessionRecord:
+    async def _make_version(
+        self, record: SamplingSessionRecord, adapter_id: str, sampler: Sampler
+    ) -> SamplingSessionRecord:
         """The record, or another one whose maker was faster: then, as when it fails, nothing of ours is left."""
         version_id, directory = record.sampling_session_id, record.directory
         assert directory is not None, "a version has files"
         most = self.context.tenants.limits(record.tenant_id).max_checkpoint_bytes_per_tenant
         await self._check_space(record.tenant_id, most)
-        write = await self._compute.run(lambda: self._publish(version_id, adapter_id))
+
+        def publish() -> Callable[[Path], None]:
+            """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
+            write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
+            sampler.publish(version_id, adapter_id)
+            return write
+
+        write = await self._compute.run(publish)
         made = None
         try:
             async with self._writing.turn(record.tenant_id):
@@ -241,47 +222,28 @@ class Checkpoints:
             return made
         finally:
             if made is None or made.directory != directory:
-                await self._compute.run(lambda: self._retire(version_id))
+                await self._compute.run(partial(sampler.retire, version_id))
                 await self.threads.in_thread(record.tenant_id, partial(self._files.remove, directory))
 
-    def _publish(self, version_id: str, adapter_id: str) -> Callable[[Path], None]:
-        """In the compute thread; what it returns writes the files, which takes far longer than all the rest."""
-        sampler = self._model.sampler
-        assert sampler is not None, "checked before"
-        write = self._model.trainer.prepare_save(adapter_id, optimizer=False)
-        sampler.publish(version_id, adapter_id)
-        return write
-
-    def _retire(self, version_id: str) -> None:
-        assert self._model.sampler is not None, "checked before"
-        self._model.sampler.retire(version_id)
-
     async def _load(self, op: Op, run: RunRecord, load: LoadWeights) -> Outcome:
-        path, directory = await self._source(run, load.path, load.optimizer)
-        await self._compute.run(lambda: self._load_now(op.adapter_id, directory, load.optimizer, str(path)))
-        return responses.loaded(str(path), op.adapter_id)
+        """Load a checkpoint. An adapter that begins with it, and could not be loaded, is not there either."""
+        path, trainer = CheckpointPath.parse(load.path), self._model.trainer
+        directory = await self.readable(path, run, "path", str(path), optimizer=load.optimizer)
 
-    async def _create_from(self, op: Op, run: RunRecord, create: CreateFromCheckpoint) -> Outcome:
-        """An adapter that could not be loaded is not there either."""
-        path, directory = await self._source(run, create.path, create.optimizer)
-
-        def begin() -> None:
-            self._model.trainer.create_adapter(op.adapter_id, create.spec)
-            loaded = False
+        def load_now() -> None:
+            if op.kind.creates:
+                trainer.create_adapter(op.adapter_id, run.spec)
             try:
-                self._load_now(op.adapter_id, directory, create.optimizer, str(path))
-                loaded = True
-            finally:
-                if not loaded:
-                    self._model.trainer.remove_adapter(op.adapter_id)
+                read = partial(trainer.load, op.adapter_id, directory, optimizer=load.optimizer)
+                without_server_paths(read, directory, str(path))
+                trainer.zero_grad(op.adapter_id)
+            except BaseException:
+                if op.kind.creates:
+                    trainer.remove_adapter(op.adapter_id)
+                raise
 
-        await self._compute.run(begin)
+        await self._compute.run(load_now)
         return responses.loaded(str(path), op.adapter_id)
-
-    async def _source(self, run: RunRecord, address: str, optimizer: bool) -> tuple[CheckpointPath, Path]:
-        """What is to be loaded, and where it lies."""
-        path = CheckpointPath.parse(address)
-        return path, await self.readable(path, run, "path", str(path), optimizer=optimizer)
 
     async def readable(
         self, path: CheckpointPath, run: RunRecord, field: str, shown: str, *, optimizer: bool = False
@@ -304,12 +266,6 @@ class Checkpoints:
 
         await self.threads.in_thread(run.tenant_id, check)
         return directory
-
-    def _load_now(self, adapter_id: str, directory: Path, optimizer: bool, path: str) -> None:
-        without_server_paths(
-            lambda: self._model.trainer.load(adapter_id, directory, optimizer=optimizer), directory, path
-        )
-        self._model.trainer.zero_grad(adapter_id)
 
 
 async def delete_checkpoint(

@@ -1,8 +1,6 @@
 """Sampling requests on their way through the sampler service, and how many of them each tenant may have there."""
 
 import asyncio
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,12 +8,10 @@ from twinkle.errors import QuotaError, TwinkleError, TwinkleServerError
 from twinkle.sampler.types import Progress, SampleRequest, SampleResult
 from twinkle.server.ids import RequestId
 from twinkle.server.services.futures import Futures
-from twinkle.server.services.training.execution import failure_of
+from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
 from twinkle.server.wire.sampling import Encode
-
-logger = logging.getLogger(__name__)
 
 Event = Progress | SampleResult | TwinkleError
 EventQueue = asyncio.Queue[tuple[str, Event]]  # with the id of the request
@@ -60,17 +56,7 @@ class SampleJob:
             return failure_of(error, self.request_id)
         if isinstance(error, TwinkleError):
             return error
-        logger.error("request %s failed", self.request_id, exc_info=error, extra={"request_id": self.request_id})
-        return TwinkleServerError(f"internal error; the server's log has the details under request {self.request_id}")
-
-
-@dataclass(frozen=True)
-class TurnInput:
-    """What a turn does before it samples: cancel, release, start."""
-
-    cancelled: Sequence[str]
-    released: Sequence[str]  # versions
-    fresh: Sequence[SampleJob]
+        return TwinkleServerError(unexpected(error, self.request_id).message)
 
 
 @dataclass(frozen=True)

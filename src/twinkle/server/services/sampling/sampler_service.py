@@ -8,17 +8,12 @@ of clients that vanished are cancelled and end in the same way.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from twinkle.errors import (
-    GoneError,
-    InvalidInputError,
-    ShuttingDownError,
-    TwinkleError,
-)
+from twinkle.errors import GoneError, InvalidInputError, ShuttingDownError, TwinkleError
 from twinkle.sampler.types import Finished, Progress, SampleFailure, Sampler, SampleRequest, SampleResult
 from twinkle.sampler.validation import MAX_CELLS
 from twinkle.server.backends.compute_thread import Compute, Lane
@@ -26,14 +21,7 @@ from twinkle.server.ids import RequestId
 from twinkle.server.scheduling.fair_queue import FairQueue
 from twinkle.server.services.futures import Delivery, Futures
 from twinkle.server.services.sampling.completions import Completions
-from twinkle.server.services.sampling.jobs import (
-    EventQueue,
-    SampleAdmission,
-    SampleEvent,
-    SampleJob,
-    TurnInput,
-    price_of,
-)
+from twinkle.server.services.sampling.jobs import EventQueue, SampleAdmission, SampleEvent, SampleJob, price_of
 from twinkle.server.services.sampling.versions import SamplerVersions
 from twinkle.server.services.service_loop import ServiceLoop
 from twinkle.server.state.files.data_dir import DataDir
@@ -294,11 +282,6 @@ class SamplerService:
                 self._withdraw(job)
                 job.send(ShuttingDownError())
 
-    @property
-    def alive(self) -> bool:
-        """Return whether accepted requests will be run."""
-        return self.loop.alive
-
     def readings(self, model: str) -> Iterator[Reading]:
         """Yield the metrics that are read when somebody asks."""
         polls = self._futures.polls + (0 if self.completions is None else self.completions.polls)
@@ -358,23 +341,21 @@ class SamplerService:
 
     async def _run(self) -> None:
         while not self._stopping:
-            if not (self._busy or self._can_start() or self._cancelled or self._released_versions or self._turn_due):
+            due = self._cancelled or self._released_versions or self._turn_due
+            if not (self._busy or due or self._queue.has_item(self.admission.may_start)):
                 await self._wake.wait()
             self._wake.clear()
-            turn = partial(self._turn, self._next_turn())
-            events, self._busy = await self._compute.run(turn, Lane.SAMPLING)
+            events, self._busy = await self._compute.run(self._next_turn(), Lane.SAMPLING)
             for event in events:
                 self._hand_over(event)
 
-    def _can_start(self) -> bool:
-        return self._queue.has_item(self.admission.may_start)
-
-    def _next_turn(self) -> TurnInput:
+    def _next_turn(self) -> Callable[[], tuple[list[SampleEvent], bool]]:
+        """Return the next turn of the compute thread, with what it is to cancel, to release and to start."""
         fresh = []
         while (job := self._queue.pop(self.admission.may_start)) is not None:
             self.admission.start(job)
             fresh.append(job)
-        turn = TurnInput(self._cancelled, self._released_versions, fresh)
+        turn = partial(self._turn, self._cancelled, self._released_versions, fresh)
         self._cancelled, self._released_versions, self._turn_due = [], [], False
         return turn
 
@@ -399,16 +380,21 @@ class SamplerService:
 
     # --- in the compute thread ----------------------------------------------------------------------------------------
 
-    def _turn(self, turn: TurnInput) -> tuple[list[SampleEvent], bool]:
-        """Give the engine new requests and let it work; return what came of it and whether there is more to do."""
+    def _turn(
+        self, cancelled: Sequence[str], released: Sequence[str], fresh: Sequence[SampleJob]
+    ) -> tuple[list[SampleEvent], bool]:
+        """Give the engine new requests and let it work; return what came of it and whether there is more to do.
+
+        ``released``: versions that no session will ask for again.
+        """
         started = time.perf_counter()
         events: list[SampleEvent] = []
-        for request_id in turn.cancelled:
+        for request_id in cancelled:
             if request_id in self._running:
                 self._stop(request_id)
-        for version_id in turn.released:
+        for version_id in released:
             self._versions.release(version_id)
-        for job in turn.fresh:
+        for job in fresh:
             error = self._admit(job)
             if error is not None:
                 events.append(SampleEvent(job, job.failed(error)))

@@ -136,13 +136,13 @@ class JournalQuota:
         self._store = store
         self._tenants = tenants
         self._bytes: Counter[str] = Counter()
-        self._disk = Budget("journal", 0, 0)
+        self.budget = Budget("journal", 0, 0)  # its files when they were last counted, and what the disk had room for
 
     async def measure(self) -> None:
         """Count what is on record now."""
         self._bytes = Counter(await self._store.ops.bytes_by_tenant())
         used = await self._store.ops.bytes_on_disk()
-        self._disk = Budget("journal", used, used + shutil.disk_usage(self._store.data_dir).free)
+        self.budget = Budget("journal", used, used + shutil.disk_usage(self._store.data_dir).free)
 
     def add(self, tenant_id: str, size: int) -> None:
         """Note bytes that were just written for a tenant."""
@@ -154,10 +154,3 @@ class JournalQuota:
         used = self._bytes[tenant_id]
         if used + size > (limit * _MORE if urgent else limit):
             raise QuotaError("bytes in the journal", used, limit, "max_journal_bytes_per_tenant")
-
-    def used(self, tenant_id: str) -> int:
-        return self._bytes[tenant_id]
-
-    def budget(self) -> Budget:
-        """The journal's files when they were last counted; the limit is what the disk had room for then."""
-        return self._disk

@@ -18,7 +18,7 @@ from twinkle.server.tenancy.tenants import Tenants
 
 @dataclass(frozen=True, eq=False)
 class TrainingContext:
-    """Made by the model service, and handed to each of its parts. What a part alone owns is not here."""
+    """Made where services are assembled, and handed to each part. What a part alone owns is not here."""
 
     model: ServedModel
     store: Store

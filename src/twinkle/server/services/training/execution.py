@@ -1,11 +1,10 @@
 """Ops on the device: what the compute thread does with a batch, and how errors become outcomes."""
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from twinkle.errors import NonFiniteError, TwinkleError, UserError
-from twinkle.model.types import TrainFailure, TrainItem, TrainResult
+from twinkle.model.types import Objective, TrainFailure, TrainItem, TrainResult
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.measurements import counted
@@ -19,20 +18,9 @@ logger = logging.getLogger(__name__)
 
 _GRAD_NORM = "unclipped_grad_l2:mean"  # as a trainer calls it
 
-
-Steps = Generator[None, None, list[Outcome]]
-
-
-class Interruptions(Protocol):
-    """When others compute while a long pass runs."""
-
-    def step_tokens(self) -> int | None:
-        """Return the most tokens of the next step, after which others come; None: nobody else has work."""
-        ...
-
-    def give_way(self) -> None:
-        """Let others compute now, in the middle of a step."""
-        ...
+Steps = Iterator[list[Outcome] | None]  # None after a step that was not the last
+StepLimit = Callable[[], int | None]  # the most tokens of the next step, after which others come; None: nobody has work
+GiveWay = Callable[[], None]  # lets others compute, in the middle of a step
 
 
 class Execution:
@@ -47,10 +35,15 @@ class Execution:
     @compute_thread
     def passes(self, ops: Sequence[Op]) -> list[Outcome]:
         """One device batch: forward or forward_backward, all alike, of many adapters and of both protocols."""
-        return _to_the_end(self.passes_in_steps(ops, None))
+        return next(outcomes for outcomes in self.passes_in_steps(ops) if outcomes is not None)
 
-    def passes_in_steps(self, ops: Sequence[Op], interruptions: "Interruptions | None") -> "Steps":
-        """The same a micro-batch at a time; see :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`."""
+    def passes_in_steps(
+        self, ops: Sequence[Op], limit: StepLimit | None = None, give_way: GiveWay | None = None
+    ) -> Steps:
+        """The same a micro-batch at a time, if there is a ``limit``; the outcomes come last.
+
+        See :meth:`~twinkle.server.backends.backend.TrainingBackend.in_steps`.
+        """
         outcomes: dict[int, Outcome] = {}
         for batch in _rounds(ops, self._kinds):
             prepared: dict[int, DevicePass] = {}
@@ -59,13 +52,13 @@ class Execution:
                     prepared[index] = self._prepared(ops[index])
                 except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its own request alone
                     outcomes[index] = failure_of(error, ops[index].request_id)
-            outcomes |= yield from self._computed(ops, prepared, interruptions)
-        return [outcomes[index] for index in range(len(ops))]
+            outcomes |= yield from self._computed(ops, prepared, limit, give_way)
+        yield [outcomes[index] for index in range(len(ops))]
 
     def _prepared(self, op: Op) -> DevicePass:
         trains = op.kind is OpKind.FORWARD_BACKWARD
         match op.payload:
-            case TrainPass(data, loss, loss_config) as sent:
+            case TrainPass(data) as sent:
 
                 def encode_sent(result: TrainResult) -> Outcome:
                     # Clients that send JSON read each target's part of the loss, too.
@@ -75,30 +68,27 @@ class Execution:
                         self._measurements.passed(op.adapter_id, summed, counted(sent), sent.tokens)
                     return outcome
 
-                if sent.custom is not None:
-                    return DevicePass(_custom_item(op.adapter_id, sent), encode_sent)
-                if sent.preference is not None:
-                    return DevicePass(_preference_item(op.adapter_id, sent), encode_sent)
-                item = TrainItem(op.adapter_id, data, loss, loss_config, base_model=sent.base_model)
-                return DevicePass(item, encode_sent)
+                return DevicePass(_item(op.adapter_id, sent), encode_sent)
             case Refused(message):
                 raise UserError(message)
             case other:
                 return self._kinds.by_payload[type(other)].prepare(op, self._measurements)
 
     def _computed(
-        self, ops: Sequence[Op], prepared: Mapping[int, DevicePass], interruptions: "Interruptions | None"
+        self,
+        ops: Sequence[Op],
+        prepared: Mapping[int, DevicePass],
+        limit: StepLimit | None,
+        give_way: GiveWay | None,
     ) -> Generator[None, None, dict[int, Outcome]]:
         if not prepared:
             return {}
         items, trains = [each.item for each in prepared.values()], ops[0].kind is OpKind.FORWARD_BACKWARD
         try:
-            if interruptions is None:
+            if limit is None:
                 results = self._trainer.forward_backward(items) if trains else self._trainer.forward(items)
             else:
-                results = yield from self._trainer.in_steps(
-                    items, train=trains, limit=interruptions.step_tokens, give_way=interruptions.give_way
-                )
+                results = yield from self._trainer.in_steps(items, train=trains, limit=limit, give_way=give_way)
         except Exception as error:  # noqa: BLE001 - as above: a bug fails its batch, not the server
             return {index: unexpected(error, ops[index].request_id) for index in prepared}
         return {
@@ -159,29 +149,19 @@ class Execution:
                 return self._kinds.by_payload[type(other)].run_on_device(op, self._measurements)
 
 
-def _to_the_end(steps: Steps) -> list[Outcome]:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            outcomes: list[Outcome] = end.value
-            return outcomes
+def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
+    objective: Objective
+    if asked.custom is not None:
+        from twinkle.model.graph_objective import GraphObjective  # torch: not before somebody has a loss of its own
 
+        assert asked.custom.graph is not None, "it was looked up when the op was accepted"
+        objective = GraphObjective.of(asked.custom.graph, asked.data, asked.custom.inputs)
+    elif asked.preference is not None:
+        from twinkle.model.preference_objective import PreferenceObjective  # torch, as above
 
-def _custom_item(adapter_id: str, asked: TrainPass) -> TrainItem:
-    from twinkle.model.graph_objective import GraphObjective  # torch: not before somebody has a loss of its own
-
-    custom = asked.custom
-    assert custom is not None
-    assert custom.graph is not None, "it was looked up when the op was accepted"
-    return TrainItem(adapter_id, asked.data, objective=GraphObjective.of(custom.graph, asked.data, custom.inputs))
-
-
-def _preference_item(adapter_id: str, asked: TrainPass) -> TrainItem:
-    from twinkle.model.preference_objective import PreferenceObjective  # torch, as above
-
-    assert asked.preference is not None
-    objective = PreferenceObjective(asked.data, asked.preference)
+        objective = PreferenceObjective(asked.data, asked.preference)
+    else:
+        return TrainItem(adapter_id, asked.data, asked.loss, asked.loss_config, base_model=asked.base_model)
     return TrainItem(adapter_id, asked.data, objective=objective, base_model=asked.base_model)
 
 

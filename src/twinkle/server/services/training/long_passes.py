@@ -7,8 +7,9 @@ and of short passes of the same tenant that came between.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 from twinkle.server.backends.compute_thread import Compute, Lane, compute_thread
 from twinkle.server.scheduling.scheduler import Scheduler
@@ -53,67 +54,41 @@ class LongPasses:
         self._scheduler = scheduler
         self._execution = execution
         self._turns = turns
-        self._count = 0  # that run beside the loop
+        self.beside = asyncio.Semaphore(_MOST)  # held by a batch of long passes that runs beside the loop
         self._step = asyncio.Lock()  # whose turn it is to take a step
-
-    @property
-    def may_begin(self) -> bool:
-        """Return whether one more may run beside the loop."""
-        return self._count < _MOST
-
-    @asynccontextmanager
-    async def beside(self) -> AsyncIterator[None]:
-        """Count a batch of long passes that runs beside the loop."""
-        self._count += 1
-        try:
-            yield
-        finally:
-            self._count -= 1
 
     async def run(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> tuple[list[Outcome], float]:
         """Return the outcomes and the seconds of this pass alone. ``beside``: the service loop does not wait for it."""
-        run = _LongRun(self._compute, self._scheduler, tenant_id)
-        steps = self._execution.passes_in_steps(ops, run)
+        run = _LongRun(self._compute, tenant_id)
+        steps = self._execution.passes_in_steps(ops, lambda: run.limit, run.give_way)
         outcomes: list[Outcome] | None = None
         while outcomes is None:
             async with self._step if beside else nullcontext():
                 if beside:
                     await self._turns.others()
-                run.note_limit()
-                outcomes = await self._compute.run(lambda: run.step(steps))
+                run.limit = self._scheduler.step_tokens(tenant_id)
+                outcomes = await self._compute.run(partial(run.step, steps))
         return outcomes, run.own_seconds
 
 
 class _LongRun:
     """One long batch: how large its steps are, and how much time it and others had so far."""
 
-    def __init__(self, compute: Compute, scheduler: Scheduler, tenant_id: str) -> None:
+    def __init__(self, compute: Compute, tenant_id: str) -> None:
         self.own_seconds = 0.0
+        self.limit: int | None = None  # how much the next step may hold, set on the event loop before it
         self._compute = compute
-        self._scheduler = scheduler
         self._tenant_id = tenant_id
-        self._limit: int | None = None
         self._resumed_at = 0.0
         self._short_seconds = 0.0  # of the same tenant's short passes, within this one's steps
         self._others_seconds = {Lane.TRAINING: 0.0, Lane.SAMPLING: 0.0}  # within its steps
-
-    def note_limit(self) -> None:
-        """On the event loop: see how much the next step may hold."""
-        self._limit = self._scheduler.step_tokens(self._tenant_id)
-
-    def step_tokens(self) -> int | None:
-        return self._limit
 
     @compute_thread
     def step(self, steps: Steps) -> list[Outcome] | None:
         """Take one step; None while there is more to do."""
         self._resumed_at = time.perf_counter()
         try:
-            next(steps)
-            return None
-        except StopIteration as end:
-            outcomes: list[Outcome] = end.value
-            return outcomes
+            return next(steps)
         finally:
             self._count_own_time()
 

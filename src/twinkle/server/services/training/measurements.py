@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twinkle.model.csr import listed
+from twinkle.model.types import Datum
 from twinkle.server.backends.compute_thread import compute_thread, event_loop
 from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
 from twinkle.server.state.records.run_metrics import RunMetrics
@@ -114,16 +115,12 @@ class RunMeasurements:
 
 def counted(asked: TrainPass) -> float:
     """What the loss of a pass is a sum over; one of pairs is a mean already."""
-    if asked.preference is not None:
-        return 1.0
-    if asked.loss == "cross_entropy":
-        weights = [
-            datum.targets.size if datum.weights is None else np.abs(listed(datum.weights)).sum() for datum in asked.data
-        ]
-        return float(sum(weights))
-    return float(
-        sum(
-            np.count_nonzero(listed(datum.extras["advantages"])) if "advantages" in datum.extras else datum.targets.size
-            for datum in asked.data
-        )
-    )
+    return 1.0 if asked.preference is not None else sum(_counted(datum, asked.loss) for datum in asked.data)
+
+
+def _counted(datum: Datum, loss: str) -> float:
+    if loss == "cross_entropy" and datum.weights is not None:
+        return float(np.abs(listed(datum.weights)).sum())
+    if loss != "cross_entropy" and "advantages" in datum.extras:
+        return float(np.count_nonzero(listed(datum.extras["advantages"])))
+    return float(datum.targets.size)

@@ -5,44 +5,31 @@ The life of an op: ``submit`` journals it and hands it to the ``runner.OpRunner`
 journalled ops again, in order; clients find the same futures under the same ids.
 """
 
-import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
-from urllib.parse import quote
 
 from twinkle.errors import NotFoundError
-from twinkle.server.backends.backend import ServedModel
-from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.ids import RequestId
-from twinkle.server.scheduling.scheduler import Scheduler
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
-from twinkle.server.services.futures import Delivery, Futures
-from twinkle.server.services.running_ops import RunningOps
-from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place, QueueStatus
+from twinkle.server.services.futures import Delivery
+from twinkle.server.services.training.adapters import LiveAdapter, LiveAdapters, Place
 from twinkle.server.services.training.admission import Entry, JournalQuota, OpAdmission
 from twinkle.server.services.training.context import TrainingContext
 from twinkle.server.services.training.custom_losses import LossGraphs
-from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.services.training.recovery import journalled, plan_recovery
 from twinkle.server.services.training.replay_feed import ReplayFeed
-from twinkle.server.services.training.run_kind import RunKind, RunKinds
 from twinkle.server.services.training.runner import OpRunner, Settlement
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DamagedRecordError, JournalError
-from twinkle.server.state.files.data_dir import DataDir
-from twinkle.server.state.store import Store
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.logs import note_request_id
 from twinkle.server.telemetry.metrics import Reading
 from twinkle.server.telemetry.readings import queue_readings, trainer_readings
-from twinkle.server.telemetry.recording import TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.rate_limit import RecentRate
-from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import Budget, Ending, Op, Outcome, Refused, RunRecord
 from twinkle.server.wire.errors import SequenceConflictError
 
@@ -50,82 +37,42 @@ logger = logging.getLogger(__name__)
 
 # Sequence numbers this far beyond the last one are a mistake; a call of many chunks takes some dozens.
 _FURTHEST_AHEAD = 10_000
-_CONTENDED_PART = 16  # of a batch: what a tenant gets at most while others have work, if these ask for less
 
 
 class ModelService:
     def __init__(
-        self,
-        model: ServedModel,
-        store: Store,
-        compute: Compute,
-        files: DataDir,
-        *,
-        kinds: Sequence[RunKind] = (),
-        merge: bool = True,
-        tenants: Tenants | None = None,
-        futures: Futures | None = None,
-        memory: ProcessMemory | None = None,
-        is_ours: Callable[[RunRecord], bool] = lambda _run: True,
-        recorder: TrainingRecorder | None = None,
-        replica: str = "",
-        gap_seconds: float = 360.0,
+        self, context: TrainingContext, memory: ProcessMemory, is_ours: Callable[[RunRecord], bool] = lambda _run: True
     ) -> None:
-        """``kinds``: of runs beside Tinker's. ``is_ours`` tells which runs of this model are to be brought back here.
+        """``memory``: the budgets that all services of this process share.
 
-        ``memory``: the budgets that all services of this process share.
-        ``replica``: the name of this one where a model has several. ``gap_seconds``: how long ops wait for a sequence
-        number that is missing.
+        ``is_ours`` tells which runs of this model are to be brought back here.
         """
-        self.model = model
-        self._is_ours = is_ours
-        self._store = store
-        memory = memory or ProcessMemory()
+        self.context = context  # whoever wants something of one of its parts, such as a metric, asks that part
+        self._store, self._scheduler = context.store, context.scheduler
+        self._futures = context.futures
+        self._futures.read_back = self._on_record
         self._guard = memory.guard
-        self._tenants = tenants = tenants or Tenants()
-        self._futures = futures or Futures(memory=memory.results)
-        self._futures.read_back = self._read_back
-        self._scheduler = Scheduler(
-            model.tokens_per_batch,
-            tenants.share,
-            merge=merge,
-            gap_timeout=gap_seconds,
-            contended_tokens=min(model.cheap_tokens, model.tokens_per_batch // _CONTENDED_PART),
-        )
-        self._context = context = TrainingContext(
-            model,
-            store,
-            compute,
-            files,
-            tenants,
-            RunKinds(kinds),
-            self._futures,
-            recorder or TrainingRecorder(model.name),
-            self._scheduler,
-            RunMeasurements(store.run_metrics),
-            RunningOps(files.root / "running" / quote(replica or model.name, safe="")),
-        )
-        self.journal = JournalQuota(store, tenants)
+        self._is_ours = is_ours
+        self.journal = JournalQuota(context.store, context.tenants)
         snapshots, checkpoints = Snapshots(context), Checkpoints(context)
         settlement = Settlement(context, snapshots, self.journal)
         self._settle = settlement.settle
         self.adapters = LiveAdapters(context, snapshots, checkpoints, settlement.settle, memory.adapter_bytes)
         self._runner = OpRunner(context, self.adapters, settlement, snapshots, checkpoints)
         self.loop = self._runner.loop
-        self._loss_graphs = LossGraphs(store, tenants.pools.reading)
+        self._loss_graphs = LossGraphs(context.store, context.tenants.pools.reading)
         self._feed = ReplayFeed(context, self._loss_graphs, self.adapters, self._runner.enqueue)
         settlement.on_settled = self._feed.ended
         self._admission = OpAdmission(context, self.adapters, memory.queued_bytes)
         self._refusals = itertools.count()
         self._rate = RecentRate(time.time())
-        self._feeding: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Bring back what was there before, then work."""
         for run in await self._store.runs.in_state("live"):
-            if run.model_name == self.model.name and self._is_ours(run):
+            if run.model_name == self.context.model.name and self._is_ours(run):
                 try:
                     await self._recover(run)
                 except DamagedRecordError as error:  # costs its own adapter alone
@@ -134,18 +81,16 @@ class ModelService:
                     logger.error("damaged: run %s: %s", run.run_id, error)
                     await self._leave_out(run, "its journal on the server's disk is damaged")
         left = (replay.without_body() for adapter in self.adapters for replay in adapter.replays.values())
-        self._context.running.keep_only([op.request_id for op in left])
+        self.context.running.keep_only([op.request_id for op in left])
         await self._free_journal()
         self._runner.start()
-        self._feeding = asyncio.create_task(self._feed.run())
+        self.context.background.start(self._feed.run())
 
     async def stop(self) -> None:
         """Finish what is on the device, put every changed adapter on disk, and end."""
         self.adapters.stopping = True
         self._feed.stop()
         await self._runner.stop()
-        if self._feeding is not None:
-            await asyncio.gather(self._feeding, return_exceptions=True)
 
     async def _free_journal(self) -> None:
         """Delete files of the journal that nobody needs, which earlier versions kept, before they are counted."""
@@ -163,7 +108,7 @@ class ModelService:
         await self._store.runs.set_state(run.run_id, "failed", note)
 
     async def _recover(self, run: RunRecord) -> None:
-        plan = await plan_recovery(self._store, self._context.files, run)
+        plan = await plan_recovery(self._store, self.context.files, run)
         adapter = self.adapters.add(run, plan)
         for replay in plan.replays:
             if not replay.ended:
@@ -179,14 +124,14 @@ class ModelService:
         if run.run_id not in self.adapters:
             self.adapters.memory.check()
             self._guard.check(op.price.held_bytes + self.adapters.memory.growth(run.spec))
-        with self._context.recorder.journalling(op):
-            limits = self._tenants.limits(run.tenant_id)
+        with self.context.recorder.journalling(op):
+            limits = self.context.tenants.limits(run.tenant_id)
             accepted = await self._store.ops.accept_run(
                 run, op, op.digest, time.time(), limits.max_adapters_per_tenant, limits.max_session_rows_per_tenant
             )
         # Without a record it was created long ago, and nobody knows any more with which request.
         if accepted.record is not None and accepted.record.digest != op.digest:
-            used = self._context.kinds.find(run.run_id).used_before(run)
+            used = self.context.kinds.find(run.run_id).used_before(run)
             return self.refuse(run, f"{used} before with another request")
         if accepted.record is None and accepted.run.state == "parked":
             return self.refuse(run, f"model_seq_id {run.number} is in use: {accepted.run.note}")
@@ -216,7 +161,7 @@ class ModelService:
             op = journalled(op, op.payload)
         tenant_id = adapter.run.tenant_id
         self.journal.check(tenant_id, len(op.body), urgent=bool(adapter.ops))
-        with self._context.recorder.journalling(op):
+        with self.context.recorder.journalling(op):
             accepted = await self._store.ops.accept(op, op.digest, time.time())
         if accepted.record.digest != op.digest:
             return self.refuse(adapter.run, _conflict(op))
@@ -287,7 +232,7 @@ class ModelService:
         request_id = str(request)
         note_request_id(request_id)
         if request_id not in self._futures:
-            outcome = await self._on_record(request)
+            outcome = await self._on_record(request_id)
             if outcome is None:
                 damage = await self._store.damage.of_run(run.run_id)
                 if damage is None:
@@ -301,11 +246,9 @@ class ModelService:
         """Entered while an outcome is written to a client, which says at the end whether that was completed."""
         return self._futures.delivering(request_id, time.time())
 
-    async def _read_back(self, request_id: str) -> Outcome | None:
-        return await self._on_record(RequestId.parse(request_id))
-
-    async def _on_record(self, request: RequestId) -> Outcome | None:
+    async def _on_record(self, request_id: str) -> Outcome | None:
         """Return the outcome that the journal has, None if it has none; a damaged one is a failure that says so."""
+        request = RequestId.parse(request_id)
         try:
             return await self._store.ops.outcome(request.owner, request.number)
         except JournalError as error:
@@ -320,25 +263,6 @@ class ModelService:
         while adapter is not None and not accepted.isdisjoint(adapter.unfinished) and not self.adapters.stopping:
             await adapter.next_end()
 
-    def run(self, run_id: str) -> RunRecord | None:
-        adapter = self.adapters.get(run_id)
-        return None if adapter is None else adapter.run
-
-    def adapters_by_tenant(self) -> dict[str, int]:
-        return dict(Counter(adapter.run.tenant_id for adapter in self.adapters))
-
-    def busy_sessions(self) -> frozenset[str]:
-        """Those of which something waits to run."""
-        return frozenset(adapter.run.session_id for adapter in self.adapters if adapter.unfinished)
-
-    def queue_status(self, tenant_id: str) -> QueueStatus:
-        waiting = self._scheduler.numbers().waiting
-        return QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
-
-    async def write_metrics(self) -> None:
-        """Put on record what was measured so far."""
-        await self._context.measurements.write()
-
     def last_requests(self) -> dict[str, float]:
         """When each adapter was last asked for something, as far as that is news."""
         return {a.run.run_id: a.last_request_at for a in self.adapters if a.last_request_at}
@@ -349,9 +273,6 @@ class ModelService:
         self._rate.note(self._trained_tokens(), now)
         delivered = map(RequestId.parse, self._futures.take_delivered())
         return [(request.owner, request.number) for request in delivered if not request.is_refusal]
-
-    def release_waiters(self) -> None:
-        self._futures.close()
 
     def refuse(self, run: RunRecord, message: str) -> str:
         """A future that has failed already: the SDK takes a failed future well, and a 409 as a reason to try again."""
@@ -366,31 +287,17 @@ class ModelService:
         """What adapters, queued ops and replayed ops take of the host's memory."""
         return self.adapters.memory.budget, self._admission.budget, self._feed.budget()
 
-    @property
-    def recovering(self) -> bool:
-        """Whether what had ended before a restart is still being done again."""
-        return any(adapter.repeats for adapter in self.adapters)
-
-    @property
-    def step_seconds(self) -> float:
-        """For how long the compute thread has been at its present piece of work, training or sampling."""
-        return self._context.compute.step_seconds
-
-    def waiting_ops(self) -> Mapping[str, int]:
-        """Return how many ops wait, by tenant."""
-        return self._scheduler.numbers().waiting
-
     def readings(self) -> Iterator[Reading]:
         """Yield the metrics that are read when somebody asks. Those of the trainer are there after its first batch."""
-        numbers, model, futures = self._scheduler.numbers(), self.model.name, self._futures
+        numbers, model, futures = self._scheduler.numbers(), self.context.model.name, self._futures
         waiting, busy = sum(numbers.waiting.values()), self._runner.busy_seconds
         yield from queue_readings(model, "training", waiting, futures.polls, futures.all_unfetched_bytes, busy)
-        yield Reading(instruments.COMPUTE_STEP, self.step_seconds, (model,))
+        yield Reading(instruments.COMPUTE_STEP, self.context.compute.step_seconds, (model,))
         yield Reading(instruments.MERGE_RATIO, numbers.merge_ratio, (model,))
         on_disk = sum(adapter.place is Place.DISK for adapter in self.adapters)
         yield Reading(instruments.ADAPTERS, on_disk, (model, "disk"))
-        if self._context.recorder.trainer_numbers is not None:
-            yield from trainer_readings(model, self._context.recorder.trainer_numbers)
+        if self.context.recorder.trainer_numbers is not None:
+            yield from trainer_readings(model, self.context.recorder.trainer_numbers)
 
     def status(self) -> dict[str, object]:
         numbers = self._scheduler.numbers()

@@ -16,7 +16,7 @@ from twinkle.server.ids import CheckpointPath
 from twinkle.server.services.training.measurements import RunMeasurements
 from twinkle.server.types import (
     CreateAdapter,
-    CreateFromCheckpoint,
+    LoadWeights,
     Op,
     OpKind,
     OpRecord,
@@ -149,9 +149,8 @@ class RunKind:
         if record.kind is OpKind.CREATE:
             return Op(run.run_id, record.seq, record.kind, CreateAdapter(run.spec), body)
         if record.kind is OpKind.CREATE_FROM:
-            request = parse(CreateFromRequest, body)
-            payload = CreateFromCheckpoint(run.spec, request.path, request.optimizer)
-            return Op(run.run_id, record.seq, record.kind, payload, body)
+            asked = parse(CreateFromRequest, body)
+            return Op(run.run_id, record.seq, record.kind, LoadWeights(asked.path, asked.optimizer), body)
         if not record.kind.is_pass:
             return to_op(_REQUESTS[record.kind], body)
         if is_json(body):

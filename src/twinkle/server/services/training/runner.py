@@ -8,13 +8,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from twinkle.server.backends.compute_thread import Lane, compute_thread, event_loop
-from twinkle.server.scheduling.scheduler import Batch
 from twinkle.server.scheduling.sequence import Conflict, Duplicate, Refusal, RefusalReason, TooLate
 from twinkle.server.services.checkpoints.save_and_load import Checkpoints
 from twinkle.server.services.running_ops import MOST_DEATHS
@@ -63,8 +62,9 @@ class Settlement:
         else:
             self._context.background.start(self._record(adapter, op, outcome))
             if not outcome.failed:
-                tenant_id, steps = adapter.run.tenant_id, int(op.is_step)
-                self._context.tenants.usage.add(tenant_id, trained_tokens=op.tokens, optim_steps=steps, requests=1)
+                self._context.tenants.usage.add(
+                    adapter.run.tenant_id, trained_tokens=op.price.tokens, optim_steps=int(op.is_step), requests=1
+                )
             self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
         # A forward pass that leaves nothing behind changes nothing: its number is covered by the snapshot there is.
@@ -96,6 +96,9 @@ class Task:
     op: Op
     finished: bool = False
     in_background: bool = False  # it ends by itself, whatever becomes of its batch
+
+
+_Compute = Callable[[Sequence[Task]], Awaitable[list[Outcome]]]  # a batch on the device: at once, or in steps
 
 
 class OpRunner:
@@ -181,10 +184,12 @@ class OpRunner:
             now = time.monotonic()
             await self._refuse_all(self._scheduler.refusals(now))
             batch = self._scheduler.next_batch()
+            tasks = [] if batch is None else [self._task(op) for op in batch.ops]
             if batch is not None and batch.long and self._may_run_beside():
-                self._background.start(self._run_long(batch))
+                await self._long_passes.beside.acquire()  # at once: there is room for one more
+                self._background.start(self._run_long(tasks))
             elif batch is not None:
-                await self._run_batch(batch)
+                await self._run_batch(tasks, self._run_in_steps if batch.long else self._run_at_once)
                 self._turns.end(idle=False)
                 await self._adapters.make_room()
             due = self._snapshots.due(now)
@@ -210,27 +215,22 @@ class OpRunner:
         Not while an op may have killed the last process: suspects run alone, and a batch would hold the loop up for
         the very turns that it waits for.
         """
-        return self._long_passes.may_begin and not self._running.has_suspects
+        return not self._long_passes.beside.locked() and not self._running.has_suspects
 
-    async def _run_long(self, batch: Batch) -> None:
+    async def _run_long(self, tasks: Sequence[Task]) -> None:
         """A batch that takes long: the loop goes on with those of other tenants between its steps."""
         try:
-            async with self._long_passes.beside():
-                await self._run_batch(batch, beside=True)
+            await self._run_batch(tasks, partial(self._run_in_steps, beside=True))
         finally:
+            self._long_passes.beside.release()
             self._wake.set()
 
-    async def _run_batch(self, batch: Batch, *, beside: bool = False) -> None:
-        """``beside``: the loop does not wait for it."""
-        tasks = [self._task(op) for op in batch.ops]
+    async def _run_batch(self, tasks: Sequence[Task], compute: _Compute) -> None:
         for part in self._running.apart([task.op.request_id for task in tasks]):
-            await self._run_together(tasks[part], in_steps=batch.long, beside=beside)
+            await self._run_together(tasks[part], compute)
 
-    async def _run_together(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
-        """Run a batch, or a part of it: an op that may have killed the process is alone.
-
-        ``in_steps``: batches of other tenants run between its micro-batches.
-        """
+    async def _run_together(self, tasks: Sequence[Task], compute: _Compute) -> None:
+        """Run a batch, or a part of it: an op that may have killed the process is alone."""
         try:
             ready: list[Task] = []
             for task in tasks:
@@ -238,26 +238,30 @@ class OpRunner:
                     continue
                 if ready and not await self._adapters.make_room_for(task.adapter, creating=task.op.kind.creates):
                     # Once they have run, their adapters may go to disk, and this one has room.
-                    await self._run_tasks(ready, in_steps=in_steps, beside=beside)
+                    await self._run_tasks(ready, compute)
                     ready = []
                 await self._adapters.make_room_for(task.adapter, creating=task.op.kind.creates)
                 if await self._has_come(task):
                     ready.append(task)
-            await self._run_tasks(ready, in_steps=in_steps, beside=beside)
+            await self._run_tasks(ready, compute)
         except Exception as error:  # noqa: BLE001 - the trainer loop is an edge: a bug fails its batch, not the server
             for task in tasks:
                 if not task.finished and not task.in_background:
                     self._finish(task, unexpected(error, task.op.request_id), ran=False)
 
-    async def _run_tasks(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
+    async def _run_tasks(self, tasks: Sequence[Task], compute: _Compute) -> None:
         slow = [task for task in tasks if task.op.kind.takes_files]
         quick = [task for task in tasks if not task.op.kind.takes_files]
         for task in slow:  # these wait for disk and database: other adapters go on meanwhile
             task.in_background = True
             self._background.start(self._run_slow(task))
         if quick:
-            async with self._running.noted([task.op.request_id for task in quick]):
-                await self._run_quick(quick, in_steps=in_steps, beside=beside)
+            request_ids = [task.op.request_id for task in quick]
+            logger.debug("batch: %s", " ".join(request_ids))
+            async with self._running.noted(request_ids):
+                for task, outcome in zip(quick, await compute(quick), strict=True):
+                    self._finish(task, outcome)
+                self._measurements.write_soon()
 
     async def _has_come(self, task: Task) -> bool:
         """Bring the adapter from its snapshot to the trainer, once; return whether the op can run.
@@ -273,24 +277,21 @@ class OpRunner:
         self._finish(task, Outcome.failure(message if damage is None else damage.message, "user"))
         return False
 
-    async def _run_quick(self, tasks: Sequence[Task], *, in_steps: bool, beside: bool) -> None:
+    async def _run_at_once(self, tasks: Sequence[Task]) -> list[Outcome]:
         ops = [task.op for task in tasks]
-        logger.debug("batch: %s", " ".join(op.request_id for op in ops))
-        if in_steps:
-            outcomes = await self._run_in_steps(ops, tasks[0].adapter.run.tenant_id, beside=beside)
-        else:
-            lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
-            follows = ops[0].kind.is_pass and any(map(_step_waits, tasks))
-            work = partial(self._execute, ops)
-            outcomes = await self._compute.run(work, lane, _shares(tasks), step_follows=follows)
-        for task, outcome in zip(tasks, outcomes, strict=True):
-            self._finish(task, outcome)
-        self._measurements.write_soon()
+        lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
+        follows = ops[0].kind.is_pass and any(map(_step_waits, tasks))
+        return await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), step_follows=follows)
 
-    async def _run_in_steps(self, ops: Sequence[Op], tenant_id: str, *, beside: bool) -> list[Outcome]:
+    async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
+        """Run passes of one tenant; batches of other tenants run between their micro-batches.
+
+        ``beside``: the loop does not wait for it.
+        """
+        ops = [task.op for task in tasks]
         for op in ops:
             self._recorder.started(op)
-        outcomes, seconds = await self._long_passes.run(ops, tenant_id, beside=beside)
+        outcomes, seconds = await self._long_passes.run(ops, tasks[0].adapter.run.tenant_id, beside=beside)
         self.busy_seconds += seconds
         self._recorder.stepped(ops, self._model.trainer, seconds)
         return outcomes
