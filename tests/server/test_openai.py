@@ -529,7 +529,7 @@ def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     async def main() -> None:
-        stream = streams.JsonStream(bodies(), streams.EVENTS)
+        stream = streams.json_stream(bodies(), streams.EVENTS)
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
 
     asyncio.run(main())
