@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from twinkle.sampler.features import engine_request, refuse_unsupported, respons
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import max_characters, text_groups
-from twinkle.server.gateway.gateway import Services
+from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.http.owners import always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX
@@ -46,7 +46,6 @@ from twinkle.server.protocols.native.requests import (
     wire_response,
 )
 from twinkle.server.protocols.openai.choices import Choice
-from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.codec import finite
 from twinkle.server.verbs.features import are_encoded
@@ -168,15 +167,7 @@ class AskedSamples:
         services.sampling.admission.check(tenant_id)  # before the work of reading the inputs
         most = max_characters(services.model.max_context_length)
         features = await text.in_thread(tenant_id, partial(encoded, self.call.body.inputs, template, self.params, most))
-        return FeatureSampling(
-            request_id=f"sample-{secrets.token_hex(12)}",
-            text=text,
-            target=await self._target(),
-            template=template,
-            features=features,
-            params=self.params,
-            most_bytes=gateway.config.limits.max_json_result_bytes,
-        )
+        return FeatureSampling(gateway, self.params, template, features, await self._target())
 
     async def _target(self) -> Target:
         """Find the weights that are meant: those at an address, those of an adapter of the session, or the base's."""
@@ -301,15 +292,14 @@ def chosen_template(session: SessionRecord | None, model: ServedModel) -> Templa
 
 @dataclass(frozen=True)
 class FeatureSampling:
-    """A request that is ready to run. Its answer has at most ``most_bytes`` and is written in a thread of ``text``."""
+    """A request that is ready to run."""
 
-    request_id: str
-    text: FairPool
-    target: Target
+    gateway: Gateway
+    params: SamplingParams
     template: SamplingTemplate
     features: Sequence[Row]
-    params: SamplingParams
-    most_bytes: int
+    target: Target
+    request_id: str = field(default_factory=lambda: f"sample-{secrets.token_hex(12)}")
 
     async def answer(self) -> bytes:
         """Return the JSON of a SampleResponseModelList."""
@@ -321,7 +311,7 @@ class FeatureSampling:
         # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
         for feature, result in zip(self.features, results, strict=True):
             encode = partial(self._encode, feature, result, size)
-            parts.append(await self.text.in_thread(self.target.session.tenant_id, encode))
+            parts.append(await self.gateway.tenants.pools.text.in_thread(self.target.session.tenant_id, encode))
             size += len(parts[-1])
         return b'{"samples":[' + b",".join(parts) + b"]}"
 
@@ -355,10 +345,11 @@ class FeatureSampling:
 
     def _check_size(self, size: int) -> None:
         """Raise for an answer of ``size`` bytes, if that is too much."""
-        if size > self.most_bytes:
+        most = self.gateway.config.limits.max_json_result_bytes
+        if size > most:
             allowed = (
                 f"fewer inputs, samples or log-probabilities: the answer has {size} bytes or more, "
-                f"allowed are {self.most_bytes} (max_json_result_bytes)"
+                f"allowed are {most} (max_json_result_bytes)"
             )
             raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
 
