@@ -22,7 +22,7 @@ from twinkle.environment import read_environment, set_variable_defaults
 from twinkle.errors import GoneError, InvalidInputError, TwinkleError, UnsupportedError, UserError
 from twinkle.server.processors import catalog
 from twinkle.server.processors.arguments import Context, class_named, read_arguments
-from twinkle.server.processors.live import BatchRoom, LiveObjects, NoRoomError, UnknownProcessorError
+from twinkle.server.processors.live import KeptBatches, LiveObjects, NoRoomError, UnknownProcessorError
 from twinkle.server.processors.messages import Frame, Outcome, Settings, pack, read_frame, to_json
 from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.sources import Sources
@@ -40,7 +40,7 @@ class Workbench:
     """One session's objects, and the requests about them: bodies as clients sent them in, JSON out."""
 
     def __init__(self, sources: Sources, most_of_one_batch: int) -> None:
-        self.objects = LiveObjects(BatchRoom(most_of_one_batch))
+        self.objects = LiveObjects(KeptBatches(most_of_one_batch))
         self._context = Context(self.objects, sources)
 
     def create(self, body: bytes) -> str:
@@ -70,7 +70,7 @@ class Workbench:
         live = self.objects.get("processor_id", processor_id)
         if live.processor_type != "dataloader":
             raise InvalidInputError("processor_id", f"a {live.processor_type}", "a dataloader")
-        text = live.batches.get(number)
+        text = self.objects.batches.get(processor_id, number)
         if not text.startswith("["):
             raise UnsupportedError("inputs: batches of set_processor are no rows; fetch the rows, or leave it out")
         return "\n".join(json.dumps(_for_training(row)) for row in json.loads(text))
@@ -172,8 +172,8 @@ class _Desk:
 
     def reply(self, request: Frame) -> list[bytes]:
         outcome: Outcome = "ok"
-        room = self._bench.objects.room
-        room.limit = request.header.get("batch_bytes", room.limit)
+        batches = self._bench.objects.batches
+        batches.limit = request.header.get("batch_bytes", batches.limit)
         try:
             body = self._answer(request)
         except UserError as error:
@@ -190,7 +190,7 @@ class _Desk:
         except Exception as error:  # an edge: data of all kinds meets libraries of all kinds here
             logger.exception("%s failed", request.header["op"])
             outcome, body = self._unexpected(error)
-        state = {"outcome": outcome, "live": len(self._bench.objects), "kept_bytes": room.used}
+        state = {"outcome": outcome, "live": len(self._bench.objects), "kept_bytes": batches.used}
         return pack(state, body.encode())
 
     def _answer(self, request: Frame) -> str:
