@@ -268,7 +268,7 @@ def test_a_served_model_is_known_by_its_names(tmp_path: Path, monkeypatch: pytes
 
 
 def _bench(tmp_path: Path) -> Workbench:
-    return Workbench(Sources([], {}, tmp_path), 2**20)
+    return Workbench(Settings((), {}, str(tmp_path), 2**30, answer_bytes=2**20))
 
 
 def _body(**fields: Any) -> bytes:
