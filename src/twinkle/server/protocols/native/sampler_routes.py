@@ -48,7 +48,7 @@ from twinkle.server.protocols.native.requests import (
 from twinkle.server.protocols.openai.choices import Choice
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.codec import finite
-from twinkle.server.verbs.features import are_encoded
+from twinkle.server.verbs.features import are_encoded, as_rows
 from twinkle.server.verbs.templates import SamplingTemplate, SetTemplate, TemplateChoice
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
 from twinkle_client.protocol import sampling as types
@@ -60,7 +60,6 @@ routes = Routes(f"{PREFIX}/sampler/{{model:path}}/twinkle", key_prefix=ANY_KEY)
 Line = Mapping[str, object]
 Row = Mapping[str, Any]
 
-MAX_INPUTS = 4096
 MAX_SEQUENCES = 4096  # of all inputs together
 # Columns that grow with the tokens; None in one of them is a column that is not there.
 _COLUMNS = ("labels", "completion_mask", "mm_token_type_ids")
@@ -220,7 +219,7 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
 
     ``most_characters``: of one conversation.
     """
-    rows = _rows(inputs)
+    rows = as_rows(inputs)
     if len(rows) * params.num_samples > MAX_SEQUENCES:
         allowed = f"{MAX_SEQUENCES} sequences in all, here for each of {len(rows)} inputs"
         raise InvalidInputError("num_samples", params.num_samples, allowed)
@@ -236,17 +235,6 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
         left = f"{len(rows)} trajectories, of which the template leaves {len(features)}"
         raise InvalidInputError("inputs", left, "conversations that are not longer than the template's max_length")
     return list(features)
-
-
-def _rows(inputs: object) -> list[Row]:
-    rows = [inputs] if isinstance(inputs, dict) else inputs
-    if not isinstance(rows, list) or not 0 < len(rows) <= MAX_INPUTS:
-        allowed = f"an InputFeature or Trajectory, or a list of 1 to {MAX_INPUTS}"
-        raise InvalidInputError("inputs", rows if not isinstance(rows, list) else f"{len(rows)} of them", allowed)
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise InvalidInputError(f"inputs[{index}]", row, "an InputFeature or Trajectory")
-    return rows
 
 
 def _feature(row: Row, field: str) -> Row:
