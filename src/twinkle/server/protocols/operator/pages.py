@@ -68,17 +68,12 @@ def _content(name: str) -> bytes:
     return _FILES.joinpath(name).read_bytes()
 
 
+@routes.get("/redoc", anybody, public=True)
 @routes.get("/docs", anybody, public=True)
 async def api_page(call: Call[bytes]) -> Response:
     """Return this page."""
     app: FastAPI = call.request.app
     return Response(_page(app.openapi()), headers=_HEADERS_OF_ROUTES, media_type="text/html")
-
-
-@routes.get("/redoc", anybody, public=True)
-async def same_page(call: Call[bytes]) -> Response:
-    """Return the page of /docs."""
-    return await api_page(call)
 
 
 def _page(document: Mapping[str, Any]) -> str:
