@@ -11,26 +11,16 @@ from typing import TypeVar
 
 from fastapi import Request, Response
 
-from twinkle.errors import (
-    CapacityError,
-    GoneError,
-    InvalidInputError,
-    OverloadedError,
-    QuotaError,
-    ShuttingDownError,
-    UnauthorizedError,
-    UserError,
-)
+from twinkle.errors import InvalidInputError, QuotaError, TwinkleError, UnauthorizedError, UserError
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, when_to_retry
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, status_of, when_to_retry
 from twinkle.server.http.routes import Call, Decorator, Routes, json_body
 from twinkle.server.http.streams import EVENTS, begun, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, Format, Generation
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
-from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 
 logger = logging.getLogger(__name__)
@@ -73,8 +63,7 @@ def _refusal(error: Exception, request: Request) -> Refusal:
             return Refusal(413, text)
         case QuotaError():
             return Refusal(429, text, "rate_limit_error", code="rate_limit_exceeded")
-        case GoneError() | CapacityError() | OverloadedError() | ShuttingDownError() | DatabaseUnavailableError():
-            # The next try may go well.
+        case TwinkleError() if status_of(error) in (410, 503):  # the next try may go well
             return Refusal(503, text, "server_error")
         case MalformedRequestError():
             return Refusal(400, text, param=error.field or None, code=_CODES.get(error.problem, "invalid_value"))
