@@ -13,14 +13,7 @@ from pydantic import Field
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model.csr import Csr
 from twinkle.model.types import IntArray
-from twinkle.sampler.types import (
-    DrawnTokens,
-    SampledSequence,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-    TopLogprobs,
-)
+from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleRequest, SampleResult, SamplingParams, TopLogprobs
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.fields import Id, Number, Parameters, Request, Seed, Stops, Text, TokenIds, short
