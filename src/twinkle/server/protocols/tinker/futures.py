@@ -34,11 +34,11 @@ async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
         outcome, delivering = await _fetched(gateway, request, tenant_id)
     if outcome is None:
         return Response(responses.pending(wanted.request_id), 408, media_type="application/json")
-    as_json = outcome.encoding is Encoding.JSON or not _reads_protobuf(call.request)
-    size = estimated_json_bytes(outcome) if as_json else len(outcome.body)
+    as_it_is = outcome.encoding is Encoding.JSON or _reads_protobuf(call.request)
+    size = len(outcome.body) if as_it_is else estimated_json_bytes(outcome)
     if wanted.allow_metadata_only and size > _LARGE_RESULT:
         return json_response({"status": "complete_metadata", "response_payload_size": size})
-    if outcome.encoding is Encoding.JSON or not as_json:
+    if as_it_is:
         return sent_result(outcome.body, outcome.encoding.value, delivering)
     limit = gateway.config.limits.max_json_result_bytes
     if size > limit:
