@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable
 from dataclasses import is_dataclass
-from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -148,13 +147,17 @@ def check(request_type: type[T], fields: object) -> T:
     return read
 
 
-@cache  # making one takes milliseconds
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}  # making one takes milliseconds
+
+
 def adapter_of(request_type: type[Any]) -> TypeAdapter[Any]:
     """Return what reads and dumps objects of a type. Any thread may ask; two may make the same."""
-    read_as: Any = request_type
-    if is_dataclass(request_type):
-        read_as = Annotated[request_type, BeforeValidator(only_keys_of(request_type))]
-    return TypeAdapter(read_as)
+    if request_type not in _adapters:
+        read_as: Any = request_type
+        if is_dataclass(request_type):
+            read_as = Annotated[request_type, BeforeValidator(only_keys_of(request_type))]
+        _adapters[request_type] = TypeAdapter(read_as)
+    return _adapters[request_type]
 
 
 def _malformed(error: ValidationError, known: Iterable[str] = ()) -> MalformedRequestError:
