@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from traced import call, calls, ref
+from traced import call, calls, decode_graph, ref
 
 from twinkle.errors import UserError
 from twinkle.loss.graph.bounds import BOUNDS, Bound, CannotComputeError, shapes_of
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
 from twinkle.loss.graph.operations import OPERATIONS
-from twinkle.server.wire.custom_losses import decode_graph
 
 SIDE = 32
 # Torch writes a few numbers for each that comes out: copies, masks, gradients. The most is what cosine_similarity does.

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from traced import request
+from traced import decode_graph, request
 
 from twinkle.errors import UserError
 from twinkle.loss.graph.estimate import Sizes, estimated_work
 from twinkle.loss.graph.interpreter import Limits, Meter, evaluate
-from twinkle.server.wire.custom_losses import decode_graph
 
 
 class CountingMeter(Meter):

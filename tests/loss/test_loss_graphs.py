@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from traced import call, calls, ref, request
+from traced import call, calls, decode_graph, ref, request
 
 from twinkle.errors import NonFiniteError, UserError
 from twinkle.loss.graph.bounds import BOUNDS
 from twinkle.loss.graph.catalog import CATALOG
 from twinkle.loss.graph.interpreter import DatumLoss, Limits, Meter, evaluate
 from twinkle.loss.graph.operations import OPERATIONS
-from twinkle.server.wire.custom_losses import decode_graph
 
 LOGPROBS = np.array([-0.5, -1.2, -0.1, -2.0, -0.7, -0.3], np.float32)
 WEIGHTS = np.array([1.0, 0.0, 0.5, 2.0, -1.0, 3.0], np.float32)

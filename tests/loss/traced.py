@@ -1,5 +1,6 @@
 """Functions of tensors as the JSON that create_custom_loss takes: traced by torch.fx, written down as the SDK does."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.node import _get_qualified_name
+
+from twinkle.loss.graph.nodes import LossGraph
+from twinkle.server.wire.custom_losses import decode_custom_loss
 
 
 def traced(function: Callable[..., Any], ranks: Mapping[str, int]) -> dict[str, Any]:
@@ -22,6 +26,11 @@ def traced(function: Callable[..., Any], ranks: Mapping[str, int]) -> dict[str, 
 
 def request(function: Callable[..., Any], ranks: Mapping[str, int], session_id: str = "s", number: int = 0) -> dict:
     return {"session_id": session_id, "custom_loss_seq_id": number, **traced(function, ranks)}
+
+
+def decode_graph(content: Mapping[str, Any]) -> LossGraph:
+    """The graph of such a request, as the server reads it."""
+    return decode_custom_loss(json.dumps(content).encode())
 
 
 def calls(*nodes: dict[str, Any], loss: str = "logprobs", **inputs: int) -> dict[str, Any]:

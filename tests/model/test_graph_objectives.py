@@ -18,12 +18,11 @@ from reference import (
 from tiny_models import the_result, tiny_trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "loss"))  # graphs for tests
-from traced import request
+from traced import decode_graph, request
 
 from twinkle.errors import UserError
 from twinkle.model import Datum, LoraSpec, Trainer, TrainFailure, TrainItem
 from twinkle.model.graph_objective import GraphObjective
-from twinkle.server.wire.custom_losses import decode_graph
 
 BASE = toy_llama()
 SPEC = LoraSpec(rank=4, alpha=8.0, seed=1)

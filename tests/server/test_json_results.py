@@ -65,7 +65,3 @@ def test_a_sample(k: int) -> None:
     assert content["prompt_logprobs"] == ([None, -1.5] if k else None)
     pairs = [[int(token), float(token) / 2] for token in ids[1]]
     assert content["topk_prompt_logprobs"] == ([None, pairs] if k else None)
-
-
-def test_what_is_json_already_stays() -> None:
-    assert list(json_pieces(Outcome(Encoding.JSON, b"{}"), sample=False)) == [b"{}"]

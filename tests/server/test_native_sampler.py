@@ -295,7 +295,7 @@ def test_a_session_is_needed_for_adapters_and_templates_only(caller: Caller) -> 
     ("body", "said"),
     [
         ({}, "inputs: Field required"),
-        ({"inputs": []}, "inputs: got '0 of them'"),
+        ({"inputs": []}, "inputs: got '0 rows'"),
         ({"inputs": 5}, "inputs: got 5"),
         ({"inputs": [5]}, "inputs[0]: got 5"),
         ({"inputs": [{}]}, "inputs[0]: got [], allowed: input_ids, or a list of messages"),

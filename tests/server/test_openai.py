@@ -466,7 +466,7 @@ def test_an_error_after_the_stream_has_begun_is_its_last_event() -> None:
         return [
             body
             async for body in streams.to_the_end(
-                {"number": 1}, failing(), lambda error: openai_routes._refusal(error, request).body
+                {"number": 1}, failing(), lambda error: openai_routes._refusal(error, request)[1]
             )
         ]
 
@@ -529,7 +529,7 @@ def test_who_reads_nothing_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     async def main() -> None:
-        stream = streams.JsonStream(bodies(), streams.EVENTS)
+        stream = streams.json_stream(bodies(), streams.EVENTS)
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
 
     asyncio.run(main())

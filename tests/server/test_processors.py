@@ -25,7 +25,7 @@ from twinkle.environment import variables_with_own_caches
 from twinkle.errors import GoneError, InvalidInputError, QuotaError, UnsupportedError, UserError
 from twinkle.server.config import LimitsConfig
 from twinkle.server.processors import catalog, sources, worker_process
-from twinkle.server.processors.live import Batches, BatchRoom, NoRoomError, Pass
+from twinkle.server.processors.live import KeptBatches, NoRoomError, Pass
 from twinkle.server.processors.messages import Answers, FrameTooLargeError, Settings, pack, receive_frame, to_json
 from twinkle.server.processors.service import ProcessorService
 from twinkle.server.processors.sources import Sources
@@ -123,13 +123,13 @@ def test_a_pass_that_failed_does_not_look_like_its_end() -> None:
 
 
 def test_the_last_batches_are_kept() -> None:
-    batches = Batches(BatchRoom(1000))
+    batches = KeptBatches(1000)
     with pytest.raises(InvalidInputError, match="no batch was served"):
-        batches.get(0)
-    assert [batches.add(str(number)) for number in range(20)] == list(range(20))
-    assert batches.get(4) == "4"
+        batches.get("loader", 0)
+    assert [batches.add("loader", str(number)) for number in range(20)] == list(range(20))
+    assert batches.get("loader", 4) == "4"
     with pytest.raises(GoneError, match="now from 4"):
-        batches.get(3)
+        batches.get("loader", 3)
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_a_served_model_is_known_by_its_names(tmp_path: Path, monkeypatch: pytes
 
 
 def _bench(tmp_path: Path) -> Workbench:
-    return Workbench(Sources([], {}, tmp_path), 2**20)
+    return Workbench(Settings((), {}, str(tmp_path), 2**30, answer_bytes=2**20))
 
 
 def _body(**fields: Any) -> bytes:
@@ -415,23 +415,23 @@ def test_a_worker_imports_nothing_heavy_for_light_work(tmp_path: Path) -> None:
 
 def test_old_batches_make_room_for_new_ones() -> None:
     """A session's kept batches have a limit in bytes, over all of its loaders."""
-    room = BatchRoom(most_of_one=100)
-    room.limit = 250
-    first, second = Batches(room), Batches(room)
-    assert [first.add("x" * 100), second.add("y" * 100), second.add("z" * 50)] == [0, 0, 1]
-    assert room.used == 250
-    second.add("w" * 60)
-    assert room.used == 210
+    batches = KeptBatches(most_of_one=100)
+    batches.limit = 250
+    added = [batches.add("first", "x" * 100), batches.add("second", "y" * 100), batches.add("second", "z" * 50)]
+    assert added == [0, 0, 1]
+    assert batches.used == 250
+    batches.add("second", "w" * 60)
+    assert batches.used == 210
     with pytest.raises(GoneError, match=r"max_referenced_batch_bytes_per_tenant"):
-        first.get(0)
-    assert second.get(0) == "y" * 100
+        batches.get("first", 0)
+    assert batches.get("second", 0) == "y" * 100
     with pytest.raises(UserError, match="101 bytes of JSON, allowed: at most 100"):
-        first.add("x" * 101)
-    room.limit = 50
+        batches.add("first", "x" * 101)
+    batches.limit = 50
     with pytest.raises(NoRoomError):
-        first.add("x" * 60)
-    second.close()
-    assert room.used == 0
+        batches.add("first", "x" * 60)
+    batches.forget("second")
+    assert batches.used == 0
 
 
 ROWS = json.dumps({"_TWINKLE_TYPE_": "DatasetMeta", "data": [{"question": "?", "answer": "#### 1"}] * 8})

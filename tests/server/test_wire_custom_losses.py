@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "loss"))  # graphs for tests
-from traced import call, calls, ref
+from traced import call, calls, decode_graph, ref
 
 from twinkle.errors import UserError
 from twinkle.loss.graph.nodes import Call, DType, Items, Ref, Slice
-from twinkle.server.wire.custom_losses import MAX_INPUTS, MAX_METRICS, MAX_NODES, decode_custom_loss, decode_graph
+from twinkle.server.wire.custom_losses import MAX_INPUTS, MAX_METRICS, MAX_NODES, decode_custom_loss
 
 GOOD = calls(call("p", "operator.mul", ref("logprobs"), ref("w")), call("s", ".sum", ref("p")), loss="s", w=1)
 

@@ -16,12 +16,12 @@ from tinker.types.save_weights_response import SaveWeightsResponse
 from tinker.types.topk_logprobs import topk_to_lists
 from tinker.types.try_again_response import TryAgainResponse
 
+from twinkle.model.csr import Csr
 from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleResult, TopLogprobs
 from twinkle.server.types import CheckpointRecord, Encoding, Outcome
 from twinkle.server.wire import responses
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.sampling import encode_sample_result
-from twinkle.server.wire.tensors import CsrLayout
 
 
 def _read(outcome, model):
@@ -60,10 +60,8 @@ class TestJson:
         assert set(json.loads(outcome.body)) == {"error", "category"}
 
     def test_pending(self):
-        waiting = json.loads(responses.pending("r:1", "paused_capacity", "full"))
-        assert waiting["queue_state_reason"] == "full"
-        assert TryAgainResponse.model_validate(waiting).request_id == "r:1"
-        assert "queue_state_reason" not in json.loads(responses.pending("r:1", "active"))
+        waiting = TryAgainResponse.model_validate_json(responses.pending("r:1"))
+        assert (waiting.request_id, waiting.queue_state) == ("r:1", "active")
 
 
 class TestSamples:
@@ -117,8 +115,8 @@ class TestSamples:
         assert response.prompt_alt_tokens.logprobs.to_torch().tolist() == drawn.logprobs.tolist()
         assert response.prompt_cache_hit_tokens == 3
         # The same numbers for a request whose second row lists the cells 1 and 4 of 5.
-        layout = CsrLayout(2, 5, np.array([0, 1, 3]), np.array([2, 1, 4]))
-        sparse = deserialize_sample_response(encode_sample_result(result, layout).body).target_prompt_logprobs
+        asked = Csr((2, 5), np.array([0, 1, 3]), np.array([2, 1, 4]), np.array([7, 8, 9]))
+        sparse = deserialize_sample_response(encode_sample_result(result, asked).body).target_prompt_logprobs
         assert (sparse.shape, sparse.data) == ([2, 5], [-1.5, -2.5, -3.5])
         assert (sparse.sparse_crow_indices, sparse.sparse_col_indices) == ([0, 1, 3], [2, 1, 4])
 

@@ -33,19 +33,18 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 # --- the configuration in effect --------------------------------------------------------------------------------------
 
 
-def describe(config: ServerConfig) -> str:
-    """Return ``config`` as YAML that loads to an equal one, each key under its explanation. Passwords are not shown."""
-    return _section(config)
+def describe(config: BaseModel) -> str:
+    """Return a configuration, or a section of one, as YAML that loads to an equal one, each key under its explanation.
 
-
-def _section(section: BaseModel) -> str:
+    Passwords are not shown.
+    """
     text = ""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if value is None and isinstance(section, SparseSection):
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if value is None and isinstance(config, SparseSection):
             continue
         text += "".join(f"# {line}\n" for line in wrap(explanation(field), _WIDTH))
-        plain = section.model_dump(mode="json", include={name})[name]
+        plain = config.model_dump(mode="json", include={name})[name]
         text += _key(name, value, plain)
     return text
 
@@ -54,9 +53,9 @@ def _key(name: str, value: object, plain: object) -> str:
     """Return a key with its value; ``plain`` is the value as JSON has it."""
     head = OmegaConf.to_yaml({name: None}).removesuffix(" null\n")  # with quotes where a name needs them
     if isinstance(value, BaseModel):
-        return _under(head, _section(value))
+        return _under(head, describe(value))
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-        return _under(head, "".join(_under("-", _section(one)) for one in value))
+        return _under(head, "".join(_under("-", describe(one)) for one in value))
     if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
         return _under(head, "".join(_key(key, one, None) for key, one in value.items()))
     return OmegaConf.to_yaml({name: change_texts(plain, _literal)})

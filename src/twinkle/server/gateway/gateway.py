@@ -14,14 +14,7 @@ from typing import Literal, TypeVar
 
 from prometheus_client.metrics_core import Metric
 
-from twinkle.errors import (
-    GoneError,
-    InvalidInputError,
-    NotFoundError,
-    QuotaError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from twinkle.errors import GoneError, InvalidInputError, NotFoundError, QuotaError, UnknownNameError, UnsupportedError
 from twinkle.model.types import LoraSpec
 from twinkle.sampler.types import SampleRequest
 from twinkle.server import ids

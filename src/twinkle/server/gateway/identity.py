@@ -39,16 +39,22 @@ class Identity:
         self._keys = keys
         self._secret = keys.secret_for(_TOKEN_PURPOSE)
 
-    async def tenant(self, key: str | None, prefix: str = "tml-") -> str:
-        """Return the owner of an API key or token; in open mode every key is a tenant of its own."""
-        return (await self._identify(key, prefix)).tenant_id
+    async def identify(self, key: str | None, prefix: str = "tml-") -> KeyDescription:
+        """Return whose an API key is, and which one: the key that a request came with, or that its token stands for.
 
-    async def key_id(self, key: str | None, prefix: str = "tml-") -> str | None:
-        """Return the id of the key that a request came with, or that its token was issued for.
-
-        None where keys are not issued (``auth.mode: open``).
+        In open mode every key that begins with ``prefix`` is a tenant of its own.
         """
-        return (await self._identify(key, prefix)).key_id
+        if self._is_token(key):
+            return await self._read(key)
+        if not key or not key.startswith(prefix):
+            which = f"an API key that begins with {prefix}" if prefix else "an API key"
+            raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")
+        if self._auth.mode == "open":
+            return KeyDescription(None, "any key", self._keys.open_tenant(key))
+        record = await self._keys.find(key)
+        if record is None:
+            raise UnauthorizedError("a key of this server (twinkle-server keys create)")
+        return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
 
     async def is_valid(self, key_id: str | None) -> bool:
         """Return whether the key with this id still opens what was made with it; in open mode there are no keys."""
@@ -60,7 +66,7 @@ class Identity:
         """Describe a key. A token is refused: it says nothing about its key, and is not exchanged for another token."""
         if self._is_token(key):
             raise UnauthorizedError("the API key itself, not a token that was issued for it")
-        return await self._identify(key, "tml-")
+        return await self.identify(key)
 
     async def issue_token(self, key: str | None) -> str:
         described = await self.describe(key)
@@ -95,19 +101,6 @@ class Identity:
         if not await self.is_valid(claims["key_id"]):
             raise UnauthorizedError("a token whose key is still valid")
         return KeyDescription(claims["key_id"], "a token", str(claims["sub"]))
-
-    async def _identify(self, key: str | None, prefix: str) -> KeyDescription:
-        if self._is_token(key):
-            return await self._read(key)
-        if not key or not key.startswith(prefix):
-            which = f"an API key that begins with {prefix}" if prefix else "an API key"
-            raise UnauthorizedError(f"{which}, as X-API-Key or Authorization: Bearer")
-        if self._auth.mode == "open":
-            return KeyDescription(None, "any key", self._keys.open_tenant(key))
-        record = await self._keys.find(key)
-        if record is None:
-            raise UnauthorizedError("a key of this server (twinkle-server keys create)")
-        return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
 
 
 Use = Literal["archive", "external_weights", "trace"]

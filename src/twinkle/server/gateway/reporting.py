@@ -22,7 +22,6 @@ from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.telemetry import instruments
 from twinkle.server.telemetry.metrics import Metrics, Reading, of_all_replicas
 from twinkle.server.telemetry.readings import machine_readings
-from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
 from twinkle.server.telemetry.tenant_series import TenantSeries
 from twinkle.server.telemetry.tracing import NO_TRACING
 from twinkle.server.usage import Usage
@@ -51,12 +50,6 @@ class Telemetry:
         self._export: Export | None = _export(self.config) if self.config.enabled else None
         self.tracing = NO_TRACING if self._export is None else self._export.tracing
         self._task: asyncio.Task[None] | None = None
-
-    def training(self, model: str) -> TrainingRecorder:
-        return TrainingRecorder(model, self.metrics, self.tracing)
-
-    def sampling(self, model: str) -> SamplingRecorder:
-        return SamplingRecorder(model, self.metrics, self.tracing)
 
     def has_token(self, given: str | None) -> bool:
         """Return whether a scraper's token is the configured one."""

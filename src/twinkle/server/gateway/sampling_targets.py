@@ -5,6 +5,7 @@ A target lasts for one request; ``create_sampling_session`` puts one on record f
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.server import ids
@@ -113,11 +114,9 @@ async def create_sampling_session(
         replica=gateway.replica,
         size_bytes=own_bytes,
     )
-    most, records = (
-        gateway.tenants.limits(tenant_id).max_sampling_session_rows_per_tenant,
-        gateway.store.sampling_sessions,
-    )
-    made = await gateway.with_row_room(tenant_id, lambda: records.create(record, most_rows=most))
+    most = gateway.tenants.limits(tenant_id).max_sampling_session_rows_per_tenant
+    create = partial(gateway.store.sampling_sessions.create, record, most_rows=most)
+    made = await gateway.with_row_room(tenant_id, create)
     if (made.version_id, made.model_name) != (record.version_id, record.model_name):
         raise InvalidInputError("sampling_session_seq_id", number, "a number not used before in this session")
     return made

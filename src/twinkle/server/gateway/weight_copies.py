@@ -78,11 +78,9 @@ class _Copying:
             finish_reason="success",
         )
         key = None if idempotency_key is None else f"copy:{idempotency_key}"
-        rows, sessions = (
-            self.gateway.tenants.limits(self.tenant_id).max_session_rows_per_tenant,
-            self.gateway.store.sessions,
-        )
-        made = await self.gateway.with_row_room(self.tenant_id, lambda: sessions.create(session, key, most_rows=rows))
+        most = self.gateway.tenants.limits(self.tenant_id).max_session_rows_per_tenant
+        create = partial(self.gateway.store.sessions.create, session, key, most_rows=most)
+        made = await self.gateway.with_row_room(self.tenant_id, create)
         if (made.display_name, made.project_id) != (session.display_name, session.project_id):
             raise InvalidInputError("X-Idempotency-Key header", idempotency_key, "another key for another copy")
         return made

@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from twinkle.server.types import Budget, Tally
+from twinkle.server.types import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,6 @@ class Connections:
         self._by_address = Tally()
         # Connections without a request, and since when: the one that has waited longest comes first.
         self._waiting: OrderedDict[BoundedProtocol, float] = OrderedDict()
-
-    def budget(self) -> Budget:
-        return Budget("connections", len(self._open), self.limits.total)
 
     def admit(self, connection: "BoundedProtocol", address: str, now: float) -> "Refusal | None":
         """Count a new connection, or return why there is no room for it.

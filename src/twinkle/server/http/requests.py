@@ -29,6 +29,7 @@ from twinkle.errors import (
 from twinkle.server.config.applications import GATEWAY_PREFIX
 from twinkle.server.config.sections import names_this_machine
 from twinkle.server.gateway.gateway import Gateway
+from twinkle.server.gateway.identity import KeyDescription
 from twinkle.server.http.body_limits import read_body, upload_of
 from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
 from twinkle.server.telemetry.http import REQUEST_ID_HEADER
@@ -70,19 +71,20 @@ def gateway_of(request: Request) -> Gateway:
 
 async def tenant_of(request: Request, prefix: str = "tml-") -> str:
     """Return who asks. The body, if it is read, counts among this tenant's uploads."""
-    tenant_id = await gateway_of(request).identity.tenant(key_of(request), _prefix_of(request, prefix))
+    tenant_id = (await _identified(request, prefix)).tenant_id
     upload_of(request).belongs_to(tenant_id)
     return tenant_id
 
 
 async def key_id_of(request: Request) -> str | None:
     """Return the id of the caller's key, also where a token stands for it; None where keys are not issued."""
-    return await gateway_of(request).identity.key_id(key_of(request), _prefix_of(request, "tml-"))
+    return (await _identified(request, "tml-")).key_id
 
 
-def _prefix_of(request: Request, prefix: str) -> str:
+async def _identified(request: Request, prefix: str) -> KeyDescription:
     # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
-    return "" if "twinkle-authorization" in request.headers else prefix
+    any_key = "twinkle-authorization" in request.headers
+    return await gateway_of(request).identity.identify(key_of(request), "" if any_key else prefix)
 
 
 def key_of(request: Request) -> str | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,36 +37,24 @@ EVENTS = Framing("text/event-stream", "data: ", "\n\n", "data: [DONE]\n\n")
 LINES = Framing("application/x-ndjson", "", "\n", "")
 
 
-class JsonStream(Response):
-    """Sends each body as it comes. A client that leaves ends ``bodies`` at once, and so does one that does not read."""
-
-    def __init__(self, bodies: Bodies, framing: Framing) -> None:
-        self.status_code = 200
-        self.background = None
-        self.media_type = framing.media_type
-        self._bodies = bodies
-        self._framing = framing
-        self.init_headers(_HEADERS)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientDisconnect, TimeoutError):  # nobody is left who could be told
-            await unless_gone(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        framing = self._framing
-        async with aclosing(self._bodies) as bodies:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for body in bodies:
-                text = f"{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}"
-                await _send_part(send, text.encode())
-                await asyncio.sleep(0)  # many that are ready at once must not keep the event loop from others
-        await _send_part(send, framing.last.encode(), more=False)
-
-
-async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnError) -> JsonStream:
+async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnError) -> Response:
     """Wait for the first body, then return the stream. So what is refused at once is refused by its status code."""
     first = await unless_gone(request.receive, anext(bodies))
-    return JsonStream(to_the_end(first, bodies, failed), framing)
+    return json_stream(to_the_end(first, bodies, failed), framing)
+
+
+def json_stream(bodies: Bodies, framing: Framing) -> Response:
+    """Return what sends each body as it comes. A client that leaves, or does not read, ends ``bodies`` at once."""
+    stream = StreamedResult(_framed(bodies, framing), framing.media_type, undelivered())
+    stream.headers.update(_HEADERS)
+    return stream
+
+
+async def _framed(bodies: Bodies, framing: Framing) -> AsyncGenerator[bytes, None]:
+    async with aclosing(bodies):
+        async for body in bodies:
+            yield f"{framing.before}{json.dumps(body, allow_nan=False)}{framing.after}".encode()
+    yield framing.last.encode()
 
 
 async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
@@ -80,10 +68,10 @@ async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
             yield failed(error)
 
 
-async def _send_part(send: Send, part: bytes, *, more: bool = True) -> None:
+async def _send_part(send: Send, part: bytes) -> None:
     """Send a part. The server waits in here while the client reads more slowly than we write: TimeoutError."""
     async with asyncio.timeout(UNREAD_SECONDS):
-        await send({"type": "http.response.body", "body": part, "more_body": more})
+        await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -127,7 +115,7 @@ class StreamedResult(Response):
     """
 
     def __init__(
-        self, parts: AsyncIterator[bytes], media_type: str, delivering: Delivering, size: int | None = None
+        self, parts: AsyncGenerator[bytes, None], media_type: str, delivering: Delivering, size: int | None = None
     ) -> None:
         super().__init__(None, media_type=media_type)
         del self.headers["content-length"]
@@ -145,9 +133,10 @@ class StreamedResult(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for part in self._parts:
-            await _send_part(send, part)
-            await asyncio.sleep(0)
+        async with aclosing(self._parts) as parts:
+            async for part in parts:
+                await _send_part(send, part)
+                await asyncio.sleep(0)  # many that are ready at once must not keep the event loop from others
         await _send_part(send, b"")  # sending nothing waits for the buffer
         await asyncio.sleep(0)
 
@@ -172,7 +161,7 @@ def sent_result(body: bytes, media_type: str, delivering: Delivering) -> Respons
     return StreamedResult(_parts_of(body), media_type, delivering, len(body))
 
 
-async def _parts_of(body: bytes) -> AsyncIterator[bytes]:
+async def _parts_of(body: bytes) -> AsyncGenerator[bytes, None]:
     view = memoryview(body)
     for place in range(0, len(body), _PART):
         yield bytes(view[place : place + _PART])

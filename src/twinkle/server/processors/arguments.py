@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twinkle.dataset import DatasetMeta
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.server.processors.live import LiveObjects
 from twinkle.server.processors.sources import Sources, decoded_meta
+
+T = TypeVar("T")
 
 _PROCESSOR = "pid:"
 _LARGEST = 2**53
@@ -161,9 +163,14 @@ def class_of(homes: Mapping[str, str]) -> Reader:
 
 def class_named(field: str, name: object, homes: Mapping[str, str]) -> Any:
     """Return the class of this name; ``homes`` has all that there are, with their modules."""
-    if not isinstance(name, str) or name not in homes:
-        raise UnknownNameError(field, str(name)[:200], homes or ("none",))
-    return getattr(import_module(homes[name]), name)
+    return getattr(import_module(named(field, name, homes)), str(name))
+
+
+def named(what: str, name: object, table: Mapping[str, T]) -> T:
+    """Return what has this name in a table. UnknownNameError, which lists the names, where nothing has."""
+    if not isinstance(name, str) or name not in table:
+        raise UnknownNameError(what, str(name)[:200], table or ("none",))
+    return table[name]
 
 
 def _parsed(value: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.server.processors import arguments as a
 from twinkle.server.processors import operations as do
 from twinkle.server.processors.arguments import Readers
@@ -63,17 +63,11 @@ def entry(processor_type: object, class_type: object) -> ClassEntry:
         raise UnsupportedError("processor_type: 'weight_loader' is not offered; weights are loaded by model requests")
     if not isinstance(processor_type, str) or processor_type not in CATALOG:
         raise InvalidInputError("processor_type", processor_type, ", ".join(CATALOG))
-    classes = CATALOG[processor_type]
-    if not isinstance(class_type, str) or class_type not in classes:
-        raise UnknownNameError(f"class_type of {processor_type}", str(class_type)[:200], classes)
-    return classes[class_type]
+    return a.named(f"class_type of {processor_type}", class_type, CATALOG[processor_type])
 
 
 def function(processor_type: str, class_name: str, name: object) -> Function:
-    functions = CATALOG[processor_type][class_name].functions
-    if not isinstance(name, str) or name not in functions:
-        raise UnknownNameError(f"function of {class_name}", str(name)[:200], functions)
-    return functions[name]
+    return a.named(f"function of {class_name}", name, CATALOG[processor_type][class_name].functions)
 
 
 def _method(name: str, **arguments: a.Reader) -> Function:
@@ -208,6 +202,13 @@ def _called(**arguments: a.Reader) -> dict[str, Function]:
     return {**_CLOSE, "__call__": _method("__call__", **arguments)}
 
 
+def _each(
+    homes: Mapping[str, str], options: Readers, functions: Mapping[str, Function], make: Any = do.make
+) -> dict[str, ClassEntry]:
+    """Return entries of classes that all have the same options and functions."""
+    return {name: ClassEntry(home, options, functions, make) for name, home in homes.items()}
+
+
 CATALOG: dict[str, dict[str, ClassEntry]] = {
     "dataset": {
         "Dataset": _dataset(_TABLE),
@@ -229,23 +230,12 @@ CATALOG: dict[str, dict[str, ClassEntry]] = {
         ),
     },
     "dataloader": {"DataLoader": ClassEntry("twinkle.dataloader", _LOADER_OPTIONS, _LOADER_FUNCTIONS)},
-    "template": {
-        name: ClassEntry(home, {**_ONE_PROCESS, **_TEMPLATE}, _TEMPLATE_FUNCTIONS, do.make_template)
-        for name, home in TEMPLATES.items()
-    },
-    "preprocessor": {
-        name: ClassEntry(home, {**_ONE_PROCESS, **_PREPROCESSOR_OPTIONS}, _called(columns=a.objects))
-        for name, home in PREPROCESSORS.items()
-    },
-    "reward": {
-        name: ClassEntry(
-            home,
-            {**_ONE_PROCESS, "ground_truth_key": a.text},
-            _called(trajectories=a.objects, ground_truths=a.optional(a.objects)),
-        )
-        for name, home in REWARDS.items()
-    },
-    "processor": {
-        name: ClassEntry(home, _PROCESSOR_OPTIONS, _called(inputs=a.objects)) for name, home in PROCESSORS.items()
-    },
+    "template": _each(TEMPLATES, {**_ONE_PROCESS, **_TEMPLATE}, _TEMPLATE_FUNCTIONS, do.make_template),
+    "preprocessor": _each(PREPROCESSORS, {**_ONE_PROCESS, **_PREPROCESSOR_OPTIONS}, _called(columns=a.objects)),
+    "reward": _each(
+        REWARDS,
+        {**_ONE_PROCESS, "ground_truth_key": a.text},
+        _called(trajectories=a.objects, ground_truths=a.optional(a.objects)),
+    ),
+    "processor": _each(PROCESSORS, _PROCESSOR_OPTIONS, _called(inputs=a.objects)),
 }

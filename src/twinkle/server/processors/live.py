@@ -1,7 +1,7 @@
 """Objects that a worker holds, by id, and what is known of a pass over one."""
 
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,66 +62,56 @@ class NoRoomError(Exception):
         self.size = size
 
 
-class BatchRoom:
-    """The bytes that all kept batches of a session have together. The oldest ones make room for new ones."""
+class KeptBatches:
+    """The last batches of a session's loaders, as JSON, by loader and by number over the loader's whole life.
+
+    All of them together have a limit in bytes: the oldest ones make room for new ones.
+    """
 
     def __init__(self, most_of_one: int) -> None:
         self._most_of_one = most_of_one
-        self._kept: OrderedDict[tuple[Batches, int], int] = OrderedDict()  # sizes, oldest first
+        self._texts: OrderedDict[tuple[str, int], str] = OrderedDict()  # oldest first
+        self._served: Counter[str] = Counter()
         self.limit = 2**62  # what the tenant's other sessions leave; the server says it with every request
         self.used = 0
 
-    def take(self, batches: "Batches", number: int, size: int) -> None:
+    def add(self, loader: str, text: str) -> int:
+        number, size = self._served[loader], len(text)  # JSON as we write it is ASCII
+        self._served[loader] += 1
         if size > self._most_of_one:
             raise UserError(f"result: {size} bytes of JSON, allowed: at most {self._most_of_one}")
         if size > self.limit:
             raise NoRoomError(size)
-        while self._kept and self.used + size > self.limit:
-            owner, oldest = next(iter(self._kept))
-            owner.drop(oldest)
-        self._kept[(batches, number)] = size
+        while self._texts and self.used + size > self.limit:
+            self._drop(*next(iter(self._texts)))
+        self._texts[loader, number] = text
         self.used += size
-
-    def give_back(self, batches: "Batches", number: int) -> None:
-        self.used -= self._kept.pop((batches, number))
-
-
-class Batches:
-    """The last batches of a loader, as JSON, by their number over the loader's whole life."""
-
-    def __init__(self, room: BatchRoom) -> None:
-        self._room = room
-        self._kept: OrderedDict[int, str] = OrderedDict()
-        self._served = 0
-
-    def add(self, text: str) -> int:
-        number = self._served
-        self._served += 1
-        self._room.take(self, number, len(text))  # JSON as we write it is ASCII
-        self._kept[number] = text
-        if len(self._kept) > _KEPT:
-            self.drop(next(iter(self._kept)))
+        for old in self._numbers(loader)[:-_KEPT]:
+            self._drop(loader, old)
         return number
 
-    def drop(self, number: int) -> None:
-        self._room.give_back(self, number)
-        del self._kept[number]
-
-    def close(self) -> None:
-        for number in list(self._kept):
-            self.drop(number)
-
-    def get(self, number: int) -> str:
-        if number in self._kept:
-            return self._kept[number]
-        if 0 <= number < self._served:
-            first = f"now from {min(self._kept)}" if self._kept else "now none"
+    def get(self, loader: str, number: int) -> str:
+        if (loader, number) in self._texts:
+            return self._texts[loader, number]
+        kept, served = self._numbers(loader), self._served[loader]
+        if 0 <= number < served:
+            first = f"now from {kept[0]}" if kept else "now none"
             raise GoneError(
                 f"batch {number} is not kept any more: the last {_KEPT} are, {first}, unless all kept batches of the "
                 "tenant have more bytes than limits.max_referenced_batch_bytes_per_tenant"
             )
-        allowed = f"0 to {self._served - 1}, the batches served" if self._served else "none: no batch was served yet"
+        allowed = f"0 to {served - 1}, the batches served" if served else "none: no batch was served yet"
         raise InvalidInputError("number", number, allowed)
+
+    def forget(self, loader: str) -> None:
+        for number in self._numbers(loader):
+            self._drop(loader, number)
+
+    def _numbers(self, loader: str) -> list[int]:
+        return [number for owner, number in self._texts if owner == loader]
+
+    def _drop(self, loader: str, number: int) -> None:
+        self.used -= len(self._texts.pop((loader, number)))
 
 
 @dataclass(frozen=True)
@@ -132,22 +122,21 @@ class Live:
     processor_type: str
     class_name: str
     thing: Any
-    batches: Batches
     course: Pass = field(default_factory=Pass)
 
 
 class LiveObjects:
     """All objects of a session."""
 
-    def __init__(self, room: BatchRoom) -> None:
-        self.room = room
+    def __init__(self, batches: KeptBatches) -> None:
+        self.batches = batches
         self._by_id: dict[str, Live] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def add(self, processor_type: str, class_name: str, thing: Any) -> Live:
-        live = Live(f"pid:{secrets.token_hex(16)}", processor_type, class_name, thing, Batches(self.room))
+        live = Live(f"pid:{secrets.token_hex(16)}", processor_type, class_name, thing)
         self._by_id[live.processor_id] = live
         return live
 
@@ -159,4 +148,4 @@ class LiveObjects:
 
     def remove(self, live: Live) -> None:
         del self._by_id[live.processor_id]
-        live.batches.close()
+        self.batches.forget(live.processor_id)

@@ -10,7 +10,6 @@ same answer (:class:`Answers`).
 
 import asyncio
 import json
-import math
 import struct
 import sys
 from collections import OrderedDict
@@ -90,7 +89,7 @@ def to_json(value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False, default=_listed)
     except ValueError:  # a number that is not finite: the rare case may take longer
-        return json.dumps(_finite(value), allow_nan=False)
+        return json.dumps(json.loads(json.dumps(value, default=_listed), parse_constant=lambda _name: None))
 
 
 def _listed(value: object) -> object:
@@ -104,18 +103,6 @@ def _listed(value: object) -> object:
     if torch is not None and isinstance(value, torch.Tensor):
         return value.tolist()
     raise UnsupportedError(f"result: {type(value).__name__} cannot be sent as JSON; allowed: numbers, text and lists")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if value is None or isinstance(value, str | int):
-        return value
-    return _finite(_listed(value))
 
 
 _KEPT = 64

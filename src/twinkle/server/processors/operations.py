@@ -118,22 +118,23 @@ def next_row(live: Live, _arguments: dict[str, Any], _: Context) -> object:
     return live.course.next(live.thing)
 
 
-def next_batch(live: Live, arguments: dict[str, Any], _: Context) -> JsonText:
+def next_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonText:
     """Return the next rows, or with ``by_reference`` a name for them; both count as a batch."""
     rows = live.course.next(live.thing)
-    number = live.batches.add(to_json(rows))
+    text = to_json(rows)
+    number = context.objects.batches.add(live.processor_id, text)
     if not arguments.get("by_reference", False):
-        return JsonText(live.batches.get(number))
+        return JsonText(text)
     if not isinstance(rows, list):
         raise UnsupportedError("by_reference: only rows have references; with set_processor batches must be fetched")
     reference = {"_TWINKLE_TYPE_": "Batch", "processor_id": live.processor_id, "number": number, "length": len(rows)}
     return JsonText(json.dumps(reference))
 
 
-def get_batch(live: Live, arguments: dict[str, Any], _: Context) -> JsonText:
+def get_batch(live: Live, arguments: dict[str, Any], context: Context) -> JsonText:
     if "number" not in arguments:
         raise InvalidInputError("arguments of get_batch", sorted(arguments), "also number")
-    return JsonText(live.batches.get(arguments["number"]))
+    return JsonText(context.objects.batches.get(live.processor_id, arguments["number"]))
 
 
 def close(live: Live, _arguments: dict[str, Any], context: Context) -> str:

@@ -22,7 +22,7 @@ from twinkle.environment import read_environment, set_variable_defaults
 from twinkle.errors import GoneError, InvalidInputError, TwinkleError, UnsupportedError, UserError
 from twinkle.server.processors import catalog
 from twinkle.server.processors.arguments import Context, class_named, read_arguments
-from twinkle.server.processors.live import BatchRoom, LiveObjects, NoRoomError, UnknownProcessorError
+from twinkle.server.processors.live import KeptBatches, LiveObjects, NoRoomError, UnknownProcessorError
 from twinkle.server.processors.messages import Frame, Outcome, Settings, pack, read_frame, to_json
 from twinkle.server.processors.operations import JsonText
 from twinkle.server.processors.sources import Sources
@@ -37,10 +37,16 @@ _NICENESS = 5  # training and requests come first
 
 
 class Workbench:
-    """One session's objects, and the requests about them: bodies as clients sent them in, JSON out."""
+    """One session's objects, and the requests about them: bodies as clients sent them in, JSON out.
 
-    def __init__(self, sources: Sources, most_of_one_batch: int) -> None:
-        self.objects = LiveObjects(BatchRoom(most_of_one_batch))
+    :meth:`reply` answers frames, whatever happens; the methods it calls raise.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.objects = LiveObjects(KeptBatches(settings.answer_bytes))
+        allowed = [Path(directory) for directory in settings.allowed_dirs]
+        sources = Sources(allowed, settings.tokenizers, Path(settings.cache_dir), settings.hub_bytes)
         self._context = Context(self.objects, sources)
 
     def create(self, body: bytes) -> str:
@@ -70,10 +76,63 @@ class Workbench:
         live = self.objects.get("processor_id", processor_id)
         if live.processor_type != "dataloader":
             raise InvalidInputError("processor_id", f"a {live.processor_type}", "a dataloader")
-        text = live.batches.get(number)
+        text = self.objects.batches.get(processor_id, number)
         if not text.startswith("["):
             raise UnsupportedError("inputs: batches of set_processor are no rows; fetch the rows, or leave it out")
         return "\n".join(json.dumps(_for_training(row)) for row in json.loads(text))
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def reply(self, request: Frame) -> list[bytes]:
+        outcome: Outcome = "ok"
+        batches = self.objects.batches
+        batches.limit = request.header.get("batch_bytes", batches.limit)
+        try:
+            body = self._answer(request)
+        except UserError as error:
+            outcome, body = "user", self._shown(error)
+        except UnknownProcessorError as error:
+            outcome, body = "unknown", error.field
+        except GoneError as error:
+            outcome, body = "gone", str(error)
+        except NoRoomError as error:
+            outcome, body = "quota", str(error.size)
+        except MemoryError:
+            limit = self._settings.memory_bytes / 2**30
+            outcome, body = "user", f"this needs more than the {limit:g} GiB of limits.processor_memory_gib"
+        except Exception as error:  # an edge: data of all kinds meets libraries of all kinds here
+            logger.exception("%s failed", request.header["op"])
+            outcome, body = self._unexpected(error)
+        state = {"outcome": outcome, "live": len(self.objects), "kept_bytes": batches.used}
+        return pack(state, body.encode())
+
+    def _answer(self, request: Frame) -> str:
+        match request.header["op"]:
+            case "create":
+                return self.create(request.body)
+            case "call":
+                return '{"result": ' + self._within_limit(self.call(request.body)) + "}"
+            case "batch":
+                return self._within_limit(self.batch(request.header["processor_id"], request.header["number"]))
+        raise AssertionError(request.header)
+
+    def _within_limit(self, text: str) -> str:
+        if len(text) > self._settings.answer_bytes:  # JSON as we write it is ASCII
+            raise UserError(f"result: {len(text)} bytes of JSON, allowed: at most {self._settings.answer_bytes}")
+        return text
+
+    def _unexpected(self, error: Exception) -> tuple[Outcome, str]:
+        """Return outcome and text of an error that is not ours: most are wrong data. The log has all of it."""
+        if isinstance(error, OSError) and not isinstance(error, TwinkleError):
+            return "failed", "the server could not read or write a file; its log has the details"
+        return "user", f"{type(error).__name__}: {_OUR_PATHS.sub('…', self._shown(error))[:2000]}"
+
+    def _shown(self, error: Exception) -> str:
+        """Return the text of an error without the folders of served models."""
+        text = str(error)
+        for name, folder in self._settings.tokenizers.items():
+            text = text if folder is None else text.replace(folder, name)
+        return text
 
 
 def _for_training(row: Any) -> Any:
@@ -115,9 +174,9 @@ def main() -> None:
     _restrict(settings)
     inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, inbox), daemon=True).start()
-    desk = _Desk(settings)
+    bench = Workbench(settings)
     while True:
-        for part in desk.reply(inbox.get()):
+        for part in bench.reply(inbox.get()):
             replies.write(part)
         replies.flush()
 
@@ -159,67 +218,6 @@ def _receive(requests: BinaryIO, inbox: "queue.SimpleQueue[Frame]") -> None:
     while (frame := read_frame(requests)) is not None:
         inbox.put(frame)
     os._exit(0)
-
-
-class _Desk:
-    """Requests to replies, whatever happens."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        allowed = [Path(directory) for directory in settings.allowed_dirs]
-        sources = Sources(allowed, settings.tokenizers, Path(settings.cache_dir), settings.hub_bytes)
-        self._bench = Workbench(sources, settings.answer_bytes)
-
-    def reply(self, request: Frame) -> list[bytes]:
-        outcome: Outcome = "ok"
-        room = self._bench.objects.room
-        room.limit = request.header.get("batch_bytes", room.limit)
-        try:
-            body = self._answer(request)
-        except UserError as error:
-            outcome, body = "user", self._shown(error)
-        except UnknownProcessorError as error:
-            outcome, body = "unknown", error.field
-        except GoneError as error:
-            outcome, body = "gone", str(error)
-        except NoRoomError as error:
-            outcome, body = "quota", str(error.size)
-        except MemoryError:
-            limit = self._settings.memory_bytes / 2**30
-            outcome, body = "user", f"this needs more than the {limit:g} GiB of limits.processor_memory_gib"
-        except Exception as error:  # an edge: data of all kinds meets libraries of all kinds here
-            logger.exception("%s failed", request.header["op"])
-            outcome, body = self._unexpected(error)
-        state = {"outcome": outcome, "live": len(self._bench.objects), "kept_bytes": room.used}
-        return pack(state, body.encode())
-
-    def _answer(self, request: Frame) -> str:
-        match request.header["op"]:
-            case "create":
-                return self._bench.create(request.body)
-            case "call":
-                return '{"result": ' + self._within_limit(self._bench.call(request.body)) + "}"
-            case "batch":
-                return self._within_limit(self._bench.batch(request.header["processor_id"], request.header["number"]))
-        raise AssertionError(request.header)
-
-    def _within_limit(self, text: str) -> str:
-        if len(text) > self._settings.answer_bytes:  # JSON as we write it is ASCII
-            raise UserError(f"result: {len(text)} bytes of JSON, allowed: at most {self._settings.answer_bytes}")
-        return text
-
-    def _unexpected(self, error: Exception) -> tuple[Outcome, str]:
-        """Return outcome and text of an error that is not ours: most are wrong data. The log has all of it."""
-        if isinstance(error, OSError) and not isinstance(error, TwinkleError):
-            return "failed", "the server could not read or write a file; its log has the details"
-        return "user", f"{type(error).__name__}: {_OUR_PATHS.sub('…', self._shown(error))[:2000]}"
-
-    def _shown(self, error: Exception) -> str:
-        """Return the text of an error without the folders of served models."""
-        text = str(error)
-        for name, folder in self._settings.tokenizers.items():
-            text = text if folder is None else text.replace(folder, name)
-        return text
 
 
 if __name__ == "__main__":

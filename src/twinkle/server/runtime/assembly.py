@@ -27,6 +27,7 @@ from twinkle.server.services.training.model_service import ModelService
 from twinkle.server.services.training.run_kind import RunKinds
 from twinkle.server.state.files.data_dir import DataDir
 from twinkle.server.state.store import Store
+from twinkle.server.telemetry.recording import SamplingRecorder, TrainingRecorder
 from twinkle.server.tenancy.memory import ProcessMemory
 from twinkle.server.tenancy.tenants import configured_tenants
 from twinkle.server.types import RunRecord
@@ -94,7 +95,7 @@ class Process:
             self.tenants,
             kinds=RunKinds((native,)),
             futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
-            recorder=self.telemetry.training(model.name),
+            recorder=TrainingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
             scheduler=Scheduler(
                 model.tokens_per_batch,
                 self.tenants.share,
@@ -117,7 +118,7 @@ class Process:
                 futures=Futures(limits.result_retention_seconds, limits.unfetched_result_seconds, memory.results),
                 memory=memory,
                 completion_streams=config.clients.batched_sample_polls,
-                recorder=self.telemetry.sampling(model.name),
+                recorder=SamplingRecorder(model.name, self.telemetry.metrics, self.telemetry.tracing),
             )
         self.services[model.name] = Services(model, training, sampling, native)
         return self.services[model.name]

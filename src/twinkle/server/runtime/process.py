@@ -1,7 +1,6 @@
 """One server process: ``server.json`` in its data directory, locked while it lives, and what it prints."""
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from twinkle.errors import TwinkleServerError
 from twinkle.server.config import ServerConfig
-from twinkle.server.state.files.guards import DirectoryLock
+from twinkle.server.state.files.guards import DirectoryLock, try_lock
 
 LISTENING = "listening on"  # how a server announces itself
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}
@@ -60,12 +59,10 @@ def running(data_dir: Path) -> ServerProcess | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return ServerProcess(**json.loads(os.pread(fd, 65_536, 0)))
+        is_left = try_lock(fd, shared=True)  # by a process that was killed
+        return None if is_left else ServerProcess(**json.loads(os.pread(fd, 65_536, 0)))
     finally:
         os.close(fd)
-    return None  # it was killed, and left its file
 
 
 def stop(data_dir: Path) -> bool:

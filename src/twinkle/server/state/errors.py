@@ -15,7 +15,6 @@ class DataDirInUseError(TwinkleError, OSError):
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(f"data directory {data_dir} is in use by another server; stop it or choose another directory")
-        self.data_dir = data_dir
 
 
 class DatabaseInUseError(TwinkleError, OSError):
@@ -47,8 +46,6 @@ class SchemaVersionError(TwinkleError, RuntimeError):
             f"the database has schema version {found}, this Twinkle knows versions up to {known}; "
             "install the newer Twinkle or choose another database"
         )
-        self.found = found
-        self.known = known
 
 
 class JournalError(TwinkleError, OSError):
@@ -64,7 +61,6 @@ class DamagedStateError(TwinkleError, OSError):
             "is there; with --repair it puts back the copy that the server keeps and says what is lost by that; "
             "`twinkle-server restore` makes a new data directory from a backup"
         )
-        self.file = file
 
 
 class DamagedRecordError(UserError):

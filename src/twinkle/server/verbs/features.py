@@ -30,10 +30,12 @@ Row = Mapping[str, IntArray]  # (T,) each
 def as_rows(inputs: object) -> list[Mapping[str, object]]:
     """One feature or trajectory, or several."""
     rows = [inputs] if isinstance(inputs, Mapping) else inputs
-    if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
-        raise InvalidInputError("inputs", type(inputs).__name__, "InputFeatures or Trajectories, one or a list")
-    if not 1 <= len(rows) <= MAX_ROWS:
-        raise InvalidInputError("inputs", f"{len(rows)} rows", f"1 to {MAX_ROWS}")
+    if not isinstance(rows, list | tuple) or not 1 <= len(rows) <= MAX_ROWS:
+        shown = f"{len(rows)} rows" if isinstance(rows, list | tuple) else rows
+        raise InvalidInputError("inputs", shown, f"an InputFeature or Trajectory, or a list of 1 to {MAX_ROWS}")
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InvalidInputError(f"inputs[{index}]", row, "an InputFeature or Trajectory")
     return list(rows)
 
 

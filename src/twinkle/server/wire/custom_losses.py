@@ -25,7 +25,7 @@ from twinkle.loss.graph.nodes import (
     Ref,
     Slice,
 )
-from twinkle.server.wire.fields import Id, Number, Request, check, parse, short
+from twinkle.server.wire.fields import Id, Number, Request, parse, short
 
 MAX_BODY_BYTES = 262_144
 MAX_INPUTS = 16
@@ -76,15 +76,7 @@ class CreateCustomLossRequest(Place):
 
 def decode_custom_loss(body: bytes) -> LossGraph:
     """Raises :class:`~twinkle.errors.UserError` with the first thing that is wrong."""
-    return _graph(parse(CreateCustomLossRequest, body))
-
-
-def decode_graph(content: object) -> LossGraph:
-    """The same of what has been read from JSON already."""
-    return _graph(check(CreateCustomLossRequest, content))
-
-
-def _graph(request: CreateCustomLossRequest) -> LossGraph:
+    request = parse(CreateCustomLossRequest, body)
     if request.graph.format != _FORMAT:
         raise InvalidInputError("graph.format", request.graph.format, str(_FORMAT))
     inputs = _inputs(request.inputs)

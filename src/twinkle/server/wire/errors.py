@@ -22,7 +22,6 @@ class BodyTooLargeError(UserError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"body: larger than {limit} bytes, allowed: at most that")
-        self.limit = limit
 
 
 class JsonTooLargeError(BodyTooLargeError):
@@ -36,7 +35,6 @@ class JsonTooLargeError(BodyTooLargeError):
             f"result: about {size} bytes as JSON, allowed: at most {limit} ({self.key}); "
             "ask for protobuf (Accept: application/x-protobuf)",
         )
-        self.limit = limit
 
 
 class SequenceConflictError(UserError):

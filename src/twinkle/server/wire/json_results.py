@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinkle.server.types import Encoding, Outcome
+from twinkle.server.types import Outcome
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.peeking import message_fields, varints
 
@@ -33,17 +33,14 @@ _KEY, _VALUE = 1, 2  # of an entry in a map
 
 
 def estimated_json_bytes(outcome: Outcome) -> int:
-    """Return about how many bytes a result has as JSON, without writing it."""
-    return len(outcome.body) * (1 if outcome.encoding is Encoding.JSON else _JSON_BYTES_PER_BYTE)
+    """Return about how many bytes a result in protobuf has as JSON, without writing it."""
+    return len(outcome.body) * _JSON_BYTES_PER_BYTE
 
 
 def json_pieces(outcome: Outcome, *, sample: bool) -> Iterator[bytes]:
-    """Yield the result as JSON, piece by piece. Numbers that are not finite become null, as JSON has none."""
-    if outcome.encoding is Encoding.JSON:
-        yield outcome.body
-        return
+    """Yield a result in protobuf as JSON, piece by piece. Numbers that are not finite become null: JSON has none."""
     body = memoryview(outcome.body)
-    yield from _joined(_sample(body) if sample else _training(body))
+    return _joined(_sample(body) if sample else _training(body))
 
 
 def _joined(texts: Iterable[str]) -> Iterator[bytes]:

@@ -6,12 +6,10 @@ The SDK takes any JSON result with a key ``error`` for a failure, so a success n
 import json
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 from twinkle.server.ids import CheckpointPath
 from twinkle.server.types import CheckpointRecord, Encoding, Outcome
 
-QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 _FOR_SAMPLER = "save_weights_for_sampler"
 
 
@@ -49,10 +47,9 @@ def created_loss(loss_id: str) -> Outcome:
     return _success({"loss_id": loss_id, "type": "create_custom_loss"})
 
 
-def pending(request_id: str, queue_state: QueueState, reason: str | None = None) -> bytes:
+def pending(request_id: str) -> bytes:
     """The body of a 408: nothing yet, ask again."""
-    body = {"type": "try_again", "request_id": request_id, "queue_state": queue_state}
-    return _json(body if reason is None else {**body, "queue_state_reason": reason})
+    return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
 
 
 def _success(content: Mapping[str, object]) -> Outcome:

@@ -11,19 +11,13 @@ import numpy as np
 from pydantic import Field
 
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.model.types import FloatArray, IntArray
-from twinkle.sampler.types import (
-    DrawnTokens,
-    SampledSequence,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-    TopLogprobs,
-)
+from twinkle.model.csr import Csr
+from twinkle.model.types import IntArray
+from twinkle.sampler.types import DrawnTokens, SampledSequence, SampleRequest, SampleResult, SamplingParams, TopLogprobs
 from twinkle.server.types import Encoding, Outcome
 from twinkle.server.wire import tinker_pb2 as pb
 from twinkle.server.wire.fields import Id, Number, Parameters, Request, Seed, Stops, Text, TokenIds, short
-from twinkle.server.wire.tensors import CsrLayout, encode_csr, encode_tensor
+from twinkle.server.wire.tensors import checked_csr, encode_csr, encode_tensor, moved_left, widest_row
 
 MAX_SAMPLES = 1024
 _MAX_CHUNKS = 4096
@@ -140,24 +134,24 @@ class TargetTokens(Request):
     sparse_crow_indices: Counts | None = None
     sparse_col_indices: Counts | None = None
 
-    def layout(self) -> CsrLayout | None:
+    def sparse(self) -> Csr | None:
         """None: dense."""
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
             return None
         rows, columns = self.shape
         crow, col = (np.array(each or [], np.int64) for each in (self.sparse_crow_indices, self.sparse_col_indices))
-        return CsrLayout.checked(rows, columns, crow, col, len(self.data), "target_prompt_logprobs")
+        return checked_csr(rows, columns, crow, col, np.array(self.data, np.int64), "target_prompt_logprobs")
 
-    def tokens(self, layout: CsrLayout | None) -> IntArray:
+    def tokens(self, sparse: Csr | None) -> IntArray:
         """(rows, K), −1 where nothing is named; of a sparse one only what is listed, moved to the left."""
-        rows, columns = self.shape[0], self.shape[1] if layout is None else layout.width
+        rows, columns = self.shape[0], self.shape[1] if sparse is None else widest_row(sparse)
         if rows * columns > _MAX_TARGETS:
             raise InvalidInputError("target_prompt_logprobs", f"{rows} × {columns} cells", f"at most {_MAX_TARGETS}")
-        values = np.array(self.data, np.int64)
+        values = np.array(self.data, np.int64) if sparse is None else sparse.values
         if values.max(initial=-1) < 0:
             raise InvalidInputError("target_prompt_logprobs", "no token", "a token id at least")
-        if layout is not None:
-            return layout.padded(values, -1)
+        if sparse is not None:
+            return moved_left(sparse, -1)
         if len(values) != rows * columns:
             raise InvalidInputError("target_prompt_logprobs.data", f"{len(values)} values", f"{rows * columns}")
         return values.reshape(rows, columns)
@@ -202,7 +196,7 @@ def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[
     if last_n is not None and last_n >= len(prompt):
         raise InvalidInputError("prompt_logprobs_last_n", last_n, f"at most {len(prompt) - 1}, all after the first")
     targets = request.target_prompt_logprobs
-    layout = None if targets is None else targets.layout()
+    sparse = None if targets is None else targets.sparse()
     sample = SampleRequest(
         request_id=request.request_id,
         version_id=version_id,
@@ -212,17 +206,17 @@ def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[
         prompt_logprobs=bool(request.prompt_logprobs),
         prompt_logprobs_last_n=last_n,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
-        target_prompt_logprobs=None if targets is None else targets.tokens(layout),
+        target_prompt_logprobs=None if targets is None else targets.tokens(sparse),
         prompt_alt_tokens=request.prompt_alt_tokens_k or 0,
         topk_sample_logprobs=request.topk_sample_logprobs or 0,
     )
-    return sample, partial(encode_sample_result, targets=layout)
+    return sample, partial(encode_sample_result, targets=sparse)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def encode_sample_result(result: SampleResult, targets: CsrLayout | None = None) -> Outcome:
+def encode_sample_result(result: SampleResult, targets: Csr | None = None) -> Outcome:
     """``targets``: the cells that the request listed in its target_prompt_logprobs, None where that was dense."""
     response = pb.SampleResponse(
         sequences=[_sequence(sequence) for sequence in result.sequences],
@@ -233,7 +227,9 @@ def encode_sample_result(result: SampleResult, targets: CsrLayout | None = None)
     if result.topk_prompt_logprobs is not None:
         response.topk_prompt_logprobs.CopyFrom(_top_logprobs(result.topk_prompt_logprobs))
     if result.target_prompt_logprobs is not None:
-        response.target_prompt_logprobs.CopyFrom(_targets(result.target_prompt_logprobs, targets))
+        logprobs, dtype = result.target_prompt_logprobs, pb.DTYPE_FLOAT32
+        tensor = encode_tensor(logprobs, dtype) if targets is None else encode_csr(logprobs, targets, dtype)
+        response.target_prompt_logprobs.CopyFrom(tensor)
     if result.prompt_alt_tokens is not None:
         response.prompt_alt_tokens.CopyFrom(_drawn(result.prompt_alt_tokens))
     return Outcome(Encoding.PROTOBUF, response.SerializeToString())
@@ -258,12 +254,6 @@ def _top_logprobs(top: TopLogprobs) -> pb.TopkLogprobs:
         k=k,
         length=length,
     )
-
-
-def _targets(logprobs: FloatArray, layout: CsrLayout | None) -> pb.Tensor:
-    if layout is None:
-        return encode_tensor(logprobs, pb.DTYPE_FLOAT32)
-    return encode_csr(layout.listed(logprobs), layout, pb.DTYPE_FLOAT32)
 
 
 def _drawn(drawn: DrawnTokens) -> pb.PromptAltTokens:

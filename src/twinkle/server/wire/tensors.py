@@ -1,7 +1,7 @@
 """Tensors on the wire: dense bytes or CSR, little-endian. Every size is checked against the bytes before it is used."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,61 +81,12 @@ def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str) -> Csr:
     values = read_array(csr.values, dtype, f"{field}.values")
     crow = read_array(csr.crow_indices, _INDEX, f"{field}.crow_indices")
     col = read_array(csr.col_indices, _INDEX, f"{field}.col_indices")
-    _check_cells(shape[0], shape[1], crow, col, len(values), field)
-    return Csr((shape[0], shape[1]), crow, col, values)
+    return checked_csr(shape[0], shape[1], crow, col, values, field)
 
 
-@dataclass(frozen=True)
-class CsrLayout:
-    """Which cells of a matrix are listed, row by row. Their values may be many fewer than the matrix has cells."""
-
-    rows: int
-    columns: int
-    crow: Array  # (rows + 1,)
-    col: Array  # (count,)
-
-    @classmethod
-    def checked(cls, rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> "CsrLayout":
-        """``count`` values are listed; ``field`` names the tensor in errors."""
-        _check_cells(rows, columns, crow, col, count, field)
-        return cls(rows, columns, crow, col)
-
-    @property
-    def width(self) -> int:
-        """The most that a row lists, and 1 at least."""
-        return max(1, int((self.crow[1:] - self.crow[:-1]).max(initial=0)))
-
-    def padded(self, values: Array, pad: int) -> Array:
-        """(rows, width): what each row lists, from the left; ``pad`` elsewhere."""
-        padded = np.full((self.rows, self.width), pad, values.dtype)
-        padded[self._places()] = values
-        return padded
-
-    def listed(self, padded: Array) -> Array:
-        """The reverse: (count,)."""
-        return padded[self._places()]
-
-    def _places(self) -> tuple[Array, Array]:
-        row = np.repeat(np.arange(self.rows), self.crow[1:] - self.crow[:-1])
-        return row, np.arange(len(self.col)) - self.crow[row]
-
-
-def encode_tensor(array: Array, dtype: pb.DType) -> pb.Tensor:
-    return pb.Tensor(dense=array.astype(_DTYPES[dtype]).tobytes(), dtype=dtype, shape=array.shape)
-
-
-def encode_csr(values: Array, layout: CsrLayout, dtype: pb.DType) -> pb.Tensor:
-    """A sparse tensor with ``values`` (count,) where the layout lists cells."""
-    csr = pb.SparseCsr(
-        values=values.astype(_DTYPES[dtype]).tobytes(),
-        crow_indices=layout.crow.astype(_INDEX).tobytes(),
-        col_indices=layout.col.astype(_INDEX).tobytes(),
-    )
-    return pb.Tensor(sparse_csr=csr, dtype=dtype, shape=(layout.rows, layout.columns))
-
-
-def _check_cells(rows: int, columns: int, crow: Array, col: Array, count: int, field: str) -> None:
-    """Refuse ``count`` values of a matrix whose places do not fit together."""
+def checked_csr(rows: int, columns: int, crow: Array, col: Array, values: Array, field: str) -> Csr:
+    """A sparse matrix; InvalidInputError where its places do not fit together. ``field`` names it in errors."""
+    count = len(values)
     if len(crow) != rows + 1:
         raise InvalidInputError(f"{field}.crow_indices", f"{len(crow)} entries", f"{rows + 1}: one a row and one more")
     if len(col) != count:
@@ -149,6 +100,39 @@ def _check_cells(rows: int, columns: int, crow: Array, col: Array, count: int, f
     cells = np.repeat(np.arange(rows, dtype=np.int64) * columns, crow[1:] - crow[:-1]) + col
     if (cells[1:] <= cells[:-1]).any():
         raise InvalidInputError(f"{field}.col_indices", "a column out of order or twice", "increasing within a row")
+    return Csr((rows, columns), crow, col, values)
+
+
+def widest_row(matrix: Csr) -> int:
+    """The most that a row lists, and 1 at least."""
+    return max(1, int(np.diff(matrix.crow).max(initial=0)))
+
+
+def moved_left(matrix: Csr, pad: int) -> Array:
+    """(rows, widest row): what each row lists, from the left; ``pad`` elsewhere."""
+    padded = np.full((len(matrix), widest_row(matrix)), pad, matrix.dtype)
+    padded[_places(matrix)] = matrix.values
+    return padded
+
+
+def _places(matrix: Csr) -> tuple[Array, Array]:
+    """Rows and columns of the listed values in an array as :func:`moved_left` makes it."""
+    row = np.repeat(np.arange(len(matrix)), np.diff(matrix.crow))
+    return row, np.arange(len(matrix.col)) - matrix.crow[row]
+
+
+def encode_tensor(array: Array, dtype: pb.DType) -> pb.Tensor:
+    return pb.Tensor(dense=array.astype(_DTYPES[dtype]).tobytes(), dtype=dtype, shape=array.shape)
+
+
+def encode_csr(padded: Array, matrix: Csr, dtype: pb.DType) -> pb.Tensor:
+    """A sparse tensor with the cells of ``matrix``, and values from where :func:`moved_left` puts them."""
+    csr = pb.SparseCsr(
+        values=padded[_places(matrix)].astype(_DTYPES[dtype]).tobytes(),
+        crow_indices=matrix.crow.astype(_INDEX).tobytes(),
+        col_indices=matrix.col.astype(_INDEX).tobytes(),
+    )
+    return pb.Tensor(sparse_csr=csr, dtype=dtype, shape=matrix.shape)
 
 
 def _widened(bfloat16: Array) -> Array:

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from twinkle.sampler.features import engine_request, refuse_unsupported, respons
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import max_characters, text_groups
-from twinkle.server.gateway.gateway import Services
+from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.http.owners import always_streams, by_base_model, by_sampled_weights
 from twinkle.server.http.requests import PREFIX
@@ -46,10 +46,9 @@ from twinkle.server.protocols.native.requests import (
     wire_response,
 )
 from twinkle.server.protocols.openai.choices import Choice
-from twinkle.server.tenancy.work_pools import FairPool
 from twinkle.server.types import SessionRecord
 from twinkle.server.verbs.codec import finite
-from twinkle.server.verbs.features import are_encoded
+from twinkle.server.verbs.features import are_encoded, as_rows
 from twinkle.server.verbs.templates import SamplingTemplate, SetTemplate, TemplateChoice
 from twinkle.server.wire.fields import MAX_STOP_LENGTH, MAX_STOPS
 from twinkle_client.protocol import sampling as types
@@ -61,7 +60,6 @@ routes = Routes(f"{PREFIX}/sampler/{{model:path}}/twinkle", key_prefix=ANY_KEY)
 Line = Mapping[str, object]
 Row = Mapping[str, Any]
 
-MAX_INPUTS = 4096
 MAX_SEQUENCES = 4096  # of all inputs together
 # Columns that grow with the tokens; None in one of them is a column that is not there.
 _COLUMNS = ("labels", "completion_mask", "mm_token_type_ids")
@@ -168,15 +166,7 @@ class AskedSamples:
         services.sampling.admission.check(tenant_id)  # before the work of reading the inputs
         most = max_characters(services.model.max_context_length)
         features = await text.in_thread(tenant_id, partial(encoded, self.call.body.inputs, template, self.params, most))
-        return FeatureSampling(
-            request_id=f"sample-{secrets.token_hex(12)}",
-            text=text,
-            target=await self._target(),
-            template=template,
-            features=features,
-            params=self.params,
-            most_bytes=gateway.config.limits.max_json_result_bytes,
-        )
+        return FeatureSampling(gateway, self.params, template, features, await self._target())
 
     async def _target(self) -> Target:
         """Find the weights that are meant: those at an address, those of an adapter of the session, or the base's."""
@@ -229,7 +219,7 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
 
     ``most_characters``: of one conversation.
     """
-    rows = _rows(inputs)
+    rows = as_rows(inputs)
     if len(rows) * params.num_samples > MAX_SEQUENCES:
         allowed = f"{MAX_SEQUENCES} sequences in all, here for each of {len(rows)} inputs"
         raise InvalidInputError("num_samples", params.num_samples, allowed)
@@ -245,17 +235,6 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
         left = f"{len(rows)} trajectories, of which the template leaves {len(features)}"
         raise InvalidInputError("inputs", left, "conversations that are not longer than the template's max_length")
     return list(features)
-
-
-def _rows(inputs: object) -> list[Row]:
-    rows = [inputs] if isinstance(inputs, dict) else inputs
-    if not isinstance(rows, list) or not 0 < len(rows) <= MAX_INPUTS:
-        allowed = f"an InputFeature or Trajectory, or a list of 1 to {MAX_INPUTS}"
-        raise InvalidInputError("inputs", rows if not isinstance(rows, list) else f"{len(rows)} of them", allowed)
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise InvalidInputError(f"inputs[{index}]", row, "an InputFeature or Trajectory")
-    return rows
 
 
 def _feature(row: Row, field: str) -> Row:
@@ -301,15 +280,14 @@ def chosen_template(session: SessionRecord | None, model: ServedModel) -> Templa
 
 @dataclass(frozen=True)
 class FeatureSampling:
-    """A request that is ready to run. Its answer has at most ``most_bytes`` and is written in a thread of ``text``."""
+    """A request that is ready to run."""
 
-    request_id: str
-    text: FairPool
-    target: Target
+    gateway: Gateway
+    params: SamplingParams
     template: SamplingTemplate
     features: Sequence[Row]
-    params: SamplingParams
-    most_bytes: int
+    target: Target
+    request_id: str = field(default_factory=lambda: f"sample-{secrets.token_hex(12)}")
 
     async def answer(self) -> bytes:
         """Return the JSON of a SampleResponseModelList."""
@@ -321,7 +299,7 @@ class FeatureSampling:
         # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
         for feature, result in zip(self.features, results, strict=True):
             encode = partial(self._encode, feature, result, size)
-            parts.append(await self.text.in_thread(self.target.session.tenant_id, encode))
+            parts.append(await self.gateway.tenants.pools.text.in_thread(self.target.session.tenant_id, encode))
             size += len(parts[-1])
         return b'{"samples":[' + b",".join(parts) + b"]}"
 
@@ -355,10 +333,11 @@ class FeatureSampling:
 
     def _check_size(self, size: int) -> None:
         """Raise for an answer of ``size`` bytes, if that is too much."""
-        if size > self.most_bytes:
+        most = self.gateway.config.limits.max_json_result_bytes
+        if size > most:
             allowed = (
                 f"fewer inputs, samples or log-probabilities: the answer has {size} bytes or more, "
-                f"allowed are {self.most_bytes} (max_json_result_bytes)"
+                f"allowed are {most} (max_json_result_bytes)"
             )
             raise InvalidInputError("inputs", f"{len(self.features)} inputs", allowed)
 

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from twinkle.errors import InvalidInputError, NotFoundError, UnknownNameError, UserError
+from twinkle.errors import InvalidInputError, NotFoundError, UserError
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.gateway.sampling_targets import SAMPLED_KINDS, Target, of_base_model, of_checkpoint, of_live_run
 from twinkle.server.ids import CheckpointPath
@@ -30,9 +30,9 @@ async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
 
 async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | CheckpointRecord | RunRecord:
     """Return the base model, or the checkpoint or run that the tenant may read, of this name."""
-    base_model = _base_model(gateway, name)
-    if base_model is not None:
-        return base_model
+    for services in gateway.services.values():
+        if name in (services.model.name, *services.model.aliases):  # whole; elsewhere what follows a colon is ignored
+            return services
     with suppress(InvalidInputError, NotFoundError):
         path = CheckpointPath.parse(name)
         if path.kind in SAMPLED_KINDS:
@@ -55,15 +55,6 @@ async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
             f" with create_training_client_from_state ({run.note or 'it ended without one'})"
         )
     return await of_checkpoint(gateway, kept[0], tenant_id)
-
-
-def _base_model(gateway: Gateway, name: str) -> Services | None:
-    """Return the base model of this whole name; elsewhere what follows a colon is ignored."""
-    try:
-        services = gateway.model(name)
-    except UnknownNameError:
-        return None
-    return services if name in (services.model.name, *services.model.aliases) else None
 
 
 # --- listings ---------------------------------------------------------------------------------------------------------

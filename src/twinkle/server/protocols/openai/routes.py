@@ -5,32 +5,21 @@ Errors have this protocol's form: ``{"error": {"message", "type", "param", "code
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from fastapi import Request, Response
 
-from twinkle.errors import (
-    CapacityError,
-    GoneError,
-    InvalidInputError,
-    OverloadedError,
-    QuotaError,
-    ShuttingDownError,
-    UnauthorizedError,
-    UserError,
-)
+from twinkle.errors import InvalidInputError, QuotaError, TwinkleError, UnauthorizedError, UserError
 from twinkle.server.backends.text_codec import TextCodec
 from twinkle.server.gateway.sampling_targets import Target
 from twinkle.server.http.owners import anybody, by_openai_model, streams_if_asked
-from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, when_to_retry
+from twinkle.server.http.requests import JSON_BYTES, PREFIX, json_response, note_refusal, status_of, when_to_retry
 from twinkle.server.http.routes import Call, Decorator, Routes, json_body
 from twinkle.server.http.streams import EVENTS, begun, unless_gone
 from twinkle.server.protocols.openai import models
 from twinkle.server.protocols.openai.answers import ChatFormat, CompletionFormat, Format, Generation
 from twinkle.server.protocols.openai.requests import ChatRequest, CompletionRequest, GenerationFields, Prompt
-from twinkle.server.state.errors import DatabaseUnavailableError
 from twinkle.server.wire.errors import BodyTooLargeError, MalformedRequestError
 
 logger = logging.getLogger(__name__)
@@ -45,50 +34,41 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """An error as the client sees it."""
-
-    status: int
-    message: str
-    type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-
-    @property
-    def body(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+def _said(
+    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> tuple[int, dict[str, object]]:
+    """Return the status of an error, and what the client is told of it."""
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _refusal(error: Exception, request: Request) -> Refusal:
-    """Return how an error is answered. Of a failure of the server the client gets no details."""
+def _refusal(error: Exception, request: Request) -> tuple[int, dict[str, object]]:
+    """Return status and body of the answer to an error. Of a failure of the server the client gets no details."""
     note_refusal(error)
     text = str(error)
     match error:
         case UnauthorizedError():
-            return Refusal(401, text, code="invalid_api_key")
+            return _said(401, text, code="invalid_api_key")
         case models.ModelNotFoundError():
-            return Refusal(404, text, param="model", code="model_not_found")
+            return _said(404, text, param="model", code="model_not_found")
         case BodyTooLargeError():
-            return Refusal(413, text)
+            return _said(413, text)
         case QuotaError():
-            return Refusal(429, text, "rate_limit_error", code="rate_limit_exceeded")
-        case GoneError() | CapacityError() | OverloadedError() | ShuttingDownError() | DatabaseUnavailableError():
-            # The next try may go well.
-            return Refusal(503, text, "server_error")
+            return _said(429, text, "rate_limit_error", code="rate_limit_exceeded")
+        case TwinkleError() if status_of(error) in (410, 503):  # the next try may go well
+            return _said(503, text, "server_error")
         case MalformedRequestError():
-            return Refusal(400, text, param=error.field or None, code=_CODES.get(error.problem, "invalid_value"))
+            return _said(400, text, param=error.field or None, code=_CODES.get(error.problem, "invalid_value"))
         case InvalidInputError():
-            return Refusal(400, text, param=_PARAMS.get(error.field, error.field), code="invalid_value")
+            return _said(400, text, param=_PARAMS.get(error.field, error.field), code="invalid_value")
         case UserError():
-            return Refusal(400, text, code=error.code)
+            return _said(400, text, code=error.code)
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return Refusal(500, "internal error; the server's log has the details", "server_error")
+    return _said(500, "internal error; the server's log has the details", "server_error")
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
-    refusal = _refusal(error, request)
-    return json_response(refusal.body, refusal.status, when_to_retry(error, refusal.status))
+    status, body = _refusal(error, request)
+    return json_response(body, status, when_to_retry(error, status))
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------
@@ -157,7 +137,7 @@ async def _answer(
     generation = Generation(wanted, prompts, form(wanted, target), target, call.gateway.tenants.pools.text, tools)
     if not wanted.stream:
         return Response(await unless_gone(request.receive, generation.answer()), media_type="application/json")
-    return await begun(request, generation.chunks(), EVENTS, lambda error: _refusal(error, request).body)
+    return await begun(request, generation.chunks(), EVENTS, lambda error: _refusal(error, request)[1])
 
 
 def _check_sizes(prompts: Sequence[Sequence[int]], samples: int, context: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -19,18 +20,8 @@ from twinkle.server.http.routes import Call, Routes
 routes = Routes()
 
 _PAGE = "index.html"
-_PARTS: Mapping[str, str] = {
-    "api.js": "text/javascript",
-    "app.js": "text/javascript",
-    "chart.js": "text/javascript",
-    "checkpoints.js": "text/javascript",
-    "dom.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-    "overview.js": "text/javascript",
-    "playground.js": "text/javascript",
-    "runs.js": "text/javascript",
-    "style.css": "text/css",
-}
+_FILES = files("twinkle.server.protocols.operator.dashboard")
+_PART_TYPES: Mapping[str, str] = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css"}
 # Nothing but our own files, no markup made of texts, and no page around ours.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
@@ -62,27 +53,27 @@ async def page_with_slash(_call: Call[bytes]) -> Response:
 
 @routes.get("/dashboard/{part}", anybody, public=True)
 async def page_part(_call: Call[bytes], part: str) -> Response:
-    if part not in _PARTS:
+    if part not in _parts():
         raise NotFoundError("file", part)
-    return Response(_content(part), headers=PAGE_HEADERS, media_type=_PARTS[part])
+    return Response(_content(part), headers=PAGE_HEADERS, media_type=_PART_TYPES[PurePath(part).suffix])
+
+
+@cache
+def _parts() -> frozenset[str]:
+    return frozenset(file.name for file in _FILES.iterdir() if PurePath(file.name).suffix in _PART_TYPES)
 
 
 @cache
 def _content(name: str) -> bytes:
-    return files("twinkle.server.protocols.operator.dashboard").joinpath(name).read_bytes()
+    return _FILES.joinpath(name).read_bytes()
 
 
+@routes.get("/redoc", anybody, public=True)
 @routes.get("/docs", anybody, public=True)
 async def api_page(call: Call[bytes]) -> Response:
     """Return this page."""
     app: FastAPI = call.request.app
     return Response(_page(app.openapi()), headers=_HEADERS_OF_ROUTES, media_type="text/html")
-
-
-@routes.get("/redoc", anybody, public=True)
-async def same_page(call: Call[bytes]) -> Response:
-    """Return the page of /docs."""
-    return await api_page(call)
 
 
 def _page(document: Mapping[str, Any]) -> str:

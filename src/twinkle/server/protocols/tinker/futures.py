@@ -1,7 +1,6 @@
 """Futures: a request waits here until its result exists, or for a while."""
 
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 
 from fastapi import Request, Response
@@ -32,26 +31,25 @@ async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
     gateway, tenant_id, wanted = call.gateway, call.tenant_id, call.body
     with gateway.tenants.polling(tenant_id):
         request = RequestId.parse(wanted.request_id)
-        fetched = await _fetched(gateway, request, tenant_id)
-    if fetched is None:
-        return Response(responses.pending(wanted.request_id, "active"), 408, media_type="application/json")
-    outcome = fetched.outcome
-    as_json = outcome.encoding is Encoding.JSON or not _reads_protobuf(call.request)
-    size = estimated_json_bytes(outcome) if as_json else len(outcome.body)
+        outcome, delivering = await _fetched(gateway, request, tenant_id)
+    if outcome is None:
+        return Response(responses.pending(wanted.request_id), 408, media_type="application/json")
+    as_it_is = outcome.encoding is Encoding.JSON or _reads_protobuf(call.request)
+    size = len(outcome.body) if as_it_is else estimated_json_bytes(outcome)
     if wanted.allow_metadata_only and size > _LARGE_RESULT:
         return json_response({"status": "complete_metadata", "response_payload_size": size})
-    if outcome.encoding is Encoding.JSON or not as_json:
-        return sent_result(outcome.body, outcome.encoding.value, fetched.delivering)
+    if as_it_is:
+        return sent_result(outcome.body, outcome.encoding.value, delivering)
     limit = gateway.config.limits.max_json_result_bytes
     if size > limit:
         raise JsonTooLargeError(size, limit)
     pieces = json_pieces(outcome, sample=request.is_sample)
     if size < _SMALL_RESULT:
-        return sent_result(b"".join(pieces), Encoding.JSON.value, fetched.delivering)
-    return StreamedResult(_written(gateway, tenant_id, pieces), Encoding.JSON.value, fetched.delivering)
+        return sent_result(b"".join(pieces), Encoding.JSON.value, delivering)
+    return StreamedResult(_written(gateway, tenant_id, pieces), Encoding.JSON.value, delivering)
 
 
-async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     """Yield pieces that take milliseconds each, written in a thread: between two of them others have their turn."""
     while (piece := await gateway.reading.in_thread(tenant_id, partial(next, pieces, None))) is not None:
         yield piece
@@ -105,14 +103,11 @@ def _completion(done: Completion) -> dict[str, object]:
     return {"state": "finished", "request_id": done.request_id, "response_payload_uncompressed_size": done.size}
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    outcome: Outcome
-    delivering: Delivering
+async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> tuple[Outcome | None, Delivering]:
+    """Return the outcome, None while there is none, and what notes its delivery.
 
-
-async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> _Fetched | None:
-    """Return the outcome, None while there is none. Unknown ids and other tenants' ids answer alike."""
+    Unknown ids and other tenants' ids answer alike.
+    """
     request_id = str(request)
     seconds = gateway.config.clients.long_poll_seconds
     delivering = undelivered()  # what has no bytes to speak of
@@ -131,4 +126,4 @@ async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> _Fet
             training = gateway.serving(run.model_name).training
             outcome = await training.wait(request, run, seconds)
             delivering = training.delivering(request_id)
-    return None if outcome is None else _Fetched(outcome, delivering)
+    return outcome, delivering

@@ -114,7 +114,7 @@ class Router:
         request = Request({**scope, "app": self._app})
         try:
             refuse_rebinding(request)
-            return await gateway_of(request).identity.tenant(key_of(request), prefix="")
+            return (await gateway_of(request).identity.identify(key_of(request), prefix="")).tenant_id
         except TwinkleError:
             return None
 

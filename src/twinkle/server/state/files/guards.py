@@ -10,7 +10,7 @@ import logging
 import os
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from twinkle.server.state.errors import DataDirInUseError
@@ -18,7 +18,7 @@ from twinkle.server.state.errors import DataDirInUseError
 _PAUSE = 0.05  # seconds between two tries
 
 
-class DirectoryLock:
+class DirectoryLock(AbstractContextManager["DirectoryLock"]):
     """A file of the directory, locked until :meth:`release`, the end of a ``with``, or the end of the process.
 
     It says who works with a data directory: one server alone, or the processes of one server together.
@@ -36,9 +36,6 @@ class DirectoryLock:
 
     def release(self) -> None:
         os.close(self._fd)
-
-    def __enter__(self) -> "DirectoryLock":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
