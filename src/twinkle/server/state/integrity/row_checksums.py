@@ -13,8 +13,6 @@ migration that changes the columns of a table has to call :func:`fill_checksums`
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from json.encoder import encode_basestring_ascii
-from math import isfinite
 from typing import Any
 
 from sqlalchemy import (
@@ -53,27 +51,12 @@ def checked_columns(table: Table) -> list[Column[Any]]:
 
 def row_checksum(values: Sequence[object]) -> int:
     """Return the checksum of the values of :func:`checked_columns`, on SQLite."""
-    texts = [_TEXTS.get(type(value), json.dumps)(value) for value in values]
-    return zlib.crc32(f"[{', '.join(texts)}]".encode())
+    return zlib.crc32(_TEXTS.encode(values).encode())
 
 
-def _float_text(value: float) -> str:
-    return float.__repr__(value) if isfinite(value) else json.dumps(value)
-
-
-def _hex_text(value: bytes | memoryview) -> str:
-    return f'"{value.hex()}"'
-
-
-# The same text as json.dumps makes of the list of values, in half the time: every op comes here three times.
-_TEXTS: Mapping[type, Callable[[Any], str]] = {
-    str: encode_basestring_ascii,
-    int: int.__repr__,
-    float: _float_text,
-    bytes: _hex_text,
-    memoryview: _hex_text,
-    type(None): lambda _: "null",
-}
+# Made once, and without the check for lists inside themselves: every op comes here three times. ``default`` is for bytes
+# and memoryviews.
+_TEXTS = json.JSONEncoder(check_circular=False, default=lambda value: value.hex())
 
 
 def checksum_function(checksum: int, *values: object) -> int:
