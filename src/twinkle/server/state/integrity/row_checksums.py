@@ -54,8 +54,8 @@ def row_checksum(values: Sequence[object]) -> int:
     return zlib.crc32(_TEXTS.encode(values).encode())
 
 
-# Made once, and without the check for lists inside themselves: every op comes here three times. ``default`` is for bytes
-# and memoryviews.
+# Made once, and without the check for lists inside themselves: every op comes here three times. Bytes and memoryviews
+# become hexadecimal digits.
 _TEXTS = json.JSONEncoder(check_circular=False, default=lambda value: value.hex())
 
 
