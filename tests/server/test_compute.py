@@ -138,7 +138,7 @@ def test_a_pass_and_the_step_that_follows_are_one_turn() -> None:
         compute = Compute()
 
         async def train() -> None:
-            await compute.run(gate.piece("pass"), step_follows=True)
+            await compute.run(gate.piece("pass"), step_follows="pass".__eq__)
             await compute.run(gate.piece("step"), Lane.STEPS)
 
         work = [train(), *(compute.run(gate.piece(f"sample{number}"), Lane.SAMPLING) for number in range(2))]
@@ -157,7 +157,10 @@ def test_a_step_that_does_not_come_holds_nobody_up() -> None:
 
     async def main() -> None:
         compute = Compute()
-        work = [compute.run(gate.piece("pass"), step_follows=True), compute.run(gate.piece("sample"), Lane.SAMPLING)]
+        work = [
+            compute.run(gate.piece("pass"), step_follows="pass".__eq__),
+            compute.run(gate.piece("sample"), Lane.SAMPLING),
+        ]
         tasks = [asyncio.create_task(each) for each in work]
         await asyncio.sleep(0)
         gate.open.set()
@@ -197,3 +200,20 @@ def test_a_step_of_the_optimizer_comes_first_but_not_twice_in_a_row() -> None:
     pieces += [(f"{lane.name[0]}{number}", lane) for lane in (Lane.SAMPLING, Lane.TRAINING) for number in range(2)]
     asyncio.run(run_all(gate, pieces)).close()
     assert gate.done == ["step0", "T0", "step1", "S0", "step2", "T1", "S1"]
+
+
+def test_nobody_waits_for_a_step_that_a_failed_pass_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a tenant could keep the device idle with passes that fail at once."""
+    waited: list[Compute] = []
+    monkeypatch.setattr(Compute, "_step_comes", lambda compute: bool(waited.append(compute)))
+
+    async def main() -> None:
+        compute = Compute()
+        assert await compute.run(lambda: "failed", step_follows="ran".__eq__) == "failed"
+        with pytest.raises(ZeroDivisionError):
+            await compute.run(lambda: 1 // 0, step_follows=lambda _: True)
+        assert await compute.run(lambda: "next") == "next"
+        compute.close()
+
+    asyncio.run(main())
+    assert not waited

@@ -70,7 +70,7 @@ class _Piece:
     work: Callable[[], Any]
     done: Future[Any]
     shares: Mapping[str, float]
-    step_follows: bool
+    step_follows: Callable[[Any], bool]
 
 
 class Compute:
@@ -95,12 +95,12 @@ class Compute:
         lane: Lane = Lane.TRAINING,
         shares: Mapping[str, float] = NOBODY,
         *,
-        step_follows: bool = False,
+        step_follows: Callable[[T], bool] = lambda _result: False,
     ) -> T:
         """Run ``work`` in its turn.
 
-        ``shares``: for which tenants it is, and which part of it for each. ``step_follows``: an optimizer step comes as
-        soon as the caller hears that this has ended; it belongs to the same turn.
+        ``shares``: for which tenants it is, and which part of it for each. ``step_follows``: whether, after
+        this result, an optimizer step comes as soon as the caller has heard of it; it belongs to the same turn.
         """
         done: Future[T] = Future()
         self._lanes[lane].append(_Piece(work, done, shares, step_follows))
@@ -155,8 +155,8 @@ class Compute:
         else:
             self._step_began = None
             piece.done.set_result(result)
-        if piece.step_follows and self._step_comes():
-            self._run_next(Lane.STEPS)
+            if piece.step_follows(result) and self._step_comes():
+                self._run_next(Lane.STEPS)
         return piece.shares
 
     def _step_comes(self) -> bool:

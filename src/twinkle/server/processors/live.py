@@ -104,6 +104,7 @@ class KeptBatches:
         raise InvalidInputError("number", number, allowed)
 
     def forget(self, loader: str) -> None:
+        self._served.pop(loader, None)
         for number in self._numbers(loader):
             self._drop(loader, number)
 

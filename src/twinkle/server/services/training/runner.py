@@ -280,8 +280,12 @@ class OpRunner:
     async def _run_at_once(self, tasks: Sequence[Task]) -> list[Outcome]:
         ops = [task.op for task in tasks]
         lane = Lane.STEPS if any(op.is_step for op in ops) else Lane.TRAINING
-        follows = ops[0].kind.is_pass and any(map(_step_waits, tasks))
-        return await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), step_follows=follows)
+        stepped = [index for index, task in enumerate(tasks) if task.op.kind.is_pass and _step_waits(task)]
+
+        def step_follows(outcomes: Sequence[Outcome]) -> bool:
+            return any(not outcomes[index].failed for index in stepped)  # after a failed pass no step may come
+
+        return await self._compute.run(partial(self._execute, ops), lane, _shares(tasks), step_follows=step_follows)
 
     async def _run_in_steps(self, tasks: Sequence[Task], *, beside: bool = False) -> list[Outcome]:
         """Run passes of one tenant; batches of other tenants run between their micro-batches.
