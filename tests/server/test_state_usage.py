@@ -50,9 +50,9 @@ def test_totals_go_on_and_each_count_is_written_once(tmp_path):
         tenants = Tenants()
         tenants.usage = Usage(clock=lambda: now)
         recorder = UsageRecorder(store, tenants)
-        tenants.usage.add("alice", trained_tokens=3, optim_steps=1, requests=2)
+        tenants.usage.add("alice", UsageCounts(trained_tokens=3, optim_steps=1, requests=2))
         now += DAY
-        tenants.usage.add("alice", sampled_tokens=4, prompt_tokens=2, requests=1)
+        tenants.usage.add("alice", UsageCounts(sampled_tokens=4, prompt_tokens=2, requests=1))
         for _ in range(2):
             await recorder.flush_usage()
         assert tenants.usage.totals() == {"alice": UsageCounts(3, 4, 2, 1, 3)}
@@ -68,12 +68,12 @@ def test_totals_go_on_and_each_count_is_written_once(tmp_path):
 def test_what_cannot_be_written_is_kept_for_the_next_time(tmp_path):
     async def main():
         tenants = Tenants()
-        tenants.usage.add("alice", requests=1)
+        tenants.usage.add("alice", UsageCounts(requests=1))
         async with opened(tmp_path) as closed:
             pass
         with pytest.raises(Exception, match="closed"):
             await UsageRecorder(closed, tenants).flush_usage()
-        tenants.usage.add("alice", requests=1)
+        tenants.usage.add("alice", UsageCounts(requests=1))
         async with opened(tmp_path) as store:
             await UsageRecorder(store, tenants).flush_usage()
             (day,) = await store.usage.list("0000", "9999")

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -303,7 +303,8 @@ class Op:
     def price(self) -> Price:
         """By the shapes of what it carries, which are known when its body is decoded. Only a pass has tokens."""
         price = self.payload.price if isinstance(self.payload, Pass) else Price()
-        return replace(price, held_bytes=price.held_bytes + len(self.body) + OBJECT_BYTES)
+        held_bytes = price.held_bytes + len(self.body) + OBJECT_BYTES
+        return Price(price.tokens, price.work, held_bytes, price.result_bytes)
 
     @property
     def is_step(self) -> bool:

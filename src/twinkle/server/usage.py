@@ -8,8 +8,8 @@ loses what came since the last time, which is seconds.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from operator import add
 
 FORGOTTEN = ""  # no tenant's id: all of whom nothing was heard for long, together
 _REMEMBERED = 10_000  # tenants: where any key is one, there is no end of them
@@ -29,8 +29,7 @@ class UsageCounts:
     requests: int = 0
 
     def __add__(self, other: "UsageCounts") -> "UsageCounts":
-        mine, theirs = vars(self), vars(other)
-        return UsageCounts(**{field.name: mine[field.name] + theirs[field.name] for field in fields(self)})
+        return UsageCounts(*map(add, vars(self).values(), vars(other).values()))  # both have their fields in order
 
 
 _NOTHING = UsageCounts()
@@ -45,17 +44,7 @@ class Usage:
         self._forgotten = _NOTHING
         self._unwritten: dict[tuple[str, str], UsageCounts] = {}  # by tenant and day
 
-    def add(
-        self,
-        tenant_id: str,
-        *,
-        trained_tokens: int = 0,
-        sampled_tokens: int = 0,
-        prompt_tokens: int = 0,
-        optim_steps: int = 0,
-        requests: int = 0,
-    ) -> None:
-        counts = UsageCounts(trained_tokens, sampled_tokens, prompt_tokens, optim_steps, requests)
+    def add(self, tenant_id: str, counts: UsageCounts) -> None:
         self._totals[tenant_id] = self._totals.get(tenant_id, _NOTHING) + counts
         self._totals.move_to_end(tenant_id)
         while len(self._totals) > _REMEMBERED:
@@ -81,4 +70,4 @@ class Usage:
 
 def utc_day(seconds: float) -> str:
     """2026-01-31"""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))

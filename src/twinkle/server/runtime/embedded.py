@@ -89,6 +89,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            self.process.spare_collections()
             print(self.announcement, flush=True)
 
     @contextmanager

@@ -18,7 +18,7 @@ _COUNTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 _GAPS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of dicts, by identity: hashing all fields takes microseconds
 class Instrument:
     """One metric. ``read``: its value is looked up when somebody asks, not recorded as it happens."""
 

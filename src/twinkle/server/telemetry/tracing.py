@@ -81,6 +81,9 @@ class Tracing:
     @contextmanager
     def batch(self, ops: "Sequence[OpSpan]", attributes: Attributes) -> Iterator[None]:
         """Trace work on the device; the batch is linked with its ops, and the run of each op with the batch."""
+        if not self._enabled:
+            yield
+            return
         linked = ops[:_MOST_LINKS]
         span = self._tracer.start_span(
             "batch",

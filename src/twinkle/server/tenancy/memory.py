@@ -162,6 +162,7 @@ _QUEUE_SHARE = 5  # a fifth
 _ADAPTER_SHARE = 4  # a quarter
 _SECONDS = 0.5  # between two looks …
 _SECONDS_WHEN_SHORT = 0.1  # … and when little is left
+_RESERVES, _SKIPPED = 8, 3  # while so many times the reserve is free, so many looks are left out: each takes 1 ms
 _TRIM_SECONDS = 10.0  # returning memory to the system takes some 100 ms of the interpreter
 
 
@@ -223,6 +224,9 @@ class MemoryGuard:
             except Exception:  # an edge: a file of /proc that cannot be read must not end the watch
                 logger.exception("the server's memory could not be read")
             await asyncio.sleep(_SECONDS_WHEN_SHORT if self.free < 2 * self.reserve else _SECONDS)
+            for _ in range(_SKIPPED):
+                if self.free >= _RESERVES * self.reserve:  # work that was let in meanwhile is taken off
+                    await asyncio.sleep(_SECONDS)
 
     async def _look(self) -> None:
         self._memory = await asyncio.to_thread(self._read)

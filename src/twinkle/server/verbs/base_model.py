@@ -17,6 +17,7 @@ from twinkle.server.backends.compute_thread import Compute
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.tenancy.work_pools import TenantTurns
 from twinkle.server.types import NativePass, Outcome, Tally
+from twinkle.server.usage import UsageCounts
 from twinkle.server.verbs.codec import succeeded
 from twinkle.server.verbs.features import Row, are_encoded, as_rows, checked_rows
 from twinkle.server.verbs.verbs import NO_ADAPTER, parse, payload_of
@@ -52,7 +53,7 @@ class BaseModelPasses:
                 assert isinstance(asked, NativePass)
                 self._tenants.training_rate.charge(tenant_id, asked.tokens, limit)
                 outcome = await self._compute.run(partial(self._computed, asked))
-        self._tenants.usage.add(tenant_id, trained_tokens=asked.tokens, requests=1)
+        self._tenants.usage.add(tenant_id, UsageCounts(trained_tokens=asked.tokens, requests=1))
         return outcome
 
     def _waits(self, tenant_id: str) -> AbstractContextManager[None]:

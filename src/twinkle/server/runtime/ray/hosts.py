@@ -83,6 +83,7 @@ class Host:
         limit = process.config.limits.max_request_bytes
         self._entrance = Router(self._app, directory, replicas, max_body_bytes=limit, own=name)
         await process.start()
+        process.spare_collections()
         return gateway
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -11,6 +11,7 @@ from twinkle.server.services.futures import Futures
 from twinkle.server.services.training.execution import failure_of, unexpected
 from twinkle.server.tenancy.tenants import Tenants
 from twinkle.server.types import OBJECT_BYTES, TARGETS_A_TOKEN, Outcome, Price, SamplingSessionRecord, Tally
+from twinkle.server.usage import UsageCounts
 from twinkle.server.wire.sampling import Encode
 
 Event = Progress | SampleResult | TwinkleError
@@ -140,7 +141,8 @@ class SampleAdmission:
         # What it costs beside its tokens is charged however few of them were sampled in the end.
         self.give_back(job, prompt + sampled + job.price.cost - job.price.tokens)
         if not event.failed:
-            self._tenants.usage.add(job.tenant_id, sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
+            used = UsageCounts(sampled_tokens=sampled, prompt_tokens=prompt, requests=1)
+            self._tenants.usage.add(job.tenant_id, used)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 

@@ -71,16 +71,17 @@ class OpAdmission:
         rate.charge(tenant_id, price.cost, limit)
         self._counted_bytes += price.held_bytes
         entry = Entry()
-        with (
-            self._entering.counting(tenant_id),
-            self._entering_bytes.counting(tenant_id, price.held_bytes),
-            self._entering_results.counting(tenant_id, price.result_bytes),
-        ):
-            try:
-                yield entry
-            finally:
-                if not entry.taken:
-                    rate.give_back(tenant_id, price.cost, limit)
+        self._entering[tenant_id] += 1
+        self._entering_bytes[tenant_id] += price.held_bytes
+        self._entering_results[tenant_id] += price.result_bytes
+        try:
+            yield entry
+        finally:
+            self._entering[tenant_id] -= 1
+            self._entering_bytes[tenant_id] -= price.held_bytes
+            self._entering_results[tenant_id] -= price.result_bytes
+            if not entry.taken:
+                rate.give_back(tenant_id, price.cost, limit)
 
     def _check_count(self, tenant_id: str, limits: LimitsConfig) -> int:
         """Return how many ops of the tenant wait; QuotaError if it may have no more."""

@@ -26,6 +26,7 @@ from twinkle.server.services.training.long_passes import LongPasses, LoopTurns
 from twinkle.server.services.training.snapshots import Snapshots
 from twinkle.server.state.errors import DatabaseUnavailableError, StorageFullError
 from twinkle.server.types import Ending, Op, OpKind, Outcome
+from twinkle.server.usage import UsageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,8 @@ class Settlement:
         else:
             self._context.background.start(self._record(adapter, op, outcome))
             if not outcome.failed:
-                self._context.tenants.usage.add(
-                    adapter.run.tenant_id, trained_tokens=op.price.tokens, optim_steps=int(op.is_step), requests=1
-                )
+                used = UsageCounts(trained_tokens=op.price.tokens, optim_steps=int(op.is_step), requests=1)
+                self._context.tenants.usage.add(adapter.run.tenant_id, used)
             self._futures.settle(op.request_id, outcome, time.time())
         adapter.op_ended.set()
         # A forward pass that leaves nothing behind changes nothing: its number is covered by the snapshot there is.

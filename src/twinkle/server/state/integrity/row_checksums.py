@@ -13,6 +13,7 @@ migration that changes the columns of a table has to call :func:`fill_checksums`
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import (
@@ -120,15 +121,15 @@ def _reusable(value: Any) -> Any:
 
 def _inserted(columns: Sequence[Column[Any]]) -> Callable[[Mapping[str, Any]], int]:
     """Return what computes the checksum of a new row, of values as they come back: a DOUBLE makes integers floats."""
-    kinds = [(column.name, isinstance(column.type, Double)) for column in columns]
+    values_of = itemgetter(*(column.name for column in columns))
+    doubles = [index for index, column in enumerate(columns) if isinstance(column.type, Double)]
 
     def checksum(parameters: Mapping[str, Any]) -> int:
-        return row_checksum(
-            [
-                float(parameters[name]) if is_double and isinstance(parameters[name], int) else parameters[name]
-                for name, is_double in kinds
-            ]
-        )
+        values = list(values_of(parameters))
+        for index in doubles:
+            if isinstance(values[index], int):
+                values[index] = float(values[index])
+        return row_checksum(values)
 
     return checksum
 
