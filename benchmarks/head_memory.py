@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinkle.model.head import ChunkedHead, HeadSpec
-from twinkle.model.memory import head_chunk_rows
+from twinkle.model.decoder.head import ChunkedHead, HeadSpec
+from twinkle.model.trainer.memory import head_chunk_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -75,7 +75,7 @@ def test_verbs_are_the_librarys():
     """Every public method of the local model is there, and takes what a script gives it."""
     import inspect
 
-    from twinkle.model.interface import TwinkleModel
+    from twinkle.model.library.interface import TwinkleModel
     from twinkle_client.model import MultiLoraTransformersModel
 
     for name, method in inspect.getmembers(TwinkleModel, inspect.isfunction):
@@ -94,7 +94,7 @@ def test_every_verb_of_the_table_is_one_of_the_library_and_of_the_client():
     import inspect
     from dataclasses import fields
 
-    from twinkle.model.lora_verbs import LoraVerbs
+    from twinkle.model.multi_lora.verbs import LoraVerbs
     from twinkle_client.model import MultiLoraTransformersModel
     from twinkle_client.protocol.verbs import VERBS
 

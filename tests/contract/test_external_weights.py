@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from serving import MODEL, SdkServer, logprobs_of, sequences, tinker_data
 from tinker import types
 
-from twinkle.model.transformers_loading import load_for_training
+from twinkle.model.transformers.loading import load_for_training
 
 HEAD, OURS = "base_model.model.model.unembed_tokens.", "base_model.model.lm_head."
 

@@ -9,7 +9,7 @@ from tinker import types
 
 from twinkle import hub
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.model.loading import load_model
+from twinkle.model.decoder.loading import load_model
 
 ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 

@@ -27,10 +27,11 @@ from transformers import PreTrainedModel
 
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult, adopt_model, self_check
-from twinkle.model.architecture import TESTED_FAMILIES, read_architecture
-from twinkle.model.attention import PACKED
-from twinkle.model.loading import load_model
+from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult, adopt_model
+from twinkle.model.decoder.architecture import TESTED_FAMILIES, read_architecture
+from twinkle.model.decoder.attention import PACKED
+from twinkle.model.decoder.loading import load_model
+from twinkle.model.trainer import self_check
 
 # Sequences of both tenants: one token, equal neighbours, longer than sliding windows and on both sides of LONG, and
 # longer than the blocks of 64 tokens in which linear attention is computed.

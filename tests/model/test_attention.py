@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import UnsupportedError
-from twinkle.model.attention import Packing, packed_attention
+from twinkle.model.decoder.attention import Packing, packed_attention
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 TOLERANCE = 1e-5

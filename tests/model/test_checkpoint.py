@@ -20,7 +20,8 @@ from tiny_models import add_trained_adapter, take_step, the_result, tiny_model, 
 from transformers import PreTrainedModel
 
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, UnsupportedError
-from twinkle.model import AdapterSnapshot, LoraSpec, Trainer, TrainItem, checkpoint
+from twinkle.model import AdapterSnapshot, LoraSpec, Trainer, TrainItem
+from twinkle.model.adapters import checkpoint
 
 SPEC = LoraSpec(rank=4, alpha=6, seed=1, train_unembed=True)
 
@@ -563,9 +564,9 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from twinkle.model import checkpoint
-from twinkle.model.adapter import Adapter
-from twinkle.model.stacks import RowLayout, Stack, Target, initial_row
+from twinkle.model.adapters import checkpoint
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.lora.stacks import RowLayout, Stack, Target, initial_row
 from twinkle.model.types import LoraSpec
 
 directory, when, overwrite = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "overwrite"

@@ -19,8 +19,10 @@ from reference import (
 )
 from torch import Tensor, nn
 
-from twinkle.model import LoraSpec, Trainer, TrainItem, TrainResult, attention, lora
-from twinkle.model.attention import Packing
+from twinkle.model import LoraSpec, Trainer, TrainItem, TrainResult
+from twinkle.model.decoder import attention
+from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.lora import lora
 
 MakeTrainer = Callable[..., Trainer]
 

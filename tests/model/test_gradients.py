@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from twinkle.model import gradients
 from twinkle.model.parallel import SINGLE
+from twinkle.model.transformers import gradients
 
 SIZES = (1_000_003, 70_000, 1, 0)  # the first is long enough for torch's own sum in fp32 to be 2.7e-5 away
 

@@ -22,7 +22,7 @@ from traced import decode_graph, request
 
 from twinkle.errors import UserError
 from twinkle.model import Datum, LoraSpec, Trainer, TrainFailure, TrainItem
-from twinkle.model.graph_objective import GraphObjective
+from twinkle.model.objectives.graph_objective import GraphObjective
 
 BASE = toy_llama()
 SPEC = LoraSpec(rank=4, alpha=8.0, seed=1)

@@ -5,7 +5,7 @@ import torch
 from reference import relative_error
 from torch import Tensor
 
-from twinkle.model.grouped import Groups, add_grouped_outer, grouped_mm
+from twinkle.model.decoder.lora.grouped import Groups, add_grouped_outer, grouped_mm
 
 SIZES = {
     "one group": (37,),

@@ -9,9 +9,9 @@ import torch
 from reference import TOLERANCE, assert_numbers_close, relative_error
 from torch import Tensor
 
-from twinkle.model.grouped import Groups
-from twinkle.model.head import ChunkedHead, HeadSpec
-from twinkle.model.segments import BoundLora, Segment
+from twinkle.model.decoder.head import ChunkedHead, HeadSpec
+from twinkle.model.decoder.lora.grouped import Groups
+from twinkle.model.decoder.lora.segments import BoundLora, Segment
 
 pytestmark = pytest.mark.matrix
 

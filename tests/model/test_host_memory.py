@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.model.host_memory import HostMemory, host_memory_limit, read_host_memory
+from twinkle.model.trainer.host_memory import HostMemory, host_memory_limit, read_host_memory
 
 GIB = 2**30
 MEMINFO = f"MemTotal:       {8 * 2**20} kB\nMemAvailable:    {6 * 2**20} kB\n"

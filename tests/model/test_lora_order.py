@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twinkle.model.grouped import Groups
-from twinkle.model.lora import LayerLora, LoraLinear
-from twinkle.model.segments import Segment, SegmentLora
-from twinkle.model.stacks import RowLayout, Target
+from twinkle.model.decoder.lora.grouped import Groups
+from twinkle.model.decoder.lora.lora import LayerLora, LoraLinear
+from twinkle.model.decoder.lora.segments import Segment, SegmentLora
+from twinkle.model.decoder.lora.stacks import RowLayout, Target
 
 UP, DOWN = Target("layers.0.up", 64, 96), Target("layers.0.down", 96, 64)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu])

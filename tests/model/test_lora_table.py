@@ -5,10 +5,10 @@ import torch
 from reference import relative_error
 from torch import Tensor
 
-from twinkle.model.grouped import Groups
-from twinkle.model.lora_table import LoraTable
-from twinkle.model.segments import Segment, SegmentLora, add_lora, add_lora_gradient
-from twinkle.model.stacks import RowLayout, Target
+from twinkle.model.decoder.lora.grouped import Groups
+from twinkle.model.decoder.lora.segments import Segment, SegmentLora, add_lora, add_lora_gradient
+from twinkle.model.decoder.lora.stacks import RowLayout, Target
+from twinkle.model.decoder.lora.table import LoraTable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

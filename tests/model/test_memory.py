@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.model.memory import _available_host_bytes
+from twinkle.model.trainer.memory import _available_host_bytes
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:          200000 kB\nMemAvailable:    9000000 kB\n"
 

@@ -10,7 +10,7 @@ from plain_training import LORA, MODEL
 
 from twinkle.errors import CheckpointError, InvalidInputError, UnknownNameError, UserError
 from twinkle.model import MultiLoraTransformersModel, TransformersModel
-from twinkle.model.interface import TwinkleModel
+from twinkle.model.library.interface import TwinkleModel
 
 NAME = "tenant-1"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import toy_llama
 
-from twinkle.model import norms
+from twinkle.model.decoder import norms
 
 
 def count(model: torch.nn.Module) -> int:

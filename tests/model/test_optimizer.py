@@ -12,7 +12,7 @@ from reference import assert_numbers_close, assert_tensors_close, random_datum, 
 
 from twinkle.errors import InvalidInputError
 from twinkle.model import AdamParams, AdapterSnapshot, LoraSpec, Trainer, TrainItem
-from twinkle.model.optimizer import gradient_norm
+from twinkle.model.adapters.optimizer import gradient_norm
 
 pytestmark = pytest.mark.matrix
 

@@ -11,7 +11,7 @@ from reference import assert_logprobs_close, assert_tensors_close, random_datum,
 
 from twinkle.errors import CapacityError
 from twinkle.model import LoraSpec, Trainer, TrainFailure, TrainItem, TrainResult
-from twinkle.model.packing import Budget, MicroBatch, SequenceRef, halves, plan
+from twinkle.model.trainer.packing import Budget, MicroBatch, SequenceRef, halves, plan
 
 MakeTrainer = Callable[..., Trainer]
 

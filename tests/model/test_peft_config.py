@@ -8,8 +8,8 @@ import peft
 import pytest
 
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.model import peft_config as module
-from twinkle.model.peft_config import peft_config, spec_from_peft
+from twinkle.model.adapters import peft_config as module
+from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
 from twinkle.model.types import LoraSpec
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from twinkle.errors import NonFiniteError
-from twinkle.model.preference_objective import PreferenceObjective
+from twinkle.model.multi_lora.preference_objective import PreferenceObjective
 from twinkle.model.types import Datum, Preference, TokenValues
 
 LENGTHS = (5, 3, 4, 6)  # chosen, rejected, chosen, rejected

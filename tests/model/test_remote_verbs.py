@@ -9,7 +9,7 @@ import torch
 from twinkle.infra import DeviceMesh
 from twinkle.infra.remote import remote_methods
 from twinkle.model import MultiLoraTransformersModel, TransformersModel
-from twinkle.model.remote_verbs import joined_outputs, own_rows
+from twinkle.model.library.remote_verbs import joined_outputs, own_rows
 
 TWO = DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
 ROWS = [{"input_ids": [number]} for number in range(3)]

@@ -10,9 +10,9 @@ from reference import assert_logprobs_close, assert_tensors_close, random_datum,
 
 from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.model.adapter import STATE_BYTES_PER_PARAMETER, Adapter
-from twinkle.model.residency import AdapterPool
-from twinkle.model.stacks import SLOTS_PER_BLOCK, RowLayout, Target, initial_row
+from twinkle.model.adapters.adapter import STATE_BYTES_PER_PARAMETER, Adapter
+from twinkle.model.adapters.residency import AdapterPool
+from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK, RowLayout, Target, initial_row
 
 MakeTrainer = Callable[..., Trainer]
 BASE = toy_llama()

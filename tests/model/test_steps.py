@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem, TrainResult
-from twinkle.model.packing import Budget, MicroBatch, SequenceRef, cut
+from twinkle.model.trainer.packing import Budget, MicroBatch, SequenceRef, cut
 from twinkle.model.types import ObjectiveValue, TokenValues
 
 MakeTrainer = Callable[..., Trainer]

@@ -9,8 +9,8 @@ from transformers import Gemma3Config
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.model import LoraSpec
-from twinkle.model.architecture import Architecture, read_architecture
-from twinkle.model.targets import MAX_RANK, check_spec, select_targets, short_names
+from twinkle.model.decoder.architecture import Architecture, read_architecture
+from twinkle.model.decoder.targets import MAX_RANK, check_spec, select_targets, short_names
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

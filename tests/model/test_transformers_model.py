@@ -98,7 +98,7 @@ def test_lora(loss):
 
 
 def test_a_head_that_is_trained_gets_its_gradient_in_chunks(monkeypatch):
-    monkeypatch.setattr("twinkle.model.causal_forward.head_chunk_rows", lambda device, vocab: 4)
+    monkeypatch.setattr("twinkle.model.transformers.causal_forward.head_chunk_rows", lambda device, vocab: 4)
     model, plain, batch = make(), plain_model(), features(9, 14)
     model.forward_backward(inputs=batch)
     token_sum(plain, batch)[0].backward()

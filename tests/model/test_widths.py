@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twinkle.errors import InvalidInputError
 from twinkle.model import Datum, LoraSpec, Trainer, TrainFailure, TrainItem, TrainResult
 from twinkle.model.csr import Csr
-from twinkle.model.head import ChunkedHead, HeadSpec
-from twinkle.model.packing import Budget, SequenceRef, plan
+from twinkle.model.decoder.head import ChunkedHead, HeadSpec
+from twinkle.model.trainer.packing import Budget, SequenceRef, plan
 from twinkle.model.types import ObjectiveValue, TokenValues
 
 MakeTrainer = Callable[..., Trainer]

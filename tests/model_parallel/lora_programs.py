@@ -26,7 +26,7 @@ from twinkle.model import (
     TrainItem,
     adopt_model,
 )
-from twinkle.model.division import Division
+from twinkle.model.trainer.division import Division
 
 Sizes = Mapping[str, int]  # of a mesh: dp_size and fsdp_size; empty: one process without a mesh
 

@@ -5,7 +5,7 @@ import pytest
 from lora_programs import datum, spread
 
 from twinkle.model import Datum, TrainItem
-from twinkle.model.division import Division
+from twinkle.model.trainer.division import Division
 
 
 def requests(*lengths: tuple[int, ...]) -> list[TrainItem]:

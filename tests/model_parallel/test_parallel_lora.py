@@ -19,7 +19,7 @@ from lora_programs import (
 from process_pool import ProcessPool
 
 from twinkle.model import TrainFailure, TrainItem
-from twinkle.model.division import Division
+from twinkle.model.trainer.division import Division
 
 TOLERANCE = 1e-5  # fp32; DESIGN section 4, invariant 1
 

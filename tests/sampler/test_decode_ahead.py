@@ -15,7 +15,7 @@ import pytest
 import torch
 from sampling import SPECS, assert_same_samples, prompt, request, run, toy_sampler, toy_trainer
 
-from twinkle.model.adapter import Adapter
+from twinkle.model.adapters.adapter import Adapter
 from twinkle.sampler import Finished, SampleRequest, TorchSampler, decode_graphs
 from twinkle.sampler.cache import blocks_for
 from twinkle.sampler.drawing import Drawn

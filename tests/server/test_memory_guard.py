@@ -8,7 +8,7 @@ import pytest
 from running import Server, Tenant, mock_config, sample_body, training_body
 
 from twinkle.errors import OverloadedError
-from twinkle.model.host_memory import HostMemory
+from twinkle.model.trainer.host_memory import HostMemory
 from twinkle.server.tenancy import memory
 from twinkle.server.tenancy.memory import MemoryGuard
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from twinkle.model.library_objective import LibraryObjective
-from twinkle.model.lora_requests import LoraRequests
-from twinkle.model.lora_verbs import LoraVerbs
-from twinkle.model.optimizer_group import OptimizerGroup
+from twinkle.model.library.optimizer_group import OptimizerGroup
+from twinkle.model.multi_lora.library_objective import LibraryObjective
+from twinkle.model.multi_lora.requests import LoraRequests
+from twinkle.model.multi_lora.verbs import LoraVerbs
 from twinkle.model.types import LoraSpec
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.mock import mock_model

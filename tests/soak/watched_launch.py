@@ -20,7 +20,7 @@ sys.path.append(str(SERVER_TESTS))
 from tuned_launch import end_with_parent  # noqa: E402
 from tuning import tune  # noqa: E402
 
-from twinkle.model.stacks import SLOTS_PER_BLOCK  # noqa: E402
+from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK  # noqa: E402
 from twinkle.server.cli import command_line as cli  # noqa: E402
 from twinkle.server.gateway.gateway import Gateway  # noqa: E402
 from twinkle.server.runtime import embedded  # noqa: E402

@@ -20,11 +20,11 @@ from twinkle.model.types import (
 )
 
 if TYPE_CHECKING:
-    from twinkle.model.interface import TwinkleModel
-    from twinkle.model.loading import adopt_model
-    from twinkle.model.multi_lora_model import MultiLoraTransformersModel
-    from twinkle.model.trainer import Trainer
-    from twinkle.model.transformers_model import TransformersModel
+    from twinkle.model.decoder.loading import adopt_model
+    from twinkle.model.library.interface import TwinkleModel
+    from twinkle.model.multi_lora.model import MultiLoraTransformersModel
+    from twinkle.model.trainer.trainer import Trainer
+    from twinkle.model.transformers.model import TransformersModel
 
 __all__ = [
     "AdamParams",
@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 _HOME = {
-    "MultiLoraTransformersModel": "twinkle.model.multi_lora_model",
-    "Trainer": "twinkle.model.trainer",
-    "TransformersModel": "twinkle.model.transformers_model",
-    "TwinkleModel": "twinkle.model.interface",
-    "adopt_model": "twinkle.model.loading",
+    "MultiLoraTransformersModel": "twinkle.model.multi_lora.model",
+    "Trainer": "twinkle.model.trainer.trainer",
+    "TransformersModel": "twinkle.model.transformers.model",
+    "TwinkleModel": "twinkle.model.library.interface",
+    "adopt_model": "twinkle.model.decoder.loading",
 }
 _NOT_IMPLEMENTED = {"MegatronModel": "TransformersModel", "MultiLoraMegatronModel": "MultiLoraTransformersModel"}
 

@@ -167,8 +167,8 @@ class TrainFailure:
 class AdapterSnapshot:
     """Everything needed to go on exactly: weights, Adam state, step count and the gradient of an open window.
 
-    The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.stacks`); ``gradient`` is None
-    between windows.
+    The arrays are flat float32 in the order of ``layout`` (see :mod:`twinkle.model.decoder.lora.stacks`); ``gradient``
+    is None between windows.
     """
 
     spec: LoraSpec

@@ -10,12 +10,12 @@ from itertools import groupby
 
 from torch import Tensor
 
-from twinkle.model.adapter import Adapter
-from twinkle.model.architecture import Architecture
-from twinkle.model.grouped import Groups
-from twinkle.model.layers import bind_layers
-from twinkle.model.lora import LayerAdapters
-from twinkle.model.segments import BoundLora, Segment, SegmentLora
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.layers import bind_layers
+from twinkle.model.decoder.lora.grouped import Groups
+from twinkle.model.decoder.lora.lora import LayerAdapters
+from twinkle.model.decoder.lora.segments import BoundLora, Segment, SegmentLora
 from twinkle.sampler.dense_lora import DenseLora
 
 RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows it has

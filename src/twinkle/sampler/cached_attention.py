@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinkle.model.attention import Packing, attend_packed, softcapped_attention
+from twinkle.model.decoder.attention import Packing, attend_packed, softcapped_attention
 from twinkle.sampler.cache import BLOCK, KeyValueCache, LayerShape, blocks_for
 
 _MOST_PADDING = 2  # times the keys that are there
@@ -104,7 +104,7 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """A :class:`~twinkle.model.attention.CachedAttention`."""
+    """A :class:`~twinkle.model.decoder.attention.CachedAttention`."""
 
     rows: CachedRows
     keys: Tensor  # (B, BLOCK, J, D)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinkle.model.adapter import Adapter
-from twinkle.model.engine import Engine
-from twinkle.model.layers import LayerBatch, bind_layers
-from twinkle.model.transfer import to_device
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.layers import LayerBatch, bind_layers
+from twinkle.model.decoder.transfer import to_device
+from twinkle.model.trainer.engine import Engine
 from twinkle.sampler.binding import RowsOf
 from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for
 from twinkle.sampler.drawing import MEMORY_OF_A_DRAW, DrawnRows, DrawPlan
@@ -149,7 +149,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _DecodeLayer:
-    """A :class:`~twinkle.model.attention.CachedAttention`."""
+    """A :class:`~twinkle.model.decoder.attention.CachedAttention`."""
 
     rows: _Rows
     keys: Tensor  # (blocks, BLOCK, J, D)

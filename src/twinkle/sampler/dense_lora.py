@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twinkle.model.adapter import Adapter
-from twinkle.model.architecture import Architecture
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.architecture import Architecture
 
 MAX_WIDTH = 256  # ranks together: beyond that, the products with strangers' A cost more than they save
 
@@ -91,7 +91,7 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A :class:`~twinkle.model.lora.LayerAdapters`."""
+    """A :class:`~twinkle.model.decoder.lora.lora.LayerAdapters`."""
 
     rows: DenseRows
     prefix: str  # of the names of its linear layers

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twinkle.model.transfer import to_device
+from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.types import TopLogprobs
 
 # A draw takes about so many times the memory of its logits: copies in float64, their sums, their order.

@@ -16,8 +16,8 @@ from twinkle.data_format import SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.dispatch import Arguments
-from twinkle.model.sequences import as_feature_list
-from twinkle.model.trainer import Trainer
+from twinkle.model.library.sequences import as_feature_list
+from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler import types as engine_types
 from twinkle.sampler.features import as_sampling_params, engine_request, refuse_unsupported, response_of
 

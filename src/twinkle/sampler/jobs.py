@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from twinkle.errors import NonFiniteError
-from twinkle.model.adapter import Adapter
+from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.drawing import Draw, Drawn
 from twinkle.sampler.model_pass import Ahead, Computed, Piece

@@ -10,9 +10,9 @@ from torch import Tensor
 from twinkle.data_format import SampleResponse
 from twinkle.infra import remote_class, remote_function
 from twinkle.infra.proxy import RemoteProxy
-from twinkle.model.components import build_template
-from twinkle.model.multi_lora_model import MultiLoraTransformersModel
-from twinkle.model.trainer import Trainer
+from twinkle.model.library.components import build_template
+from twinkle.model.multi_lora.model import MultiLoraTransformersModel
+from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.features import as_sampling_params
 from twinkle.sampler.in_one_call import (
     AdapterVersions,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import UnsupportedError
-from twinkle.model.adapter import Adapter
-from twinkle.model.attention import Packing
-from twinkle.model.engine import Engine
-from twinkle.model.layers import LayerBatch, bind_layers
-from twinkle.model.transfer import to_device
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.layers import LayerBatch, bind_layers
+from twinkle.model.decoder.transfer import to_device
+from twinkle.model.trainer.engine import Engine
 from twinkle.model.types import IntArray
 from twinkle.sampler.binding import LoraBinder, RowsOf
 from twinkle.sampler.cache import KeyValueCache, LayerShape

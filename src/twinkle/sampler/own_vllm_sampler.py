@@ -21,9 +21,9 @@ from torch import Tensor
 from twinkle.data_format import SampleResponse
 from twinkle.errors import InvalidInputError, MissingDependencyError
 from twinkle.infra import DeviceMesh, remote_class, remote_function
-from twinkle.model.checkpoint import CONFIG, WEIGHTS
-from twinkle.model.components import build_template
-from twinkle.model.trainer import Trainer
+from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.library.components import build_template
+from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.features import as_sampling_params
 from twinkle.sampler.in_one_call import AdapterVersions, Inputs, Params, own_prompts, sample_in_one_call
 

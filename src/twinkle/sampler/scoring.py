@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinkle.model.head import ChunkedHead
-from twinkle.model.segments import BoundLora
+from twinkle.model.decoder.head import ChunkedHead
+from twinkle.model.decoder.lora.segments import BoundLora
 from twinkle.model.types import FloatArray, IntArray
 from twinkle.sampler.drawing import divisor, pick, rows_at_once
 from twinkle.sampler.types import DrawnTokens, TopLogprobs

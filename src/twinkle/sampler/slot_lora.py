@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinkle.model.adapter import Adapter
-from twinkle.model.architecture import Architecture
-from twinkle.model.stacks import RowLayout
-from twinkle.model.transfer import to_device
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.decoder.transfer import to_device
 from twinkle.sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, add_lora
 
 
@@ -87,7 +87,7 @@ class SlotLora:
 
 
 class SlotLayer:
-    """A :class:`~twinkle.model.lora.LayerAdapters` for one decoder layer."""
+    """A :class:`~twinkle.model.decoder.lora.lora.LayerAdapters` for one decoder layer."""
 
     width = 0  # x A.T is the kernels' own business
 

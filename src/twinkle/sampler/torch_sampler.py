@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError
-from twinkle.model.adapter import Adapter
-from twinkle.model.trainer import Trainer
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
 from twinkle.sampler.decode_graphs import DecodeGraphs, capture_decoding
 from twinkle.sampler.drawing import Drawn

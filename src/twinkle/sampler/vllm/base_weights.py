@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from twinkle import hub
-from twinkle.model.loading import load_model
+from twinkle.model.decoder.loading import load_model
 
 
 @contextmanager

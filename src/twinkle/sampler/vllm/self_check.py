@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from twinkle.model.architecture import Architecture
-from twinkle.model.checkpoint import CONFIG, WEIGHTS
-from twinkle.model.peft_config import peft_config
-from twinkle.model.stacks import Target
-from twinkle.model.targets import short_names
+from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.adapters.peft_config import peft_config
+from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.lora.stacks import Target
+from twinkle.model.decoder.targets import short_names
 from twinkle.model.types import FloatArray, IntArray, LoraSpec
 from twinkle.sampler.types import SampleRequest, SampleResult, SamplingParams
 from twinkle.sampler.vllm import message

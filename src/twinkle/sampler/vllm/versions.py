@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from twinkle.errors import CapacityError, InvalidInputError, TwinkleServerError, UnsupportedError
-from twinkle.model.checkpoint import CONFIG, WEIGHTS
+from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 
 _PREFIX = "twinkle-vllm-"
 _SPARE_BYTES = 2**20

@@ -22,8 +22,8 @@ from twinkle.errors import (
     TwinkleServerError,
     UnsupportedError,
 )
-from twinkle.model import checkpoint
-from twinkle.model.trainer import Trainer
+from twinkle.model.adapters import checkpoint
+from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler.jobs import Tokenizer
 from twinkle.sampler.torch_sampler import TorchSampler
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult, SamplingParams

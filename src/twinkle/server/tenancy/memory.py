@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from twinkle.errors import OverloadedError, QuotaError
-from twinkle.model.host_memory import HostMemory, host_memory_limit, read_host_memory
+from twinkle.model.trainer.host_memory import HostMemory, host_memory_limit, read_host_memory
 from twinkle.server.config.sections import LimitsConfig
 from twinkle.server.types import Budget, Tally
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from twinkle.errors import InvalidInputError, NotFoundError, TwinkleError, UnsupportedError, UserError
-from twinkle.model import group_state
-from twinkle.model.group_state import SetUp
-from twinkle.model.lora_verbs import LoraVerbs, PreparedPass
-from twinkle.model.optimizer_group import OptimizerGroup
-from twinkle.model.sequences import encode
-from twinkle.model.training_state import is_due
+from twinkle.model.library.optimizer_group import OptimizerGroup
+from twinkle.model.library.sequences import encode
+from twinkle.model.library.training_state import is_due
+from twinkle.model.multi_lora import group_state
+from twinkle.model.multi_lora.group_state import SetUp
+from twinkle.model.multi_lora.verbs import LoraVerbs, PreparedPass
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.compute_thread import compute_thread
 from twinkle.server.backends.text_codec import CodecTemplate, max_characters, text_groups

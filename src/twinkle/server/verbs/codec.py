@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from twinkle.errors import UserError
-from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.server.services.training.recovery import refused_body
 from twinkle.server.services.training.run_kind import UNLIMITED
 from twinkle.server.types import CreateNative, Encoding, Op, OpKind, Outcome, Payload, Refused, RunRecord, digest

@@ -42,7 +42,7 @@ from twinkle.server.verbs.templates import Templates
 from twinkle.server.wire import responses
 
 if TYPE_CHECKING:  # they need torch
-    from twinkle.model.optimizer_group import OptimizerGroup
+    from twinkle.model.library.optimizer_group import OptimizerGroup
     from twinkle.server.verbs.adapters import NativeAdapters
 
 _SERIES = "series"  # of versions for sampling, in which each takes the place of the one before

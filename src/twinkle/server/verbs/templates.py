@@ -86,7 +86,7 @@ class Templates:
         return chosen
 
     def _load(self, name: str, folder: str) -> "Template":
-        from twinkle.model.components import build_template  # where there is a tokenizer there is torch
+        from twinkle.model.library.components import build_template  # where there is a tokenizer there is torch
 
         try:
             loaded: Template = build_template(name, {"model_id": folder})

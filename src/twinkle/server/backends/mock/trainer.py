@@ -34,9 +34,10 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
-from twinkle.model.adam_params import check_adam_params
+from twinkle.model.adapters.adam_params import check_adam_params
+from twinkle.model.adapters.peft_config import peft_config
 from twinkle.model.csr import dense
-from twinkle.model.peft_config import peft_config
+from twinkle.model.objectives.validation import check_data
 from twinkle.model.types import (
     EMPTY,
     AdamParams,
@@ -51,7 +52,6 @@ from twinkle.model.types import (
     TrainItem,
     TrainResult,
 )
-from twinkle.model.validation import check_data
 from twinkle.server.backends.backend import TrainingBackend
 
 SIZE = 8  # numbers in w
@@ -331,7 +331,7 @@ def _terms(loss: str, lp: Doubles, datum: Datum) -> tuple[Doubles, Doubles]:
 
 
 def _check_item(item: TrainItem, vocab_size: int, max_length: int) -> None:
-    """Check what :func:`twinkle.model.validation.check_item` does, which needs torch for the losses."""
+    """Check what :func:`twinkle.model.objectives.validation.check_item` does, which needs torch for the losses."""
     if item.loss not in LOSSES:
         raise UnknownNameError("loss", item.loss, LOSSES)
     loss = LOSSES[item.loss]

@@ -17,7 +17,7 @@ from twinkle.errors import (
     UnsupportedError,
     UserError,
 )
-from twinkle.model.peft_config import spec_from_peft
+from twinkle.model.adapters.peft_config import spec_from_peft
 from twinkle.server import ids
 from twinkle.server.gateway.gateway import Gateway, Services
 from twinkle.server.http.requests import SMALL_BODY

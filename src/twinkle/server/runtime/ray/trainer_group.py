@@ -139,8 +139,8 @@ class TrainerGroup(TrainingBackend):
         return _answers([rank.call.remote(method, args, kwargs) for rank in self._ranks])[0]
 
     def _passes(self, method: str, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
-        from twinkle.model.division import Division  # with torch, which this package loads for models only
-        from twinkle.model.library_objective import LibraryObjective
+        from twinkle.model.multi_lora.library_objective import LibraryObjective
+        from twinkle.model.trainer.division import Division  # with torch, which this package loads for models only
 
         division = Division.by_tokens(items, len(self._ranks))
         shares = [division.share(number) for number in range(len(self._ranks))]

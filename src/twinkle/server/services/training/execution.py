@@ -152,12 +152,14 @@ class Execution:
 def _item(adapter_id: str, asked: TrainPass) -> TrainItem:
     objective: Objective
     if asked.custom is not None:
-        from twinkle.model.graph_objective import GraphObjective  # torch: not before somebody has a loss of its own
+        from twinkle.model.objectives.graph_objective import (
+            GraphObjective,  # torch: not before somebody has a loss of its own
+        )
 
         assert asked.custom.graph is not None, "it was looked up when the op was accepted"
         objective = GraphObjective.of(asked.custom.graph, asked.data, asked.custom.inputs)
     elif asked.preference is not None:
-        from twinkle.model.preference_objective import PreferenceObjective  # torch, as above
+        from twinkle.model.multi_lora.preference_objective import PreferenceObjective  # torch, as above
 
         objective = PreferenceObjective(asked.data, asked.preference)
     else:

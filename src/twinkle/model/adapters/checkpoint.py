@@ -1,0 +1,250 @@
+"""Adapters on disk: PEFT's files for the weights, safetensors and JSON for the rest, never pickle.
+
+    adapter_config.json         PEFT's LoraConfig
+    adapter_model.safetensors   base_model.model.<module>.lora_A.weight (rank, in) and .lora_B.weight (out, rank), fp32
+    optimizer.safetensors       exp_avg.<same names> and exp_avg_sq.<same names>; absent if saved without the optimizer
+    trainer_state.json          step count, spec and base model
+
+A directory appears whole or not at all: it is written beside its place (".NAME.*.tmp", which a crash may leave behind),
+flushed, then renamed; one that is overwritten is exchanged in a single step where the system can.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from twinkle.errors import CheckpointError, InvalidInputError
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.adapters.peft_config import UNIMPLEMENTED, peft_config, spec_from_peft
+from twinkle.model.decoder.lora.stacks import RowLayout
+from twinkle.model.types import EMPTY, LoraSpec
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer_state.json"
+_FORMAT = 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Fields of PEFT's config that only matter while PEFT itself trains; weights that exist are what they are.
+_TRAINING_ONLY = {name: UNIMPLEMENTED[name] for name in ("init_lora_weights", "lora_dropout")}
+# PEFT writes copies of the model's own embeddings beside LoRA on the head.
+_BASE_COPIES = (".base_layer.weight", ".embed_tokens.weight")
+# Of Linux: renameat2(2) and its flag.
+_CURRENT_DIRECTORY = -100
+_RENAME_EXCHANGE = 2
+
+
+def save_adapter(
+    adapter: Adapter,
+    directory: Path,
+    *,
+    target_modules: list[str],
+    base_model: str,
+    optimizer: bool,
+    overwrite: bool,
+    state: Mapping[str, object] = EMPTY,
+    companions: Callable[[Path], None] | None = None,
+) -> None:
+    """``state``: further entries of trainer_state.json. ``companions`` writes further files."""
+
+    def write(staging: Path) -> None:
+        _write_files(adapter, staging, target_modules, base_model, optimizer, state)
+        if companions is not None:
+            companions(staging)
+
+    write_whole(directory, write, overwrite=overwrite)
+
+
+def write_whole(directory: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+    """``write`` fills a directory beside ``directory``, whose place it takes when it is complete and on disk."""
+    directory = directory.resolve()  # of a link, the directory it names is replaced
+    if directory.exists() and not (overwrite and directory.is_dir()):
+        raise CheckpointError(f"directory: {directory} exists already; choose another name or pass overwrite=True")
+    staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        staging.mkdir(parents=True)
+        write(staging)
+        for path in (*staging.rglob("*"), staging):
+            _flush(path)
+        _put_in_place(staging, directory)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {directory}: {error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def read_spec(directory: Path) -> LoraSpec:
+    """The spec of a saved adapter, ours or PEFT's."""
+    try:
+        return spec_of(read_json(directory / CONFIG))
+    except InvalidInputError as error:
+        raise CheckpointError(f"{directory / CONFIG}: {error}") from error
+
+
+def spec_of(config: Mapping[str, object]) -> LoraSpec:
+    """The spec of an adapter that has been trained, from the contents of its adapter_config.json."""
+    return spec_from_peft({**config, **_TRAINING_ONLY})
+
+
+def put_weights(adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the weights of an adapter by tensors with PEFT's names."""
+    adapter.weights_P.copy_(_row(tensors, adapter.layout, adapter.spec.rank, "", "weights"))
+
+
+def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
+    """Replace weights and, with ``optimizer``, Adam state; without it the optimizer starts anew. All or nothing."""
+    spec = read_spec(directory)
+    if (spec.rank, spec.alpha) != (adapter.spec.rank, adapter.spec.alpha):
+        raise CheckpointError(
+            f"{directory} holds rank {spec.rank}, alpha {spec.alpha:g}; "
+            f"adapter {adapter.adapter_id!r} has rank {adapter.spec.rank}, alpha {adapter.spec.alpha:g}"
+        )
+    layout, rank = adapter.layout, adapter.spec.rank
+    weights_P = _row(_read_tensors(directory / WEIGHTS), layout, rank, "", directory / WEIGHTS)
+    step, moments = 0, [torch.zeros_like(weights_P) for _ in _MOMENTS]
+    if optimizer:
+        if not (directory / OPTIMIZER).exists():
+            raise CheckpointError(f"{directory} holds no optimizer state; load it with optimizer=False")
+        tensors = _read_tensors(directory / OPTIMIZER)
+        moments = [_row(tensors, layout, rank, f"{name}.", directory / OPTIMIZER) for name in _MOMENTS]
+        step = _read_step(directory / STATE)
+    adapter.weights_P.copy_(weights_P)
+    adapter.exp_avg_P.copy_(moments[0])
+    adapter.exp_avg_sq_P.copy_(moments[1])
+    adapter.step = step
+    adapter.drop_gradient()
+
+
+def _write_files(
+    adapter: Adapter,
+    staging: Path,
+    target_modules: list[str],
+    base_model: str,
+    optimizer: bool,
+    more_state: Mapping[str, object],
+) -> None:
+    layout, rank = adapter.layout, adapter.spec.rank
+    _write_json(staging / CONFIG, peft_config(adapter.spec, target_modules, base_model))
+    save_file(named_tensors(adapter.weights_P, layout, rank), staging / WEIGHTS, metadata={"format": "pt"})
+    if optimizer:
+        moments = named_tensors(adapter.exp_avg_P, layout, rank, "exp_avg.") | named_tensors(
+            adapter.exp_avg_sq_P, layout, rank, "exp_avg_sq."
+        )
+        save_file(moments, staging / OPTIMIZER, metadata={"format": "pt"})
+    state = {"format": _FORMAT, "step": adapter.step, "spec": asdict(adapter.spec), "base_model": base_model}
+    _write_json(staging / STATE, {**more_state, **state})
+
+
+def _put_in_place(staging: Path, directory: Path) -> None:
+    """``staging`` becomes ``directory``; what was there is gone, or, when this fails, still there."""
+    if not directory.exists():
+        os.replace(staging, directory)
+    elif not _exchange(staging, directory):
+        retired = staging.with_suffix(".old")
+        os.replace(directory, retired)
+        try:
+            os.replace(staging, directory)
+        except OSError:
+            os.replace(retired, directory)
+            raise
+        shutil.rmtree(retired, ignore_errors=True)
+    _flush(directory.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one step; False where the operating system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    here = _CURRENT_DIRECTORY
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _names(module: str) -> tuple[str, str]:
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+def named_tensors(row_P: Tensor, layout: RowLayout, rank: int, prefix: str = "") -> dict[str, Tensor]:
+    """The row as PEFT names its parts, without the padding of the rank bucket."""
+    tensors, row_P = {}, row_P.cpu()
+    for target in layout.targets:
+        a_RI, b_OR = layout.views(row_P, target.name)
+        a_name, b_name = _names(target.name)
+        tensors[prefix + a_name] = a_RI[:rank].contiguous()
+        tensors[prefix + b_name] = b_OR[:, :rank].contiguous()
+    return tensors
+
+
+def _row(tensors: Mapping[str, Tensor], layout: RowLayout, rank: int, prefix: str, path: Path | str) -> Tensor:
+    expected = {prefix + name for target in layout.targets for name in _names(target.name)}
+    found = {name for name in tensors if name.startswith(prefix) and not name.endswith(_BASE_COPIES)}
+    if found != expected:
+        missing, extra = sorted(expected - found)[:3], sorted(found - expected)[:3]
+        raise CheckpointError(
+            f"{path} does not fit the adapter's target modules; missing {missing}, unexpected {extra}"
+        )
+    row_P = torch.zeros(layout.size)
+    for target in layout.targets:
+        a_RI, b_OR = layout.views(row_P, target.name)
+        places = a_RI[:rank], b_OR[:, :rank]
+        for name, place in zip(_names(target.name), places, strict=True):
+            tensor = tensors[prefix + name]
+            if tensor.shape != place.shape or not tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{path}: {prefix + name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"expected floats {tuple(place.shape)}"
+                )
+            place.copy_(tensor)
+            if not place.isfinite().all():
+                raise CheckpointError(f"{path}: {prefix + name} holds NaN or infinity")
+    return row_P
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not read {path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"could not read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _read_step(path: Path) -> int:
+    state = read_json(path)
+    if state.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: format: got {state.get('format')!r}, allowed: {_FORMAT}")
+    step = state.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"{path}: step: got {step!r}, allowed: an integer ≥ 0")
+    return step
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

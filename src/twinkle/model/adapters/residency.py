@@ -1,0 +1,179 @@
+"""Which adapters are on the device. Those unused for longest wait in host memory, unseen by their tenants."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
+
+import torch
+
+from twinkle.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
+from twinkle.model.adapters.adapter import FROZEN_BYTES_PER_PARAMETER, Adapter
+from twinkle.model.decoder.lora.stacks import SLOTS_PER_BLOCK, RowLayout, Stack
+
+
+class AdapterPool:
+    """All adapters of a trainer, and a sampler's frozen versions; as many as ``budget_bytes`` allows are resident.
+
+    Versions have no ids here: their names are the sampler's business, and a tenant's adapter may have the same.
+    """
+
+    def __init__(self, budget_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.budget_bytes = budget_bytes
+        self._dtype = dtype
+        self._device = device
+        self._adapters: dict[str, Adapter] = {}
+        self._versions: list[Adapter] = []
+        self._stacks: dict[str, Stack] = {}  # by the digest of their layout
+        self._clock = count(1)
+
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
+    def ids(self) -> list[str]:
+        return list(self._adapters)
+
+    def get(self, adapter_id: str) -> Adapter:
+        if adapter_id not in self._adapters:
+            raise AdapterNotFoundError(adapter_id)
+        return self._adapters[adapter_id]
+
+    def stack_for(self, layout: RowLayout) -> Stack:
+        if layout.digest not in self._stacks:
+            self._stacks[layout.digest] = Stack(layout, self._dtype, self._device)
+        return self._stacks[layout.digest]
+
+    def add(self, adapter: Adapter) -> None:
+        """Take in a new adapter; it starts in host memory and comes to the device when it is first used."""
+        if adapter.adapter_id in self._adapters:
+            raise AdapterExistsError(adapter.adapter_id)
+        self.put(adapter)
+
+    def put(self, adapter: Adapter) -> None:
+        """Like :meth:`add`, in the place of any adapter with the same id."""
+        self._require_fit(adapter, self.budget_bytes)
+        if adapter.adapter_id in self._adapters:
+            self.remove(adapter.adapter_id)
+        self._adapters[adapter.adapter_id] = adapter
+
+    def remove(self, adapter_id: str) -> None:
+        adapter = self.get(adapter_id)
+        self._release(adapter)
+        del self._adapters[adapter_id]
+
+    def add_version(self, version: Adapter) -> None:
+        """Take in a frozen adapter, to be paged like the others."""
+        self._require_fit(version, self.budget_bytes)
+        self._versions.append(version)
+
+    def freeze(self, adapter_id: str) -> Adapter:
+        """Take in the adapter's weights as they are now as a version; on the device, where both have room there."""
+        adapter = self.get(adapter_id)
+        _require_room(adapter_id, adapter.stack.block_bytes + _frozen_bytes(adapter), self.budget_bytes)
+        if adapter.slot is not None and self._make_room(adapter.stack, _frozen_bytes(adapter), {id(adapter)}):
+            version = Adapter.frozen_in_slot(adapter, adapter.stack.take())
+            version.last_used = next(self._clock)
+        else:
+            version = Adapter.frozen_copy(adapter)
+        self._versions.append(version)
+        return version
+
+    def remove_version(self, version: Adapter) -> None:
+        self._release(version)
+        self._versions = [other for other in self._versions if other is not version]
+
+    def shrink(self, budget_bytes: int) -> None:
+        """Live with less from now on."""
+        for adapter in self._all():
+            self._require_fit(adapter, budget_bytes)
+        self.budget_bytes = budget_bytes
+        if self._used_bytes() > budget_bytes:
+            for adapter in self._all():
+                self._page_out(adapter)
+
+    def resident_ids(self) -> list[str]:
+        """In any thread: the list is made at once, however many adapters come and go meanwhile."""
+        return [adapter.adapter_id for adapter in list(self._adapters.values()) if adapter.slot is not None]
+
+    def host_bytes(self) -> int:
+        """Host memory that adapters take now, without a sampler's versions. In any thread, like the last."""
+        return sum(adapter.host_bytes for adapter in list(self._adapters.values()))
+
+    def fit(self, adapters: Iterable[Adapter]) -> bool:
+        """Whether these adapters can be resident at the same time."""
+        return _bytes_of(adapters) <= self.budget_bytes
+
+    def make_resident(self, adapters: Iterable[Adapter]) -> None:
+        """Bring all of these to the device, paging out others that were used least recently."""
+        wanted = list(adapters)
+        assert self.fit(wanted), "the planner must not ask for more adapters than fit"
+        now = next(self._clock)
+        for adapter in wanted:
+            adapter.last_used = now
+        if not self._try_make_resident(wanted):
+            # Rows of the wanted adapters are scattered over half-empty blocks: start over with compact ones.
+            for adapter in self._all():
+                self._page_out(adapter)
+            done = self._try_make_resident(wanted)
+            assert done, "adapters that fit found no room in an empty device"
+
+    def _try_make_resident(self, wanted: list[Adapter]) -> bool:
+        keep = {id(adapter) for adapter in wanted}
+        for adapter in wanted:
+            if adapter.slot is None:
+                if not self._make_room(adapter.stack, adapter.state_bytes, keep):
+                    return False
+                adapter.enter(adapter.stack.take())
+        return True
+
+    def _make_room(self, stack: Stack, state_bytes: int, keep: set[int]) -> bool:
+        """For one more adapter of this stack."""
+        while True:
+            needed = state_bytes + (0 if stack.has_free_slot else stack.block_bytes)
+            if self._used_bytes() + needed <= self.budget_bytes:
+                if not stack.has_free_slot:
+                    stack.add_block()
+                return True
+            idle = [a for a in self._all() if a.slot is not None and id(a) not in keep]
+            if not idle:
+                return False
+            self._page_out(min(idle, key=lambda a: a.last_used))
+
+    def _page_out(self, adapter: Adapter) -> None:
+        if adapter.slot is not None:
+            adapter.leave()
+            adapter.stack.drop_empty_blocks()
+
+    def _release(self, adapter: Adapter) -> None:
+        if adapter.slot is not None:
+            adapter.stack.give_back(adapter.slot)
+            adapter.slot = None
+            adapter.stack.drop_empty_blocks()
+
+    def _used_bytes(self) -> int:
+        blocks = sum(stack.allocated_bytes for stack in self._stacks.values())
+        return blocks + sum(adapter.state_bytes for adapter in self._all() if adapter.slot is not None)
+
+    def _all(self) -> list[Adapter]:
+        return [*self._adapters.values(), *self._versions]
+
+    def _require_fit(self, adapter: Adapter, budget_bytes: int) -> None:
+        _require_room(adapter.adapter_id, _bytes_of([adapter]), budget_bytes)
+
+
+def _require_room(adapter_id: str, needed: int, budget_bytes: int) -> None:
+    if needed > budget_bytes:
+        raise CapacityError(
+            f"adapter {adapter_id!r} needs {needed / 2**20:.0f} MiB on the device, "
+            f"{budget_bytes / 2**20:.0f} MiB are set aside for adapters"
+        )
+
+
+def _frozen_bytes(adapter: Adapter) -> int:
+    return FROZEN_BYTES_PER_PARAMETER * adapter.layout.size
+
+
+def _bytes_of(adapters: Iterable[Adapter]) -> int:
+    wanted = list(adapters)
+    counts = Counter(adapter.stack for adapter in wanted)
+    blocks = sum(-(-count // SLOTS_PER_BLOCK) * stack.block_bytes for stack, count in counts.items())
+    return blocks + sum(adapter.state_bytes for adapter in wanted)

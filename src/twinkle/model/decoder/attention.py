@@ -1,0 +1,194 @@
+"""Causal attention over packed sequences, plugged into transformers through its ``AttentionInterface``.
+
+A packed batch is one row of tokens; no token may see another sequence. transformers hands every keyword argument of the
+model's forward on to the attention function, so the bounds travel with the call as a :class:`Packing`. On CUDA the work
+is done by kernels of ours where they are faster, or torch's variable-length flash attention; elsewhere, and for what
+these cannot do, by one SDPA call for each run of sequences of equal length. The latter two know sliding windows; logit
+soft-capping (Gemma 2) has only the plain formula.
+
+Shapes: T tokens, N sequences, H query heads, J key/value heads, D head dimension.
+"""
+
+import functools
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from twinkle.errors import UnsupportedError
+from twinkle.model.decoder import packed_attention as own
+from twinkle.model.decoder.transfer import to_device
+
+PACKED = "twinkle_packed"
+
+_LARGEST_KERNEL_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a packed batch begin and end."""
+
+    lengths: tuple[int, ...]
+    ends_N1: Tensor  # int32 on the device: 0, then cumulative lengths
+    longest: int
+    own_kernels: bool  # whether those of ours run there
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Packing":
+        ends = to_device(torch.tensor((0, *lengths)).cumsum(0).int(), device)
+        # The kernel only needs an upper bound; powers of two keep compiled code from seeing every length.
+        return cls(lengths, ends, 1 << (max(lengths) - 1).bit_length(), _is_hopper(device))
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+class CachedAttention(Protocol):
+    """Attention of one layer for rows whose earlier keys and values are kept elsewhere: how a sampler hooks in."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Shapes as in :func:`packed_attention`."""
+        ...
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    cached: CachedAttention | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_transformers: object,  # whatever else a model family passes to every attention implementation
+) -> tuple[Tensor, None]:
+    """query (1, H, T, D), key and value (1, J, T, D) → (1, T, H, D), the layout transformers expects back."""
+    if (packing is None and cached is None) or attention_mask is not None or dropout != 0.0:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot run packed: it must be given bounds, no mask, no dropout"
+        )
+    if query.dtype != value.dtype:  # autocast: rotary embeddings leave queries and keys in fp32
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    if packing is None:
+        assert cached is not None
+        return cached.attend(query, key, value, scaling, sliding_window, softcap), None
+    return attend_packed(query, key, value, packing, scaling, sliding_window, softcap), None
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Every token sees itself and what is before it in its own sequence."""
+    if query.is_cuda and softcap is None and _kernel_takes(query, value):
+        q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        size = query.shape[-1]
+        if packing.own_kernels and window is None and size in own.HEAD_SIZES:
+            scale = size**-0.5 if scale is None else scale
+            return own.attend(q_THD, k_TJD, v_TJD, packing.ends_N1, packing.longest, scale).unsqueeze(0)
+        return _varlen(q_THD, k_TJD, v_TJD, packing, scale, window).unsqueeze(0)
+    return _by_runs(query[0], key[0], value[0], packing.lengths, scale, window, softcap)
+
+
+def _kernel_takes(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and size == value.shape[-1] and size % 8 == 0 and size <= _LARGEST_KERNEL_HEAD
+
+
+def _varlen(
+    q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, packing: Packing, scale: float | None, window: int | None
+) -> Tensor:
+    """The kernel under ``torch.nn.attention.varlen.varlen_attn``.
+
+    Called directly: the same call in every torch we support, and without the wrapper's half millisecond a layer.
+    """
+    # (left, 0) looks `left` tokens back; transformers counts the token itself into its window.
+    ends, longest = packing.ends_N1, packing.longest
+    out_THD, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD,
+        k_TJD,
+        v_TJD,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,  # dropout
+        window is None,  # causal
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+    return out_THD
+
+
+def _by_runs(
+    q_HTD: Tensor,
+    k_JTD: Tensor,
+    v_JTD: Tensor,
+    lengths: tuple[int, ...],
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Sequences of equal length that lie side by side form one batch; the result is (1, T, H, D)."""
+    outputs, start = [], 0
+    for length, run in groupby(lengths):
+        count = len(list(run))
+        stop = start + count * length
+        # (heads, n·L, D) → (n, heads, L, D)
+        q, k, v = (x[:, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (q_HTD, k_JTD, v_JTD))
+        mask = None if window is None or length <= window else _window_mask(length, window, q.device)
+        if q.device.type == "cpu":  # half precision is slower there, and its backward much slower
+            q, k, v = q.float(), k.float(), v.float()
+        if softcap is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+        else:
+            out = softcapped_attention(q, k, v, mask, scale, softcap)
+        outputs.append(out.to(q_HTD.dtype).transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """True where query i (row) may look at key j: j in (i - window, i]."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float
+) -> Tensor:
+    """softmax(softcap · tanh(q kᵀ · scale / softcap)) v, with the scores in fp32."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    length = q.shape[2]
+    allowed = _window_mask(length, length, q.device) if mask is None else mask
+    return scores.masked_fill(~allowed, float("-inf")).softmax(-1).to(v.dtype) @ v
+
+
+def register() -> None:
+    """Make ``attn_implementation="twinkle_packed"`` known; transformers builds no mask for names it has no mask for."""
+    AttentionInterface.register(PACKED, packed_attention)

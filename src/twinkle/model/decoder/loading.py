@@ -1,0 +1,69 @@
+"""From a model id to a frozen Hugging Face decoder on a device, with packed attention where it can have it."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from twinkle import hub
+from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.decoder.architecture import (
+    TESTED_FAMILIES,
+    default_dtype,
+    mixes_by_attention_alone,
+    read_architecture,
+)
+from twinkle.model.decoder.attention import PACKED, Packing, register
+
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+
+
+def read_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """None: the device's own."""
+    if dtype is None:
+        return default_dtype(device)
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen is None or chosen not in _DTYPES.values():
+        raise InvalidInputError("dtype", dtype, f"one of {', '.join(sorted(_DTYPES))}")
+    return chosen
+
+
+def load_model(local: hub.LocalModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    if local.random_seed is None:
+        model = AutoModelForCausalLM.from_pretrained(local.path, dtype=dtype).to(device)
+    else:
+        model = _random_model(AutoConfig.from_pretrained(local.path), local.random_seed, dtype, device)
+    return adopt_model(model)
+
+
+def adopt_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model that was built elsewhere ready for a Trainer: frozen, in eval mode, packed where possible.
+
+    A model that cannot run packed keeps its own attention and runs padded.
+    """
+    register()
+    model.requires_grad_(False).eval()
+    read_architecture(model)  # refuses what is not supported before anything is run
+    own = model.config.get_text_config()._attn_implementation
+    if mixes_by_attention_alone(model):
+        model.set_attn_implementation(PACKED)
+        if model.config.model_type not in TESTED_FAMILIES and not _bounds_arrive(model):
+            model.set_attn_implementation(own)
+    return model
+
+
+def _bounds_arrive(model: PreTrainedModel) -> bool:
+    """Whether the model hands the arguments of its forward on to its attention, and brings no mask of its own."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model.get_decoder()(input_ids=token, use_cache=False, packing=Packing.of((1,), model.device))
+    except (TypeError, UnsupportedError):  # TypeError: its forward does not know the argument
+        return False
+    return True
+
+
+def _random_model(config: AutoConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Weights drawn on the device: an 8B model takes seconds there."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

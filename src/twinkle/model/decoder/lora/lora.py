@@ -1,0 +1,229 @@
+"""A frozen linear layer with the LoRA of many tenants on top.
+
+A layer is given, for the time of one call, the adapters of the batch (:class:`LayerLora`) and computes
+
+    y = x W.T + bias + (x A.T) B.T
+
+with the A and B of each row's request. Autograd knows of x and y alone: the backward pass adds the gradients of A and B
+to the rows that the batch has for them.
+
+Shapes: T rows, I input and O output features, R the largest rank of the batch.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinkle.model.decoder.lora.segments import BoundLora, SegmentLora, add_lora, add_lora_gradient
+from twinkle.model.decoder.lora.table import LoraTable
+
+_SMALLEST_WIDTH = 16  # of a multiple of it, Triton makes one kernel for all
+
+
+class LayerAdapters(Protocol):
+    """The adapters of one decoder layer for the rows of one batch. Linear layers are named within their layer."""
+
+    @property
+    def width(self) -> int:
+        """Of x A.T: the largest rank, or more."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor) -> None:
+        """h = x A.T and y += h B.T, in place."""
+        ...
+
+
+class LayerLora:
+    """The adapters of one decoder layer in one batch, all segments at once where there is a table. Can be trained.
+
+    ``key`` stands for this object where only tensors can go: through compiled code.
+    """
+
+    def __init__(self, prefix: str, segments: Sequence[SegmentLora], table: LoraTable | None) -> None:
+        self.width = max([_SMALLEST_WIDTH, *(segment.layout.rank for segment in segments)])  # of x A.T
+        self.key = torch.tensor(next(_KEYS))
+        self._prefix = prefix  # of the names of its linear layers
+        self._segments = segments
+        self._table = table
+        self._bound: dict[str, list[BoundLora]] = {}
+        _BY_KEY[int(self.key)] = self
+
+    def has(self, name: str) -> bool:
+        return any(segment.layout.has(self._prefix + name) for segment in self._segments)
+
+    def covers(self, name: str, rows: int) -> bool:
+        """Whether all of so many rows have an adapter on this linear layer."""
+        full = self._prefix + name
+        covered = (each.segment.stop - each.segment.start for each in self._segments if each.layout.has(full))
+        return sum(covered) == rows
+
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
+        """h = x A.T and y = beta · y + h B.T, in place, in the rows that have an adapter here."""
+        if self._table is not None:
+            self._table.add(self._prefix + name, x_TI, h_TR, y_TO, beta=beta)
+        else:
+            for lora in self._by_segment(name):
+                add_lora(lora, x_TI, h_TR, y_TO, beta=beta)
+
+    def add_gradient(
+        self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
+    ) -> None:
+        """Adds what comes of dy to the gradients of A and B; dx = beta · dx + dy B A, in place, in the same rows."""
+        if self._table is not None:
+            self._table.add_gradient(self._prefix + name, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
+        else:
+            for lora in self._by_segment(name):
+                add_lora_gradient(lora, dy_TO, x_TI, h_TR, dx_TI, beta=beta)
+
+    def _by_segment(self, name: str) -> list[BoundLora]:
+        """Made when the linear layer first runs, while the device is busy."""
+        if name not in self._bound:
+            full = self._prefix + name
+            self._bound[name] = [segment.bound(full) for segment in self._segments if segment.layout.has(full)]
+        return self._bound[name]
+
+
+# Weak: the layers of a batch go with the batch.
+_KEYS = itertools.count()
+_BY_KEY: weakref.WeakValueDictionary[int, LayerLora] = weakref.WeakValueDictionary()
+
+
+class LoraLinear(nn.Module):
+    """Takes the place of an ``nn.Linear``, named within its decoder layer; without adapters it is that layer."""
+
+    def __init__(self, base: nn.Linear, name: str) -> None:
+        super().__init__()
+        self.weight_OI = base.weight
+        self.bias_O = base.bias
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.name = name
+        self.lora: LayerAdapters | None = None
+
+    @property
+    def weight(self) -> Tensor:  # model code reads these of its linear layers
+        return self.weight_OI
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.bias_O
+
+    def forward(self, x: Tensor) -> Tensor:
+        lora = self.lora
+        if lora is None:
+            return F.linear(x, self.weight_OI, self.bias_O)
+        x_TI = x.reshape(-1, self.in_features).contiguous()
+        if torch.compiler.is_compiling():
+            assert isinstance(lora, LayerLora), "only training is compiled"
+            y_TO, _ = _compiled_forward(x_TI, self.weight_OI, self.bias_O, lora.key, self.name, lora.width)
+        elif not lora.has(self.name):
+            return F.linear(x, self.weight_OI, self.bias_O)
+        elif torch.is_grad_enabled():
+            y_TO = _LoraLinear.apply(x_TI, self.weight_OI, self.bias_O, lora, self.name)
+        elif isinstance(lora, LayerLora):
+            y_TO, _ = _forward(x_TI, self.weight_OI, self.bias_O, lora, self.name)
+        else:  # a sampler's own
+            y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
+            lora.add(self.name, x_TI, x_TI.new_empty(len(x_TI), lora.width), y_TO)
+        return y_TO.view(*x.shape[:-1], self.out_features)
+
+
+def _forward(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str
+) -> tuple[Tensor, Tensor]:
+    """y, and x A.T for the backward pass: the product with B is never kept."""
+    h_TR = x_TI.new_empty(x_TI.shape[0], lora.width)
+    if bias_O is None and _lora_comes_first(x_TI, lora, name):
+        y_TO = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+        lora.add(name, x_TI, h_TR, y_TO, beta=0)
+        return y_TO.addmm_(x_TI, weight_OI.t()), h_TR
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    lora.add(name, x_TI, h_TR, y_TO)
+    return y_TO, h_TR
+
+
+def _backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, lora: LayerLora, name: str) -> Tensor:
+    """dx; the gradients of A and B are added to their rows."""
+    dy_TO = dy_TO.contiguous()
+    if _lora_comes_first(x_TI, lora, name):
+        dx_TI = torch.empty_like(x_TI)
+        lora.add_gradient(name, dy_TO, x_TI, h_TR, dx_TI, beta=0)
+        return dx_TI.addmm_(dy_TO, weight_OI)
+    dx_TI = dy_TO @ weight_OI
+    lora.add_gradient(name, dy_TO, x_TI, h_TR, dx_TI)
+    return dx_TI
+
+
+def _lora_comes_first(x_TI: Tensor, lora: LayerLora, name: str) -> bool:
+    """LoRA's product is bound by memory: written instead of added it takes half as long.
+
+    Adding the base's product to it costs next to nothing on CUDA, since that one is bound by arithmetic. This order
+    needs something to add to in every row.
+    """
+    return x_TI.is_cuda and lora.covers(name, len(x_TI))
+
+
+class _LoraLinear(torch.autograd.Function):
+    """One graph node a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, lora: LayerLora, name: str) -> Tensor:
+        y_TO, h_TR = _forward(x_TI, weight_OI, bias_O, lora, name)
+        ctx.lora, ctx.name = lora, name
+        ctx.save_for_backward(x_TI, h_TR, weight_OI)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, h_TR, weight_OI = ctx.saved_tensors
+        return _backward(dy_TO, x_TI, h_TR, weight_OI, ctx.lora, ctx.name), None, None, None, None
+
+
+# The same for compiled code. To the compiler these two are single steps, so that one compiled layer serves every batch,
+# whatever its adapters. Nothing is lost: it would not fuse matrix products with anything either.
+
+
+@torch.library.custom_op("twinkle::lora_linear", mutates_args=())
+def _compiled_forward(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, key: Tensor, name: str, width: int
+) -> tuple[Tensor, Tensor]:
+    return _forward(x_TI, weight_OI, bias_O, _BY_KEY[int(key)], name)
+
+
+@torch.library.custom_op("twinkle::lora_linear_backward", mutates_args=())
+def _compiled_backward(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, key: Tensor, name: str) -> Tensor:
+    return _backward(dy_TO, x_TI, h_TR, weight_OI, _BY_KEY[int(key)], name)
+
+
+@_compiled_forward.register_fake
+def _(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, key: Tensor, name: str, width: int
+) -> tuple[Tensor, Tensor]:
+    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), x_TI.new_empty(x_TI.shape[0], width)
+
+
+@_compiled_backward.register_fake
+def _(dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, weight_OI: Tensor, key: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x_TI)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_TI, weight_OI, _, key, name, _ = inputs
+    ctx.name = name
+    ctx.save_for_backward(x_TI, output[1], weight_OI, key)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy_TO: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x_TI, h_TR, weight_OI, key = ctx.saved_tensors
+    return _compiled_backward(dy_TO, x_TI, h_TR, weight_OI, key, ctx.name), None, None, None, None, None
+
+
+_compiled_forward.register_autograd(_differentiate, setup_context=_save)

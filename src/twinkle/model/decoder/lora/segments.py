@@ -1,0 +1,78 @@
+"""The rows of a batch by stack and request, and LoRA on them.
+
+The rows of a batch are ordered so that the rows of one stack (adapters of one rank bucket and one set of target
+modules) are a contiguous :class:`Segment`, and inside it the rows of one request are a group. B carries the adapter's
+scaling (alpha / rank) already. Gradients are added to fp32 rows, one row a group: requests never mix, not even two
+requests of the same adapter.
+
+Shapes: T rows, I input and O output features, G groups, R rank of a stack (of h: the largest of the batch), P
+parameters of an adapter's row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twinkle.model.decoder.lora.grouped import Groups, add_grouped_outer, grouped_mm
+from twinkle.model.decoder.lora.stacks import RowLayout
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous range of rows whose adapters live in the same stack."""
+
+    start: int
+    stop: int
+    groups: Groups
+
+    def of(self, rows: Tensor) -> Tensor:
+        return rows[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class BoundLora:
+    """A linear layer's adapters for the groups of one segment, and where their gradients are added up (fp32)."""
+
+    segment: Segment
+    a_GRI: Tensor
+    b_GOR: Tensor
+    da_GRI: Tensor | None = None  # None when nothing is trained
+    db_GOR: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SegmentLora:
+    """The adapters of consecutive requests that share a stack, and their gradients."""
+
+    segment: Segment
+    layout: RowLayout
+    weights_GP: Tensor
+    gradient_GP: Tensor | None  # fp32; None when nothing is trained
+
+    def bound(self, name: str) -> BoundLora:
+        weights = self.layout.views(self.weights_GP, name)
+        if self.gradient_GP is None:
+            return BoundLora(self.segment, *weights)
+        return BoundLora(self.segment, *weights, *self.layout.views(self.gradient_GP, name))
+
+
+def add_lora(lora: BoundLora, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
+    """h = x A.T and y = beta · y + h B.T, in place, in the rows of the segment."""
+    segment, groups = lora.segment, lora.segment.groups
+    h = segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
+    grouped_mm(h, segment.of(x_TI), lora.a_GRI.transpose(1, 2), groups, beta=0)
+    grouped_mm(segment.of(y_TO), h, lora.b_GOR.transpose(1, 2), groups, beta=beta)
+
+
+def add_lora_gradient(
+    lora: BoundLora, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
+) -> None:
+    """Adds what comes of dy in the rows of the segment to the gradients of A and B; dx = beta · dx + dy B A."""
+    assert lora.da_GRI is not None and lora.db_GOR is not None, "a gradient was asked for without a place to put it"
+    segment, groups = lora.segment, lora.segment.groups
+    dy, h = segment.of(dy_TO), segment.of(h_TR)[:, : lora.a_GRI.shape[1]]
+    dh = grouped_mm(torch.empty_like(h), dy, lora.b_GOR, groups, beta=0)
+    add_grouped_outer(lora.da_GRI, dh, segment.of(x_TI), groups)
+    add_grouped_outer(lora.db_GOR, dy, h, groups)
+    grouped_mm(segment.of(dx_TI), dh, lora.a_GRI, groups, beta=beta)

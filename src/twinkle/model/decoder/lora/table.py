@@ -1,0 +1,84 @@
+"""The adapters of a batch by address: what the kernels need to serve any mix of stacks in one launch a product.
+
+Shapes: T rows, I input and O output features, G groups of all segments, M linear layers, R the largest rank.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.model.decoder.lora.segments import SegmentLora
+from twinkle.model.decoder.transfer import to_device
+
+_A, _B, _DA, _DB = range(4)
+
+
+def table_for(segments: Sequence[SegmentLora], names: Sequence[str]) -> "LoraTable | None":
+    """Where the kernels can run (bf16 on CUDA) and are needed: equal groups of one stack are one batched product."""
+    if not segments or (len(segments) == 1 and segments[0].segment.groups.equal):
+        return None
+    weights_GP = segments[0].weights_GP
+    return LoraTable(segments, names) if weights_GP.is_cuda and weights_GP.dtype == torch.bfloat16 else None
+
+
+class LoraTable:
+    """Where the A, B and gradients of each group lie, for each linear layer, and which rows are whose.
+
+    The segments must outlive it: addresses keep nothing alive.
+    """
+
+    def __init__(self, segments: Sequence[SegmentLora], names: Sequence[str]) -> None:
+        from twinkle.model.decoder.lora.lora_kernels import TILE_ROWS  # Triton comes with CUDA builds of torch
+
+        device = segments[0].weights_GP.device
+        addresses = np.concatenate([_addresses(segment, names) for segment in segments], 2)
+        self._addresses_M4G = to_device(torch.from_numpy(addresses), device)
+        self._places = {name: place for place, name in enumerate(names)}
+        self._rank = max(segment.layout.rank for segment in segments)
+        spans: list[tuple[int, int, int, int]] = []
+        for segment in segments:
+            row = segment.segment.start
+            for size in segment.segment.groups.sizes:
+                spans.append((len(spans), row, row + size, segment.layout.rank))
+                row += size
+        tiles = [(g, row, end, rank) for g, start, end, rank in spans for row in range(start, end, TILE_ROWS)]
+        self._spans = to_device(torch.tensor(spans, dtype=torch.int32), device)
+        self._tiles = to_device(torch.tensor(tiles, dtype=torch.int32), device)
+
+    def add(self, name: str, x_TI: Tensor, h_TR: Tensor, y_TO: Tensor, *, beta: int = 1) -> None:
+        """h = x A.T and y = beta · y + h B.T."""
+        from twinkle.model.decoder.lora.lora_kernels import lora_down, lora_up
+
+        addresses_4G = self._addresses_M4G[self._places[name]]
+        lora_down(h_TR, x_TI, addresses_4G[_A], self._tiles, x_TI.shape[1], self._rank, a=True)
+        lora_up(y_TO, h_TR, addresses_4G[_B], self._tiles, y_TO.shape[1], self._rank, a=False, beta=beta)
+
+    def add_gradient(
+        self, name: str, dy_TO: Tensor, x_TI: Tensor, h_TR: Tensor, dx_TI: Tensor, *, beta: int = 1
+    ) -> None:
+        """Adds what comes of dy to the gradients of A and B; dx = beta · dx + dy B A."""
+        from twinkle.model.decoder.lora.lora_kernels import add_lora_outer, lora_down, lora_up
+
+        addresses_4G = self._addresses_M4G[self._places[name]]
+        inputs, outputs = x_TI.shape[1], dy_TO.shape[1]
+        dh_TR = torch.empty_like(h_TR)
+        lora_down(dh_TR, dy_TO, addresses_4G[_B], self._tiles, outputs, self._rank, a=False)
+        lora_up(dx_TI, dh_TR, addresses_4G[_A], self._tiles, inputs, self._rank, a=True, beta=beta)
+        add_lora_outer(dh_TR, x_TI, addresses_4G[_DA], self._spans, inputs, self._rank, a=True)
+        add_lora_outer(dy_TO, h_TR, addresses_4G[_DB], self._spans, outputs, self._rank, a=False)
+
+
+def _addresses(segment: SegmentLora, names: Sequence[str]) -> np.ndarray:
+    """(M, 4, G) int64; 0 where a layer has no adapter, or no gradient."""
+    offsets_M2 = np.array([segment.layout.offsets(name) if segment.layout.has(name) else (-1, -1) for name in names])
+    tables = []
+    for rows_GP in (segment.weights_GP, segment.gradient_GP):
+        if rows_GP is None:
+            tables.append(np.zeros((len(names), 2, len(segment.weights_GP)), np.int64))
+        else:
+            starts_G = rows_GP.data_ptr() + np.arange(len(rows_GP)) * rows_GP.stride(0) * rows_GP.itemsize
+            found = offsets_M2[:, :, None] >= 0
+            tables.append(np.where(found, starts_G + offsets_M2[:, :, None] * rows_GP.itemsize, 0))
+    return np.concatenate(tables, 1)

@@ -1,0 +1,369 @@
+"""The verbs that every model of the library has.
+
+One step of training is ``forward`` → ``calculate_loss`` → ``backward`` (or ``forward_backward``) → ``clip_grad_norm`` →
+``step`` → ``zero_grad`` → ``lr_step`` (or ``clip_grad_and_step``). The last four do nothing until a window of
+``gradient_accumulation_steps`` backward passes is complete. The gradient of a window is divided by its tokens (by its
+backward passes, for losses that are means) before it is clipped or, without clipping, before it is used. Gradient and
+tokens are those of all processes that train together.
+
+What the verbs remember of an adapter is its :class:`~twinkle.model.library.optimizer_group.OptimizerGroup`. The class
+holds what is the same whoever computes; a model adds the computing.
+
+The decorators say how a verb runs on a worker group (see :mod:`twinkle.model.library.remote_verbs`); elsewhere they do
+nothing.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from twinkle.errors import InvalidInputError, NonFiniteError, UnsupportedError
+from twinkle.hub import HubOperation
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.loss import Loss
+from twinkle.metric import Metric
+from twinkle.model.library.components import (
+    build_loss,
+    build_metric,
+    build_processor,
+    build_scheduler,
+    build_template,
+    check_forward_arguments,
+)
+from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus, accumulate_metrics
+from twinkle.model.library.remote_verbs import at_once, averaged, by_first, on_rows, promised
+from twinkle.model.library.sequences import NO_SEQUENCES, SequenceBatch, as_feature_list, encode, split_batch
+from twinkle.model.parallel import ALONE, Ranks, together
+
+
+class TwinkleModel(ABC):
+    """A model that is trained. ``optimizer_group`` has one entry an adapter."""
+
+    def __init__(
+        self, model_id: str, tokenizer_id: str | None, device_mesh: DeviceMesh | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        """tokenizer_id: None for a model made from a config; it takes what is encoded already.
+
+        ranks: the processes of the mesh. All call the same verbs in the same order; inputs may be empty on some.
+        """
+        self.model_id = model_id
+        self.tokenizer_id = tokenizer_id
+        self.device_mesh = device_mesh
+        self._ranks = ranks
+        self.optimizer_group: dict[str, OptimizerGroup] = {}
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    @on_rows
+    @abstractmethod
+    def forward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The outputs of the model for ``inputs``, features or trajectories; further keywords are the loss's."""
+
+    @on_rows
+    @abstractmethod
+    def forward_only(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        disable_lora: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The same for evaluation, without gradients."""
+
+    @averaged
+    @abstractmethod
+    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
+        """The loss of the last forward pass; further keywords are the loss's."""
+
+    @promised
+    @abstractmethod
+    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        """Adds the gradient of the last loss."""
+
+    @on_rows
+    @abstractmethod
+    def forward_backward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        gradient_accumulation_steps: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """All three; "loss" in the outputs is a number."""
+
+    @promised
+    @abstractmethod
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> float | None:
+        """Normalises and clips the gradient; its norm before clipping, or None inside a window."""
+
+    @promised
+    @abstractmethod
+    def step(
+        self,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        optim_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Updates the weights. ``optim_params`` sets lr (and weight_decay, eps, betas) of Adam before."""
+
+    @promised
+    @abstractmethod
+    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        """Drops the gradient."""
+
+    @promised
+    def lr_step(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        """Moves the learning-rate schedule on, if there is one."""
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        if group.at_boundary and group.lr_scheduler is not None:
+            with group.guard("lr_step"):
+                group.lr_scheduler.step()
+
+    @promised
+    def clip_grad_and_step(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        optim_params: Mapping[str, Any] | None = None,
+    ) -> float | None:
+        """clip_grad_norm, step, zero_grad and lr_step; the norm before clipping, or None inside a window."""
+        self._group(adapter_name).set_accumulation(gradient_accumulation_steps)
+        norm = self.clip_grad_norm(max_grad_norm, norm_type, adapter_name=adapter_name)
+        self.step(adapter_name=adapter_name, optim_params=optim_params)
+        self.zero_grad(adapter_name=adapter_name)
+        self.lr_step(adapter_name=adapter_name)
+        return norm
+
+    # --- setting up ---------------------------------------------------------------------------------------------------
+
+    @at_once
+    def set_loss(self, loss_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        """A name in :mod:`twinkle.loss`, class, instance, plugin id, or function of inputs and outputs."""
+        loss = build_loss(loss_cls, options)
+        self._check_loss(loss)
+        group = self._group(adapter_name)
+        group.loss_instance = loss
+        group.chosen.add("set_loss")
+
+    @at_once
+    @abstractmethod
+    def set_optimizer(
+        self,
+        optimizer_cls: object,
+        lr: float = 1e-5,
+        weight_decay: float = 0.01,
+        params: object = None,
+        *,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """A name in ``torch.optim`` or a class, with further ``options`` of its constructor."""
+
+    @at_once
+    def set_lr_scheduler(self, scheduler_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        """A name in ``torch.optim.lr_scheduler`` or :mod:`twinkle.module.scheduler`, a class, or an instance."""
+        group = self._group(adapter_name)
+        optimizer = group.required_optimizer("set_lr_scheduler")
+        group.lr_scheduler = build_scheduler(scheduler_cls, optimizer, options)
+
+    @at_once
+    def set_template(self, template_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        """What trajectories are encoded with. A class or name is made for this model's tokenizer."""
+        if isinstance(template_cls, str | type):
+            options["model_id"] = self.tokenizer_id
+        group = self._group(adapter_name)
+        group.template = build_template(template_cls, options)
+        group.chosen.add("set_template")
+
+    @at_once
+    def set_processor(self, processor_cls: object, *, adapter_name: str | None = None, **options: Any) -> None:
+        """What makes a batch of features."""
+        group = self._group(adapter_name)
+        group.processor = build_processor(processor_cls, options)
+        group.chosen.add("set_processor")
+
+    @at_once
+    def add_metric(
+        self, metric_cls: object, is_training: bool | None = None, *, adapter_name: str | None = None, **options: Any
+    ) -> None:
+        """To training, to evaluation, or (None) to both, which then have one each."""
+        group = self._group(adapter_name)
+        if is_training is None and isinstance(metric_cls, Metric):
+            raise InvalidInputError("is_training", None, "True or False with a ready metric: one cannot serve both")
+        if self._ranks.size > 1 and not isinstance(metric_cls, Metric):
+            options = {"device_mesh": self.device_mesh, "process_group": self._ranks.group, **options}
+        if is_training is not False:
+            group.train_status.metrics.append(build_metric(metric_cls, options))
+        if is_training is not True:
+            group.eval_status.metrics.append(build_metric(metric_cls, options))
+        group.chosen.add("add_metric")
+
+    @at_once
+    def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, Any]:
+        """What all metrics saw since they were last asked, the last forward pass included."""
+        group = self._group(adapter_name)
+        status = group.train_status if is_training else group.eval_status
+        accumulate_metrics(group, status)
+        status.clear()
+        result: dict[str, Any] = {}
+        for metric in status.metrics:
+            with group.guard(type(metric).__name__):
+                result |= metric.calculate()
+                metric.reset()  # also one that reports as it grows: here it would grow for ever
+        return result
+
+    @at_once
+    @abstractmethod
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: object, *, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """A new LoRA adapter with an optimizer group of its own."""
+
+    @at_once
+    def apply_patch(self, patch_cls: object, **options: Any) -> None:
+        raise UnsupportedError("apply_patch: there are no patches; models run as transformers defines them")
+
+    @at_once
+    def set_grad_scaler(self, *, adapter_name: str | None = None, **options: Any) -> None:
+        raise UnsupportedError("set_grad_scaler: gradients are scaled for fp16 only; use mixed_precision='bf16'")
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @at_once
+    @abstractmethod
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+    ) -> str | None:
+        """Writes a checkpoint and returns its directory; None where cur_step is no multiple of ``interval``."""
+
+    @at_once
+    @abstractmethod
+    def load(
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
+    ) -> None:
+        """Reads an adapter's weights from a directory or a hub repository."""
+
+    @at_once
+    @abstractmethod
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        """Goes on where ``save(save_optimizer=True)`` was; returns cur_step, consumed_train_samples, and the window."""
+
+    @promised
+    @abstractmethod
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Any]:
+        """Trainable parameters by name."""
+
+    @at_once
+    @abstractmethod
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        """For people: what is trained, and how."""
+
+    @by_first
+    def upload_to_hub(
+        self, checkpoint_dir: str, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
+    ) -> None:
+        """Push a checkpoint to a private repository."""
+        if not Path(checkpoint_dir).is_dir():
+            raise InvalidInputError("checkpoint_dir", checkpoint_dir, "an existing directory")
+        push = HubOperation.async_push_to_hub if async_upload else HubOperation.push_to_hub
+        push(hub_model_id, checkpoint_dir, token=hub_token, private=True)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _group(self, adapter_name: str | None) -> OptimizerGroup:
+        """The group of a verb's ``adapter_name``."""
+
+    @abstractmethod
+    def _check_loss(self, loss: Loss) -> None:
+        """Refuses a loss that this model cannot serve."""
+
+    def _begin_forward(
+        self, group: OptimizerGroup, inputs: object, kwargs: Mapping[str, Any], *, training: bool
+    ) -> tuple[TrainStatus, SequenceBatch]:
+        """The batch of a forward pass that is about to run, and the side of the group it belongs to."""
+        status = group.train_status if training else group.eval_status
+        check_forward_arguments(kwargs, group.loss_instance, status.metrics)
+        batch = together(self._ranks, lambda: self._batch(group, inputs))
+        if training and not batch.empty and not batch.has_targets:
+            warnings.warn("every label of this batch is −100: nothing is learned from it", stacklevel=4)
+        accumulate_metrics(group, status)
+        return status, batch
+
+    def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
+        if self._ranks.size > 1 and isinstance(inputs, Sequence) and not inputs:
+            return NO_SEQUENCES
+        features = encode(as_feature_list(inputs), lambda: self._template(group))
+        if group.processor is None:
+            group.processor = build_processor("InputProcessor", {})
+        with group.guard(type(group.processor).__name__):
+            return split_batch(group.processor(features))
+
+    def _keep_loss(self, status: TrainStatus, graph: Tensor | float, value: float, tokens: float) -> None:
+        """A loss that is not finite on one rank is kept on none."""
+        try:
+            together(self._ranks, lambda: status.has_loss(graph, value, tokens))
+        except NonFiniteError:
+            status.clear()
+            raise
+
+    def _loss_arguments(self, group: OptimizerGroup, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the loss and the metrics of the last forward pass get, ``kwargs`` included."""
+        check_forward_arguments(kwargs, group.loss_instance, group.status.metrics)
+        group.status.forward_kwargs |= kwargs
+        return group.status.forward_kwargs
+
+    def _template(self, group: OptimizerGroup) -> Any:
+        if group.template is None and self.tokenizer_id is None:
+            raise InvalidInputError("tokenizer_id", None, "the id of a tokenizer, to encode trajectories with")
+        if group.template is None:
+            group.template = build_template("Template", {"model_id": self.tokenizer_id})
+        return group.template

@@ -1,0 +1,186 @@
+"""What a model keeps of one adapter, or of all its parameters: loss, optimizer, metrics, and where training is."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from twinkle.errors import InvalidInputError, NonFiniteError, UserError
+from twinkle.loss import CrossEntropyLoss, Loss
+from twinkle.metric import LossMetric, Metric, TrainMetric
+from twinkle.model.library.sequences import SequenceBatch
+from twinkle.model.parallel import Ranks
+
+# Entered, with the name of a component, while a loss, metric, schedule or processor that a user chose is at work. A
+# server tells by it whose mistake an error is: what a tenant chose may fail in any way, and our own code may not.
+Guard = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass
+class TrainStatus:
+    """One side of a group, training or evaluation: its last forward pass, until the next one.
+
+    ``num_tokens`` counts the backward passes since the last update, ``last_count`` the loss that awaits its own.
+    """
+
+    metrics: list[Metric] = field(default_factory=list)
+    sequences: SequenceBatch | None = None
+    outputs: dict[str, Any] | None = None
+    forward_kwargs: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
+    loss_value: Tensor | float | None = None
+    last_count: float = 0.0
+    reduction: str = "sum"  # of that loss
+    num_tokens: float = 0.0
+
+    def begin(
+        self, sequences: SequenceBatch, outputs: dict[str, Any], kwargs: dict[str, Any], temperature: float
+    ) -> None:
+        self.sequences, self.outputs, self.forward_kwargs = sequences, outputs, kwargs
+        self.temperature = temperature
+        self.loss_value, self.last_count = None, 0.0
+
+    def has_loss(self, graph: Tensor | float, value: float, tokens: float) -> None:
+        """``tokens``: 0 for a loss that is a mean already; it counts once."""
+        if not math.isfinite(value):
+            self.clear()
+            raise NonFiniteError(f"the loss is {value}: nothing was kept")
+        assert self.outputs is not None and self.sequences is not None
+        self.reduction = "sum" if tokens > 0 else "mean"
+        self.loss_value, self.last_count = graph, tokens if tokens > 0 else 1.0
+        if self.sequences.empty or (tokens > 0 and not self.sequences.has_targets):
+            self.last_count = tokens = 0.0  # the sum of nothing, whatever the loss says
+        self.outputs["loss"], self.outputs["num_tokens"] = value, tokens
+
+    def computed(self, verb: str) -> tuple[SequenceBatch, dict[str, Any]]:
+        if self.sequences is None or self.outputs is None:
+            raise UserError(f"{verb}: there is no forward pass to go on from; call forward or forward_only first")
+        return self.sequences, self.outputs
+
+    def clear(self) -> None:
+        self.sequences, self.outputs, self.loss_value, self.forward_kwargs = None, None, None, {}
+
+
+@dataclass
+class OptimizerGroup:
+    """Everything about one adapter but its weights. ``cur_step`` counts backward passes."""
+
+    adapter_name: str
+    adapter_config: Mapping[str, object] | None = None
+    gradient_accumulation_steps: int = 1
+    cur_step: int = 0
+    loss_instance: Loss = field(default_factory=lambda: CrossEntropyLoss(reduction="sum"))
+    optimizer: Optimizer | None = None
+    lr_scheduler: LRScheduler | None = None
+    template: Any = None  # a twinkle.template.Template; None: made when something must be encoded
+    processor: Any = None  # a twinkle.processor.InputProcessor; None: made at the first forward pass
+    train_status: TrainStatus = field(default_factory=TrainStatus)
+    eval_status: TrainStatus = field(default_factory=TrainStatus)
+    training: bool = True  # which of the two the last forward pass belongs to
+    normalized: bool = False  # whether the gradient has been divided by num_tokens
+    last_grad_norm: float = 0.0
+    chosen: set[str] = field(default_factory=set)  # what was set by a verb, rather than by default
+    last_lr: tuple[float, ...] = ()  # of the last update
+    guard: Guard = nullcontext
+
+    def __post_init__(self) -> None:
+        self.set_accumulation(self.gradient_accumulation_steps)
+
+    @property
+    def status(self) -> TrainStatus:
+        return self.train_status if self.training else self.eval_status
+
+    def begin(
+        self,
+        status: TrainStatus,
+        sequences: SequenceBatch,
+        outputs: dict[str, Any],
+        kwargs: dict[str, Any],
+        temperature: float,
+    ) -> None:
+        """A forward pass of this side has been computed. Until then the other one's may still go back."""
+        self.training = status is self.train_status
+        status.begin(sequences, outputs, kwargs, temperature)
+
+    def set_accumulation(self, steps: int | None) -> None:
+        """None leaves it as it is."""
+        check_accumulation(steps)
+        if steps is not None:
+            self.gradient_accumulation_steps = steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a window of backward passes is complete: after g, 2g, … of them."""
+        window = self.gradient_accumulation_steps
+        return window == 1 or (self.cur_step > 0 and self.cur_step % window == 0)
+
+    def after_backward(self) -> None:
+        self.cur_step += 1
+        self.train_status.num_tokens += self.train_status.last_count
+        self.train_status.loss_value, self.train_status.last_count = None, 0.0
+        self.normalized = False
+
+    def take_divisor(self, ranks: Ranks) -> float | None:
+        """What the gradient of the window must be divided by, once: the tokens, or the backward passes of mean losses.
+
+        Those of all ranks. None when there is nothing (more) to divide.
+        """
+        tokens = 0.0 if self.normalized else ranks.total(self.train_status.num_tokens)
+        if tokens <= 0:
+            return None
+        self.normalized, self.train_status.num_tokens = True, 0.0
+        return tokens
+
+    def drop_window(self) -> None:
+        """With the gradient go its tokens."""
+        self.train_status.num_tokens, self.normalized = 0.0, False
+
+    def required_optimizer(self, verb: str) -> Optimizer:
+        if self.optimizer is None:
+            raise UserError(f"{verb}: {self.adapter_name or 'the model'!r} has no optimizer; call set_optimizer first")
+        return self.optimizer
+
+    @property
+    def lr(self) -> list[float]:
+        """One a parameter group; empty without an optimizer."""
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def check_accumulation(steps: int | None) -> None:
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise InvalidInputError("gradient_accumulation_steps", steps, "an integer ≥ 1")
+
+
+def check_clipping(max_grad_norm: float, norm_type: float) -> None:
+    """torch would take a negative norm and turn the gradient around."""
+    for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise InvalidInputError(name, value, "a number > 0, or infinity")
+
+
+def accumulate_metrics(group: OptimizerGroup, status: TrainStatus) -> None:
+    """Give the metrics the last forward pass, once. It waits for the next one: only then are loss and norm known."""
+    sequences, outputs, forward_kwargs = status.sequences, status.outputs, status.forward_kwargs
+    if sequences is None or outputs is None or "loss" not in outputs:
+        return
+    status.clear()  # also for a metric that refuses it: the next pass must not meet it again
+    metrics, inputs = status.metrics, {} if sequences.empty else sequences.loss_inputs
+    if sequences.empty:  # of a step that others took: these two also tell of steps
+        metrics, outputs = [each for each in metrics if isinstance(each, LossMetric | TrainMetric)], {}
+    for metric in metrics:
+        with group.guard(type(metric).__name__):
+            metric.accumulate(
+                inputs,
+                outputs,
+                lr=list(group.last_lr) or group.lr,
+                step=max(group.cur_step - 1, 0),
+                gradient_accumulation_steps=group.gradient_accumulation_steps,
+                grad_norm=group.last_grad_norm,
+                loss_reduction=status.reduction,
+                **forward_kwargs,
+            )

@@ -1,0 +1,180 @@
+"""What a checkpoint holds beside weights, so that training goes on as if it had never stopped.
+
+    optimizer.pt         the optimizer's state_dict (multi-LoRA: its settings; moments are in optimizer.safetensors)
+    scheduler.pt         the learning-rate scheduler's, if there is one
+    window.pt            the gradient of a window that is not complete, if there is one
+    rng_state.pt         random states of Python, NumPy and torch
+    trainer_state.json   {checkpoint_version, cur_step, gradient_accumulation_steps, consumed_train_samples, num_tokens,
+                         optimizer_class, lr_scheduler_class}
+
+The .pt files hold tensors and plain values alone: they are read with ``weights_only``, which runs no code.
+"""
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from twinkle.errors import CheckpointError, InvalidInputError, UserError
+from twinkle.model.adapters.checkpoint import STATE, read_json
+from twinkle.model.library.optimizer_group import OptimizerGroup
+from twinkle.model.parallel import Ranks
+from twinkle.model.trainer.sharding import sharded_state, whole_state
+
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+WINDOW = "window.pt"
+RNG = "rng_state.pt"
+_VERSION = 1
+
+
+def checkpoint_path(group: OptimizerGroup, name: str | None, output_dir: str | None) -> Path:
+    return Path(output_dir or "output") / (name or f"checkpoint-step-{group.cur_step}")
+
+
+def is_due(group: OptimizerGroup, interval: int) -> bool:
+    """Whether ``save`` writes now: after every ``interval`` backward passes."""
+    if not isinstance(interval, int) or interval < 1:
+        raise InvalidInputError("interval", interval, "an integer ≥ 1")
+    return group.cur_step % interval == 0
+
+
+def progress(group: OptimizerGroup, consumed_train_samples: int, ranks: Ranks) -> dict[str, object]:
+    """The contents of trainer_state.json; tokens are those of all ranks."""
+    return {
+        "checkpoint_version": _VERSION,
+        "cur_step": group.cur_step,
+        "gradient_accumulation_steps": group.gradient_accumulation_steps,
+        "consumed_train_samples": consumed_train_samples,
+        "num_tokens": ranks.total(group.train_status.num_tokens),
+        "optimizer_class": None if group.optimizer is None else type(group.optimizer).__name__,
+        "lr_scheduler_class": None if group.lr_scheduler is None else type(group.lr_scheduler).__name__,
+    }
+
+
+def read_progress(directory: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint_dir: there is no directory {directory}")
+    state = read_json(directory / STATE) if (directory / STATE).exists() else {}
+    if missing_ok and "checkpoint_version" not in state:  # weights alone: training starts here
+        return {"cur_step": 0, "consumed_train_samples": 0, "gradient_accumulation_steps": 1}
+    if state.get("checkpoint_version", _VERSION) != _VERSION:
+        raise CheckpointError(
+            f"{directory / STATE}: checkpoint_version: got {state['checkpoint_version']!r}, allowed: {_VERSION}"
+        )
+    if "checkpoint_version" not in state:
+        raise CheckpointError(
+            f"{directory / STATE} tells no training progress: it was saved without save_optimizer=True, or not by the "
+            "library's own verbs; load() takes its weights"
+        )
+    return state
+
+
+def check_resumable(directory: Path, group: OptimizerGroup) -> dict[str, Any]:
+    """The progress of a checkpoint whose optimizer and scheduler have somewhere to go."""
+    state = read_progress(directory)
+    for file, place, verb in (
+        (OPTIMIZER, group.optimizer, "set_optimizer"),
+        (SCHEDULER, group.lr_scheduler, "set_lr_scheduler"),
+    ):
+        if (directory / file).exists() and place is None:
+            raise UserError(f"resume_from_checkpoint: {directory} holds {file}; call {verb} first")
+        if not (directory / file).exists() and place is not None:
+            raise CheckpointError(f"{directory} holds no {file}, which {verb} now expects")
+        saved = state.get(f"{verb.removeprefix('set_')}_class")
+        if saved is not None and saved != type(place).__name__:
+            raise CheckpointError(f"{directory / file} is of a {saved}; {verb} made a {type(place).__name__}")
+    return state
+
+
+def state_values(
+    group: OptimizerGroup, window: dict[str, Tensor], *, process_state: bool = True
+) -> dict[str, dict[str, Any]]:
+    """What goes to files beside trainer_state.json, by their names. ``process_state``: random states too.
+
+    ``window``: gradients by name, empty between windows.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    if group.optimizer is not None:
+        values[OPTIMIZER] = whole_state(group.optimizer.state_dict())
+    if group.lr_scheduler is not None:
+        values[SCHEDULER] = plain_scheduler_state(group)
+    if window:
+        values[WINDOW] = {**window}
+    if process_state:
+        values[RNG] = _rng_state()
+    return values
+
+
+def load_state(
+    directory: Path, group: OptimizerGroup, ranks: Ranks, *, process_state: bool = True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Puts the group where it was; returns the progress and the gradients of an open window.
+
+    ``process_state``: and the random generators of this process, where the checkpoint has them.
+    """
+    state = read_progress(directory)
+    if group.optimizer is not None:
+        _load_optimizer(group.optimizer, directory / OPTIMIZER)
+    if group.lr_scheduler is not None:
+        group.lr_scheduler.load_state_dict(_load(directory / SCHEDULER))
+    window = _load(directory / WINDOW) if (directory / WINDOW).exists() else {}
+    if process_state and (directory / RNG).exists():  # a server saves none: its tenants share its generators
+        _restore_rng(_load(directory / RNG))
+    group.cur_step = int(state["cur_step"])
+    group.set_accumulation(int(state["gradient_accumulation_steps"]))
+    group.drop_window()
+    group.train_status.clear()
+    if window and ranks.number == 0:  # the other ranks begin with none
+        group.train_status.num_tokens = float(state["num_tokens"])
+    return state, window
+
+
+def summary(state: dict[str, Any]) -> dict[str, int]:
+    """What ``resume_from_checkpoint`` returns."""
+    names = ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")
+    return {name: int(state[name]) for name in names}
+
+
+def plain_scheduler_state(group: OptimizerGroup) -> dict[str, Any]:
+    assert group.lr_scheduler is not None
+    state: dict[str, Any] = group.lr_scheduler.state_dict()
+    return {name: value for name, value in state.items() if not callable(value)}
+
+
+def _load_optimizer(optimizer: Optimizer, path: Path) -> None:
+    try:
+        optimizer.load_state_dict(sharded_state(_load(path), optimizer))
+    except (ValueError, KeyError) as error:  # torch's words for other parameter groups
+        raise CheckpointError(f"{path} does not fit the optimizer that is set: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"could not read {path}: {error}") from error
+
+
+def _rng_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

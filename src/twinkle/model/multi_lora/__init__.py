@@ -1,0 +1,1 @@
+"""MultiLoraTransformersModel: the library's verbs for many LoRA adapters on one Trainer."""

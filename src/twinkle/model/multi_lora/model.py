@@ -1,0 +1,147 @@
+"""Many LoRA adapters on one frozen model: the verbs of the library and a Trainer of its own in each process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle.errors import CapacityError, InvalidInputError, UnsupportedError
+from twinkle.infra import remote_class
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.adapters.peft_config import spec_from_peft
+from twinkle.model.library.parallel_options import check_parallel_options, check_precision
+from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.multi_lora.verbs import LoraVerbs
+from twinkle.model.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What another process needs to load the same base."""
+
+    model_id: str
+    tokenizer_id: str | None
+    dtype: torch.dtype
+
+
+@remote_class()
+class MultiLoraTransformersModel(LoraVerbs):
+    """``adapter_name`` is given to every verb; adapters never meet.
+
+    max_loras, max_r and max_length are limits on adapters, on their rank and on the tokens of a sequence. An adapter
+    whose config names no target modules gets ``target_modules``. ``lora_config``, where given, sets max_r and
+    target_modules. Memory is divided as the :class:`Trainer` does it, and its last three options are the Trainer's.
+    """
+
+    def __init__(
+        self,
+        model_cls: object = None,
+        model_id: str | None = None,
+        config: object = None,
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: str = "bf16",
+        strategy: str = "accelerate",
+        ddp_config: Mapping[str, Any] | None = None,
+        fsdp_config: Mapping[str, Any] | None = None,
+        lora_config: Any = None,
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        memory_efficient_init: bool = False,
+        max_loras: int = 5,
+        max_r: int = 32,
+        max_length: int = 8192,
+        target_modules: str | list[str] = "all-linear",
+        *,
+        tokenizer_id: str | None = None,
+        device: str | torch.device | None = None,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        reshards = check_parallel_options(
+            device_mesh=device_mesh,
+            strategy=strategy,
+            ddp_config=ddp_config,
+            fsdp_config=fsdp_config,
+            grad_scaler_config=grad_scaler_config,
+            memory_efficient_init=memory_efficient_init,
+        )
+        if model_id is None:
+            raise InvalidInputError("model_id", None, "the id of a model or a local directory")
+        if model_cls is not None or config is not None:
+            raise UnsupportedError("model_cls, config: a multi-LoRA model is loaded as its own configuration says")
+        shared = {} if lora_config is None else _fields("lora_config", lora_config)
+        self.max_loras = _limit("max_loras", max_loras)
+        self.max_r = _limit("max_r", shared.get("r", max_r))
+        self.max_length = _limit("max_length", max_length)
+        self.target_modules = shared.get("target_modules") or target_modules
+        self.trainer = Trainer.from_pretrained(
+            model_id,
+            device=device,
+            dtype=check_precision(mixed_precision),
+            memory_budget_bytes=memory_budget_bytes,
+            max_tokens_per_batch=max_tokens_per_batch,
+            compiled=compiled,
+            device_mesh=device_mesh,
+            reshard_after_forward=reshards,
+        )
+        super().__init__(
+            self.trainer,
+            model_id,
+            tokenizer_id or model_id,
+            max_length,
+            process_state=True,
+            device_mesh=device_mesh,
+            ranks=self.trainer.ranks,
+        )
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1, seed: int | None = None
+    ) -> None:
+        """``config_or_dir``: PEFT's LoraConfig, or its contents as a mapping. ``seed``: of the initial weights."""
+        if not isinstance(adapter_name, str) or not adapter_name:
+            raise InvalidInputError("adapter_name", adapter_name, "a name")
+        if isinstance(config_or_dir, str | Path):
+            raise InvalidInputError("config_or_dir", config_or_dir, "a LoraConfig; load() then reads a directory")
+        if len(self.optimizer_group) >= self.max_loras and adapter_name not in self.optimizer_group:
+            raise CapacityError(f"max_loras: {self.max_loras} adapters exist; remove one, or construct with more")
+        config = _fields("config_or_dir", config_or_dir)
+        if config.get("target_modules") is None:
+            config["target_modules"] = self.target_modules
+        rank = config.get("r", 8)
+        if isinstance(rank, int) and rank > self.max_r:
+            raise InvalidInputError("r", rank, f"at most {self.max_r}; construct the model with a larger max_r")
+        group = self._new_group(adapter_name, config, gradient_accumulation_steps)
+        if seed is None:  # from torch's generator: a program that seeds it gets the same adapter every time
+            seed = int(torch.randint(2**62, ()))
+        self.trainer.create_adapter(adapter_name, replace(spec_from_peft(config), seed=seed))
+        self.optimizer_group[adapter_name] = group
+
+    @at_once
+    def remove_adapter(self, adapter_name: str) -> None:
+        self._group(adapter_name)
+        self.trainer.remove_adapter(adapter_name)
+        del self.optimizer_group[adapter_name]
+
+    @at_once
+    def base_model(self) -> BaseModel:
+        return BaseModel(self.model_id, self.tokenizer_id, self.trainer.dtype)
+
+
+def _limit(field: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidInputError(field, value, "an integer ≥ 1")
+    return value
+
+
+def _fields(field: str, config: Any) -> dict[str, Any]:
+    """Those of PEFT's LoraConfig, which is not imported, or of a mapping like it."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not is_dataclass(config) or isinstance(config, type):
+        raise InvalidInputError(field, config, "a LoraConfig, or its fields as a mapping")
+    fields: dict[str, Any] = config.to_dict()  # type: ignore[attr-defined]
+    return fields

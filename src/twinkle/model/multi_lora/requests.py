@@ -1,0 +1,93 @@
+"""From a batch of the library to a request of the Trainer, and back to what losses and metrics read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from twinkle.errors import InvalidInputError
+from twinkle.metric import Accuracy
+from twinkle.model.library.optimizer_group import OptimizerGroup, TrainStatus
+from twinkle.model.library.sequences import SequenceBatch
+from twinkle.model.multi_lora.library_objective import LibraryObjective, cross_entropy_weights, outputs_of
+from twinkle.model.types import Datum, FloatArray, TokenValues, TrainItem, TrainResult
+
+_NONE = np.zeros(0, np.float32)
+_NO_IDS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """One pass forward and back. ``num_tokens`` is known once it has run: the loss is a sum over them or (0) a mean."""
+
+    item: TrainItem
+    num_tokens: Callable[[], float]
+
+
+class LoraRequests:
+    """Makes requests of batches, and outputs of results."""
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+
+    def forward_item(
+        self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, temperature: float, *, base_model: bool
+    ) -> TrainItem:
+        return TrainItem(
+            group.adapter_name,
+            self._data(batch),
+            temperature=temperature,
+            statistics=_needs_statistics(group, status),
+            base_model=base_model,
+        )
+
+    def train_request(
+        self, group: OptimizerGroup, batch: SequenceBatch, temperature: float, kwargs: Mapping[str, Any]
+    ) -> TrainRequest:
+        loss = group.loss_instance
+        with group.guard("the loss failed"):
+            weights = cross_entropy_weights(loss, batch)
+        objective = LibraryObjective(loss, batch, kwargs, group.guard)
+        item = TrainItem(
+            group.adapter_name,
+            self._data(batch, weights),
+            objective=objective if weights is None else None,
+            temperature=temperature,
+            statistics=_needs_statistics(group, group.train_status),
+        )
+
+        def num_tokens() -> float:
+            if batch.empty:
+                return 0.0
+            if weights is None:
+                return objective.num_tokens
+            return max(float(sum(each.sum() for each in weights)), 1.0) if loss.reduction == "sum" else 0.0
+
+        return TrainRequest(item, num_tokens)
+
+    def outputs(
+        self, group: OptimizerGroup, status: TrainStatus, batch: SequenceBatch, result: TrainResult
+    ) -> dict[str, Any]:
+        if batch.empty:
+            return {"logps": torch.zeros(0, 0)}
+        values = result.values or [TokenValues(logprobs, _NONE, _NO_IDS) for logprobs in result.logprobs]
+        entropy = group.loss_instance.require_entropy
+        return {**outputs_of(batch, values, entropy=entropy, predictions=_has_accuracy(status))}
+
+    def _data(self, batch: SequenceBatch, weights: list[FloatArray] | None = None) -> list[Datum]:
+        longest = max(batch.lengths, default=0)
+        if longest > self._max_length:
+            allowed = f"at most max_length={self._max_length}"
+            raise InvalidInputError("inputs", f"a sequence of {longest} tokens", allowed)
+        each = [None] * len(batch.lengths) if weights is None else weights
+        return list(map(Datum, batch.tokens, batch.targets, each))
+
+
+def _needs_statistics(group: OptimizerGroup, status: TrainStatus) -> bool:
+    return group.loss_instance.require_entropy or _has_accuracy(status)
+
+
+def _has_accuracy(status: TrainStatus) -> bool:
+    return any(isinstance(metric, Accuracy) for metric in status.metrics)

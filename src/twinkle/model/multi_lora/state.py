@@ -1,0 +1,89 @@
+"""Saving and resuming one adapter of a trainer together with what the library's verbs know of it."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from twinkle.model.library.checkpoint_source import copy_tokenizer
+from twinkle.model.library.optimizer_group import OptimizerGroup
+from twinkle.model.library.training_state import (
+    check_resumable,
+    load_state,
+    progress,
+    read_progress,
+    state_values,
+    summary,
+)
+from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.types import EMPTY, AdapterSnapshot
+
+_WINDOW_GRADIENT = "gradient"
+
+
+class StateTrainer(Protocol):
+    """What saving and resuming ask of a :class:`~twinkle.model.Trainer`."""
+
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]: ...
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None: ...
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot: ...
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None: ...
+
+
+class LoraState:
+    """``process_state``: checkpoints hold the random states of this process. Not where tenants share it."""
+
+    def __init__(
+        self, trainer: StateTrainer, tokenizer_id: str | None, *, process_state: bool, ranks: Ranks = ALONE
+    ) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+        self._tokenizer_id = tokenizer_id
+        self._process_state = process_state
+
+    def prepare_save(
+        self, group: OptimizerGroup, *, save_optimizer: bool, consumed_train_samples: int
+    ) -> Callable[[Path], None]:
+        """Copies everything; the function returned writes it, in any thread, in the place of what is there.
+
+        All ranks prepare, and one writes.
+        """
+        values = {}
+        if save_optimizer:
+            gradient = self._trainer.snapshot(group.adapter_name).gradient
+            window = {} if gradient is None else {_WINDOW_GRADIENT: torch.from_numpy(gradient)}
+            values = copy.deepcopy(state_values(group, window, process_state=self._process_state))
+
+        def companions(staging: Path) -> None:
+            if self._tokenizer_id is not None:
+                copy_tokenizer(self._tokenizer_id, staging)
+            for name, value in values.items():
+                torch.save(value, staging / name)
+
+        state = progress(group, consumed_train_samples, self._ranks) if save_optimizer else {}
+        return self._trainer.prepare_save(group.adapter_name, save_optimizer, state, companions)
+
+    def resume(self, group: OptimizerGroup, directory: Path, *, resume_only_model: bool) -> dict[str, int]:
+        if resume_only_model:
+            self._trainer.load(group.adapter_name, directory, optimizer=False)
+            group.drop_window()
+            return summary(read_progress(directory, missing_ok=True))
+        check_resumable(directory, group)
+        self._trainer.load(group.adapter_name, directory, optimizer=True)
+        state, window = load_state(directory, group, self._ranks, process_state=self._process_state)
+        if _WINDOW_GRADIENT in window:
+            snapshot = self._trainer.snapshot(group.adapter_name)
+            self._trainer.restore(group.adapter_name, replace(snapshot, gradient=window[_WINDOW_GRADIENT].numpy()))
+        return summary(state)

@@ -1,0 +1,414 @@
+"""The verbs of the library on the adapters of a trainer that somebody else made: a thin layer.
+
+``forward`` keeps its inputs, not a graph: ``backward`` computes them again, together with the gradient, so that any
+number of adapters may be between the two. ``forward_backward`` computes once.
+
+Each pass is prepared, computed and absorbed. Whoever has passes of many adapters prepares them one by one and computes
+them together.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.loss import Loss
+from twinkle.metric import LossMetric, TrainMetric
+from twinkle.model.library.checkpoint_source import find_checkpoint
+from twinkle.model.library.components import loss_value
+from twinkle.model.library.interface import TwinkleModel
+from twinkle.model.library.optimizer_group import Guard, OptimizerGroup, check_accumulation, check_clipping
+from twinkle.model.library.parameter_groups import apply_optim_params
+from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.train_configs import describe
+from twinkle.model.library.training_state import checkpoint_path, is_due
+from twinkle.model.multi_lora.library_objective import refuse_unless_logps
+from twinkle.model.multi_lora.optimizer import adam_params, build_lora_optimizer
+from twinkle.model.multi_lora.requests import LoraRequests
+from twinkle.model.multi_lora.state import LoraState, StateTrainer
+from twinkle.model.parallel import ALONE, Ranks, first_does
+from twinkle.model.types import AdamParams, FloatArray, TrainFailure, TrainItem, TrainResult
+
+
+class LoraTrainer(StateTrainer, Protocol):
+    """What the verbs ask of a :class:`~twinkle.model.Trainer`."""
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]: ...
+
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]: ...
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None: ...
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float: ...
+
+    def zero_grad(self, adapter_id: str) -> None: ...
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]: ...
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True)
+class PreparedPass:
+    """A pass that is ready to be computed. ``absorb`` takes its result and returns the outputs of the verb."""
+
+    item: TrainItem
+    train: bool  # with gradient
+    absorb: Callable[[TrainResult], dict[str, Any]]
+
+
+class LoraVerbs(TwinkleModel):
+    """``adapter_name`` is given to every verb; adapters never meet. Who adds adapters adds their optimizer groups."""
+
+    def __init__(
+        self,
+        trainer: LoraTrainer,
+        model_id: str,
+        tokenizer_id: str | None,
+        max_length: int,
+        *,
+        process_state: bool,
+        device_mesh: DeviceMesh | None = None,
+        ranks: Ranks = ALONE,
+        guard: Guard = nullcontext,
+    ) -> None:
+        """process_state: checkpoints hold tokenizer and random states. Not where tenants share this process."""
+        super().__init__(model_id, tokenizer_id, device_mesh, ranks)
+        self._lora_trainer = trainer
+        self._requests = LoraRequests(max_length)
+        self._guard = guard
+        tokenizer = tokenizer_id if process_state else None
+        self.state = LoraState(trainer, tokenizer, process_state=process_state, ranks=ranks)
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """Begin an optimizer group for an adapter that the trainer has already. ``config_or_dir``: PEFT's fields."""
+        self.optimizer_group[adapter_name] = self._new_group(adapter_name, config_or_dir, gradient_accumulation_steps)
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def prepare_forward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        disable_lora: bool = False,
+        training: bool = False,
+        **kwargs: Any,
+    ) -> PreparedPass:
+        """``training``: a backward pass may follow."""
+        _check_asked(return_logits, task)
+        group = self._group(adapter_name)
+        status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        item = self._requests.forward_item(group, status, batch, temperature, base_model=disable_lora)
+
+        def absorb(result: TrainResult) -> dict[str, Any]:
+            outputs = self._requests.outputs(group, status, batch, result)
+            group.begin(status, batch, outputs, kwargs, temperature)
+            return outputs
+
+        return PreparedPass(item, False, absorb)
+
+    def prepare_forward_backward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        gradient_accumulation_steps: int | None = None,
+        **kwargs: Any,
+    ) -> PreparedPass:
+        _check_asked(return_logits, task)
+        group = self._group(adapter_name)
+        check_accumulation(gradient_accumulation_steps)
+        status, batch = self._begin_forward(group, inputs, kwargs, training=True)
+        request = self._requests.train_request(group, batch, temperature, kwargs)
+
+        def absorb(result: TrainResult) -> dict[str, Any]:
+            group.set_accumulation(gradient_accumulation_steps)
+            outputs, loss = self._requests.outputs(group, status, batch, result), result.metrics["loss:sum"]
+            group.begin(status, batch, outputs, kwargs, temperature)
+            status.has_loss(loss, loss, request.num_tokens())
+            group.after_backward()
+            return outputs
+
+        return PreparedPass(request.item, True, absorb)
+
+    def prepare_backward(
+        self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None
+    ) -> PreparedPass:
+        group = self._group(adapter_name)
+        status = group.train_status
+        batch, outputs = status.computed("backward")
+        if not group.training or status.loss_value is None:
+            raise UserError("backward: there is no loss to go back from; call forward and calculate_loss first")
+        group.set_accumulation(gradient_accumulation_steps)
+        request = self._requests.train_request(group, batch, status.temperature, status.forward_kwargs)
+
+        def absorb(_result: TrainResult) -> dict[str, Any]:
+            group.after_backward()
+            return outputs
+
+        return PreparedPass(request.item, True, absorb)
+
+    def _compute(self, prepared: PreparedPass) -> dict[str, Any]:
+        """Alone. A failure is raised; nothing of it was kept."""
+        run = self._lora_trainer.forward_backward if prepared.train else self._lora_trainer.forward
+        outcome = run([prepared.item])[0]
+        if isinstance(outcome, TrainFailure):
+            raise outcome.error
+        return prepared.absorb(outcome)
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        prepared = self.prepare_forward(
+            inputs=inputs,
+            adapter_name=adapter_name,
+            temperature=temperature,
+            return_logits=return_logits,
+            task=task,
+            training=True,
+            **kwargs,
+        )
+        return self._compute(prepared)
+
+    def forward_only(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        disable_lora: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        prepared = self.prepare_forward(
+            inputs=inputs,
+            adapter_name=adapter_name,
+            temperature=temperature,
+            return_logits=return_logits,
+            task=task,
+            disable_lora=disable_lora,
+            **kwargs,
+        )
+        return self._compute(prepared)
+
+    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
+        group = self._group(adapter_name)
+        status = group.status
+        batch, outputs = status.computed("calculate_loss")
+        arguments = self._loss_arguments(group, kwargs)
+        value = tokens = 0.0
+        if not batch.empty:
+            with torch.no_grad(), group.guard("the loss failed"):
+                loss, tokens = loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
+            value = float(loss)
+        self._keep_loss(status, value, value, tokens)
+        return value
+
+    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        self._compute(
+            self.prepare_backward(adapter_name=adapter_name, gradient_accumulation_steps=gradient_accumulation_steps)
+        )
+
+    def forward_backward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        gradient_accumulation_steps: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        prepared = self.prepare_forward_backward(
+            inputs=inputs,
+            adapter_name=adapter_name,
+            temperature=temperature,
+            return_logits=return_logits,
+            task=task,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            **kwargs,
+        )
+        return self._compute(prepared)
+
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> float | None:
+        check_clipping(max_grad_norm, norm_type)
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        if not group.at_boundary:
+            return None
+        self._normalize(group)
+        norm = self._lora_trainer.gradient_norm(group.adapter_name, float(norm_type))
+        if norm > max_grad_norm:  # as torch.nn.utils.clip_grad_norm_ does it
+            self._lora_trainer.scale_gradient(group.adapter_name, min(1.0, max_grad_norm / (norm + 1e-6)))
+        group.last_grad_norm = norm
+        return norm
+
+    def step(
+        self,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        optim_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        optimizer = group.required_optimizer("step")
+        if not group.at_boundary:
+            return
+        if optim_params is not None:
+            apply_optim_params(optimizer, optim_params)
+        self._normalize(group)
+        params, decoupled = adam_params(optimizer)
+        self._lora_trainer.optim_step(group.adapter_name, params, decoupled=decoupled)
+        optimizer.step()  # moves nothing; schedulers want to see it before they go on
+        group.last_lr = (params.learning_rate,)
+        group.drop_window()
+
+    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        if group.at_boundary:
+            self._lora_trainer.zero_grad(group.adapter_name)
+            group.drop_window()
+
+    def set_optimizer(
+        self,
+        optimizer_cls: object,
+        lr: float = 1e-5,
+        weight_decay: float = 0.01,
+        params: object = None,
+        *,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        if params is not None:
+            raise UnsupportedError("params: an adapter of a multi-LoRA model is trained as a whole")
+        group = self._group(adapter_name)
+        group.optimizer = build_lora_optimizer(optimizer_cls, lr, weight_decay, options)
+        group.lr_scheduler = None
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+    ) -> str | None:
+        group = self._group(adapter_name)
+        if not is_due(group, interval):
+            return None
+        directory = checkpoint_path(group, name, output_dir)
+        write = self.state.prepare_save(
+            group, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+        )
+        first_does(self._ranks, lambda: write(directory))
+        return str(directory)
+
+    def load(
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
+    ) -> None:
+        """With ``load_optimizer`` it is :meth:`resume_from_checkpoint`."""
+        directory = find_checkpoint(name, output_dir, token)
+        self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
+
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        group = self._group(adapter_name)
+        return self.state.resume(group, Path(checkpoint_dir), resume_only_model=resume_only_model)
+
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
+        weights = self._lora_trainer.weights(self._group(adapter_name).adapter_name)
+        return {name: torch.from_numpy(array) for name, array in weights.items()}
+
+    @at_once
+    def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, object]:
+        """The contents of its adapter_config.json."""
+        return self._lora_trainer.peft_config(self._group(adapter_name).adapter_name)
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        group = self._group(adapter_name)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.get_state_dict(adapter_name=adapter_name).items()}
+        return describe(group, self.model_id, self.get_peft_config_dict(adapter_name=adapter_name), shapes)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _group(self, adapter_name: str | None) -> OptimizerGroup:
+        if adapter_name is None:
+            known = ", ".join(self.optimizer_group) or "none yet: call add_adapter_to_model"
+            raise InvalidInputError("adapter_name", None, f"the name of an adapter ({known})")
+        if adapter_name not in self.optimizer_group:
+            raise UnknownNameError("adapter", adapter_name, self.optimizer_group or ("none",))
+        return self.optimizer_group[adapter_name]
+
+    def _new_group(
+        self, adapter_name: str, config: Mapping[str, object], gradient_accumulation_steps: int
+    ) -> OptimizerGroup:
+        group = OptimizerGroup(adapter_name, config, gradient_accumulation_steps, guard=self._guard)
+        # Accuracy is not among the defaults: it needs the likeliest token of every row, and with it CUDA's slower head.
+        for status in (group.train_status, group.eval_status):
+            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in (LossMetric, TrainMetric)]
+        return group
+
+    def _check_loss(self, loss: Loss) -> None:
+        refuse_unless_logps(loss)
+
+    def _normalize(self, group: OptimizerGroup) -> None:
+        divisor = group.take_divisor(self._ranks)
+        if divisor is not None:
+            self._lora_trainer.scale_gradient(group.adapter_name, 1.0 / divisor)
+
+
+def _check_asked(return_logits: bool, task: str) -> None:
+    if return_logits:
+        raise UnsupportedError("return_logits: a multi-LoRA model never holds all logits; use TransformersModel")
+    if task != "causal_lm":
+        raise UnsupportedError(f"task: got {task!r}, a multi-LoRA model does 'causal_lm'; use TransformersModel")

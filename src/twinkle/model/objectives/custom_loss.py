@@ -1,0 +1,117 @@
+"""A request with an objective of its own: a loss of all its sequences together, evaluated once.
+
+The objective needs every log-probability of the request. Where all its sequences are in one batch it is called between
+the forward and the backward pass; where they are not, they are computed once more beforehand, and each batch then finds
+the slopes known.
+
+Shapes: n rows of the request in a batch, K targets a row, M values of a row, T tokens of a sequence.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.errors import NonFiniteError, TwinkleError
+from twinkle.model.decoder.transfer import to_device
+from twinkle.model.types import FloatArray, Objective, ObjectiveValue, TokenValues
+
+_NONE = np.zeros(0, np.float32)
+_NO_IDS = np.zeros(0, np.int64)
+
+
+class Evaluation:
+    """The objective of one request and, once it was called, its value or why it has none."""
+
+    def __init__(self, objective: Objective, sequences: int) -> None:
+        """``sequences``: how many the request has."""
+        self._objective = objective
+        self._sequences = sequences
+        self._noted: dict[int, TokenValues] = {}  # while the sequences of one batch are gathered
+        self.value: ObjectiveValue | None = None
+        self.error: TwinkleError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.value is not None or self.error is not None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        assert self.value is not None
+        return {"loss:sum": self.value.loss, **self.value.metrics}
+
+    def note(self, values: Mapping[int, TokenValues]) -> None:
+        """Take the values of some sequences, by their numbers; with the last of them the objective is called."""
+        self._noted |= values
+        if len(self._noted) == self._sequences:
+            self.run([self._noted[number] for number in range(self._sequences)])
+            self._noted = {}
+
+    def run(self, values: Sequence[TokenValues]) -> None:
+        """``values``: one entry a datum, in the order of the data."""
+        if not all(np.isfinite(value.logprobs).all() for value in values):
+            self.error = NonFiniteError("log-probabilities are NaN or infinite: nothing was kept")
+            return
+        try:
+            value = self._objective(values)
+        except TwinkleError as error:
+            self.error = error
+            return
+        if not math.isfinite(value.loss):
+            self.error = NonFiniteError(f"the loss is {value.loss}: nothing was kept")
+            return
+        assert [slope.shape for slope in value.logprobs] == [each.logprobs.shape for each in values]
+        assert not value.entropies or [len(slope) for slope in value.entropies] == [
+            len(each.logprobs) for each in values
+        ]
+        self.value = value
+
+    def slopes(self, numbers: Sequence[int], lengths: Sequence[int], columns: int, width: int) -> Tensor:
+        """dL/dvalue of the sequences ``numbers``, (n, M); zero where the objective failed."""
+        result = np.zeros((sum(lengths), columns), np.float32)
+        if self.value is not None:
+            for rows, number in zip(np.split(result, np.cumsum(lengths)[:-1]), numbers, strict=True):
+                slope_TK = self.value.logprobs[number].reshape(len(rows), -1)
+                rows[:, : slope_TK.shape[1]] = slope_TK
+            if self.value.entropies:
+                result[:, width] = np.concatenate([self.value.entropies[number] for number in numbers])
+        return torch.from_numpy(result)
+
+
+class CustomPart:
+    """Those sequences of such a request that are in one block of a batch, in row order."""
+
+    def __init__(self, evaluation: Evaluation, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> None:
+        """``shapes``: (T,) or (T, K) of each sequence's targets."""
+        self._evaluation = evaluation
+        self._numbers = tuple(numbers)
+        self._shapes = tuple(shapes)
+        self._lengths = tuple(shape[0] for shape in shapes)
+        self._slopes_nM: Tensor | None = None
+
+    @property
+    def pointwise(self) -> bool:
+        return self._evaluation.done
+
+    def note(self, values_nM: Tensor, width: int) -> None:
+        if not self._evaluation.done:
+            rows = np.split(values_nM.cpu().numpy(), np.cumsum(self._lengths)[:-1])
+            values = map(token_values, rows, [width] * len(rows), self._shapes)
+            self._evaluation.note(dict(zip(self._numbers, values, strict=True)))
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
+        assert self._evaluation.done, "an objective needs its whole request"
+        if self._slopes_nM is None:
+            slopes_nM = self._evaluation.slopes(self._numbers, self._lengths, values_CM.shape[1], width)
+            self._slopes_nM = to_device(slopes_nM, values_CM.device)
+        return self._slopes_nM[start:stop]
+
+
+def token_values(rows_TM: FloatArray, width: int, target_shape: tuple[int, ...]) -> TokenValues:
+    """``width``: how many of the values are log-probabilities, of which the first belong to the targets."""
+    logprobs = rows_TM[:, 0] if len(target_shape) == 1 else rows_TM[:, : target_shape[1]]
+    if rows_TM.shape[1] == width:
+        return TokenValues(logprobs.copy(), _NONE, _NO_IDS)
+    return TokenValues(logprobs.copy(), rows_TM[:, width].copy(), rows_TM[:, width + 1].astype(np.int64))

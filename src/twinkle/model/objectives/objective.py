@@ -1,0 +1,213 @@
+"""From log-probabilities to losses: what the requests of one batch ask for, token by token.
+
+Consecutive requests with the same loss are evaluated together, each token with its own tenant's configuration.
+
+Shapes: n tokens of a run or request, K targets a token, C rows of a head chunk, M values of a row (log-probabilities of
+K targets and, where someone asked for them, statistics).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.loss import TokenLoss, coefficients
+from twinkle.model.csr import dense
+from twinkle.model.decoder.transfer import to_device
+from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
+from twinkle.model.types import FloatArray
+
+_MOST_CELLS = 2**20  # targets whose loss is computed at once when a whole request is looked at
+
+
+@dataclass(frozen=True)
+class LossRun:
+    """Rows ``start``…``stop`` share a loss. Inputs are (n,), or (n, K) where the loss allows several targets."""
+
+    loss: TokenLoss
+    start: int
+    stop: int
+    inputs: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, members: Sequence["LossPart"], start: int) -> "LossRun":
+        loss = members[0].item.loss
+        data = [datum for part in members for datum in part.data]
+        columns = [_inputs(part.item, part.data) for part in members]
+        inputs = {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
+        if not loss.pointwise:
+            inputs["sequence"] = _sequence_numbers(data)
+        tensors = {key: torch.from_numpy(value) for key, value in inputs.items()}
+        return cls(loss, start, start + sum(len(datum.tokens) for datum in data), tensors)
+
+    @property
+    def pointwise(self) -> bool:
+        return self.loss.pointwise
+
+    def note(self, values_nM: Tensor, width: int) -> None:
+        """A named loss needs no more than the rows it is asked about."""
+
+    def to(self, device: torch.device) -> "LossRun":
+        return replace(self, inputs={key: to_device(value, device) for key, value in self.inputs.items()})
+
+    def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
+        inputs = {key: value[low - self.start : high - self.start] for key, value in self.inputs.items()}
+        lp = values_CM[:, :width] if self.loss.allows_topk else values_CM[:, 0]
+        return coefficients(self.loss, lp, inputs).reshape(high - low, -1)
+
+
+class CustomLoss(Protocol):
+    """What one request has in the place of a named loss: rows are counted from its first one in the batch."""
+
+    @property
+    def pointwise(self) -> bool: ...
+
+    def note(self, values_nM: Tensor, width: int) -> None:
+        """Take the values of all its rows. One that is not pointwise gets them before any coefficients are asked for.
+
+        Its rows may be in several blocks, each with a loss object of its own that is told in turn.
+        """
+        ...
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor, width: int) -> Tensor:
+        """dL/dvalue of these rows, (C, M) with K = ``width``."""
+        ...
+
+
+@dataclass(frozen=True)
+class CustomRun:
+    """Rows ``start``…``stop`` are one request with a loss of its own."""
+
+    custom: CustomLoss
+    start: int
+    stop: int
+
+    @property
+    def pointwise(self) -> bool:
+        return self.custom.pointwise
+
+    def note(self, values_nM: Tensor, width: int) -> None:
+        self.custom.note(values_nM, width)
+
+    def to(self, device: torch.device) -> "CustomRun":
+        return self  # it moves its rows itself
+
+    def coefficients(self, low: int, high: int, values_CM: Tensor, width: int) -> Tensor:
+        return self.custom.coefficients(low - self.start, high - self.start, values_CM, width)
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """One request, with those of its sequences that are in a batch."""
+
+    item: CheckedItem
+    data: Sequence[CheckedDatum]
+    custom: CustomLoss | None
+
+    @property
+    def kind(self) -> str:
+        """Neighbours of one kind are evaluated together."""
+        return self.item.loss.name if self.custom is None else f"custom {id(self.custom)}"
+
+
+@dataclass(frozen=True)
+class BatchObjective:
+    """The losses of one block of rows, all of which have ``width`` targets (K)."""
+
+    runs: tuple[LossRun | CustomRun, ...]
+    width: int
+
+    @classmethod
+    def of(cls, parts: Sequence[LossPart], width: int) -> "BatchObjective":
+        """``parts``: the requests in row order."""
+        runs: list[LossRun | CustomRun] = []
+        start = 0
+        for _, run in groupby(parts, key=lambda part: part.kind):
+            members = list(run)
+            custom = members[0].custom
+            if custom is None:
+                runs.append(LossRun.of(members, start))
+            else:
+                runs.append(CustomRun(custom, start, start + sum(len(datum.tokens) for datum in members[0].data)))
+            start = runs[-1].stop
+        return cls(tuple(runs), width)
+
+    @property
+    def pointwise(self) -> bool:
+        return all(run.pointwise for run in self.runs)
+
+    def to(self, device: torch.device) -> "BatchObjective":
+        return replace(self, runs=tuple(run.to(device) for run in self.runs))
+
+    def note(self, values_nM: Tensor) -> None:
+        """Tell every loss the values of all its rows in this block."""
+        for run in self.runs:
+            run.note(values_nM[run.start : run.stop], self.width)
+
+    def coefficients(self, start: int, stop: int, values_CM: Tensor) -> Tensor:
+        """dL/dvalue of the rows ``start``…``stop``, (C, M)."""
+        result_CM = torch.zeros_like(values_CM)
+        for run in self.runs:
+            low, high = max(start, run.start), min(stop, run.stop)
+            if low < high:
+                rows = slice(low - start, high - start)
+                gradient = run.coefficients(low, high, values_CM[rows], self.width)
+                result_CM[rows, : gradient.shape[1]] = gradient
+        return result_CM
+
+
+def evaluate(item: CheckedItem, logprobs: Sequence[FloatArray]) -> dict[str, float]:
+    """The metrics of one whole request from the log-probabilities of all its sequences, each (T, K).
+
+    A loss with several targets a token is a sum that is taken in pieces of one width, so that a request's inputs are
+    never all written out at once; such losses have no diagnostics.
+    """
+    pieces = list(_pieces(item.data)) if item.loss.allows_topk else [range(len(item.data))]
+    losses, metrics = [], {}
+    for numbers in pieces:
+        data = [item.data[number] for number in numbers]
+        inputs = {key: torch.from_numpy(value) for key, value in _inputs(item, data).items()}
+        if not item.loss.pointwise:
+            inputs["sequence"] = torch.from_numpy(_sequence_numbers(data))
+        flat = torch.from_numpy(np.concatenate([logprobs[number] for number in numbers]))
+        lp = flat if item.loss.allows_topk else flat[:, 0]
+        losses.append(item.loss.terms(lp, inputs).double().sum().item())
+        metrics = item.loss.diagnostics(lp, inputs)
+    return {"loss:sum": losses[0] if len(losses) == 1 else math.fsum(losses), **metrics}
+
+
+def _pieces(data: Sequence[CheckedDatum]) -> Iterator[range]:
+    """Neighbouring sequences of one width, with no more cells together than ``_MOST_CELLS``, or one alone."""
+    start = cells = 0
+    for number, datum in enumerate(data):
+        differs = datum.width != data[start].width
+        if number > start and (differs or cells + datum.targets.size > _MOST_CELLS):
+            yield range(start, number)
+            start, cells = number, 0
+        cells += datum.targets.size
+    yield range(start, len(data))
+
+
+def _inputs(item: CheckedItem, data: Sequence[CheckedDatum]) -> dict[str, FloatArray]:
+    """Every input and configuration value of the loss for each token of sequences of one width."""
+    defaults = {**item.config, "weights": 1.0} if "weights" in item.loss.optional_inputs else dict(item.config)
+    columns = {}
+    for name in (*item.loss.inputs, *defaults):
+        parts = [
+            dense(datum.inputs[name])
+            if name in datum.inputs
+            else np.full(datum.targets.shape, defaults[name], np.float32)
+            for datum in data
+        ]
+        column = np.concatenate(parts)
+        columns[name] = column if item.loss.allows_topk else column[:, 0].copy()
+    return columns
+
+
+def _sequence_numbers(data: Sequence[CheckedDatum]) -> np.ndarray:
+    return np.repeat(np.arange(len(data)), [len(datum.tokens) for datum in data])

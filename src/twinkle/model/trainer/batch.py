@@ -1,0 +1,244 @@
+"""One micro-batch on the device: token rows, sequence bounds, the adapters of each request and room for its gradient.
+
+Shapes: T tokens, N sequences, L longest of them (padded batches are N × L rows), K targets a token, G requests of a
+segment, P parameters of an adapter's row.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.csr import Csr
+from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.attention import Packing
+from twinkle.model.decoder.head import HeadQuery, clip_lora
+from twinkle.model.decoder.layers import GiveWay, LayerBatch, bind_layers
+from twinkle.model.decoder.lora.grouped import Groups
+from twinkle.model.decoder.lora.segments import BoundLora, Segment, SegmentLora
+from twinkle.model.decoder.transfer import HostCopy, to_device
+from twinkle.model.objectives.custom_loss import CustomPart, Evaluation
+from twinkle.model.objectives.objective import LossPart
+from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
+
+
+@dataclass(frozen=True)
+class Part:
+    """Those sequences of one request that are in a micro-batch; ``index`` is the request's place in the call.
+
+    ``evaluation`` is what the request has in the place of a named loss, which knows its sequences by their numbers.
+    """
+
+    index: int
+    item: CheckedItem
+    adapter: Adapter | None  # None: the base model, which is never trained
+    data: tuple[CheckedDatum, ...]
+    evaluation: Evaluation | None = None
+    numbers: tuple[int, ...] = ()  # of the sequences, where there is an evaluation
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(datum.tokens) for datum in self.data)
+
+    def by_width(self) -> Iterator[tuple[int, LossPart]]:
+        """Its sequences as runs of neighbours that have the same number of targets a token."""
+        for width, run in groupby(range(len(self.data)), key=lambda place: self.data[place].width):
+            places = list(run)
+            data = [self.data[place] for place in places]
+            custom = None
+            if self.evaluation is not None:
+                numbers = [self.numbers[place] for place in places]
+                custom = CustomPart(self.evaluation, numbers, [datum.target_shape for datum in data])
+            yield width, LossPart(self.item, data, custom)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring rows that all have K targets. The head walks over one block after another.
+
+    No row is padded to the width of another: one with a single target costs the same beside rows of a thousand.
+    """
+
+    rows: slice
+    targets_nK: Tensor
+    query: HeadQuery
+    lora: tuple[BoundLora, ...]  # of the head, with rows counted from the block's first
+    parts: tuple[LossPart, ...]
+
+    @property
+    def width(self) -> int:
+        return self.targets_nK.shape[1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its sequences."""
+        return tuple(len(datum.tokens) for part in self.parts for datum in part.data)
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """Arguments of the decoder's forward, and what the head needs."""
+
+    input_ids: Tensor  # (1, T) packed or (N, L) padded
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    layer_batch: LayerBatch
+    real_rows_T: Tensor | None  # padded: the rows that hold tokens
+    rows: int  # that hold tokens
+    blocks: tuple[Block, ...]
+    adapters: tuple[SegmentLora, ...]
+
+
+def build_batch(
+    parts: Sequence[Part],
+    architecture: Architecture,
+    device: torch.device,
+    *,
+    train: bool,
+    recompute: bool,
+    give_way: GiveWay | None = None,
+) -> DeviceBatch:
+    """Build one micro-batch. With ``give_way`` it copies adapters: other calls may page them out during the pass."""
+    data = [datum for part in parts for datum in part.data]
+    lengths = tuple(len(datum.tokens) for datum in data)
+    rows_per_sequence = max(lengths) if architecture.padded else None
+    adapters, head_lora = [], []
+    row = head_row = 0
+    for _, run in groupby(parts, key=lambda part: None if part.adapter is None else id(part.adapter.stack)):
+        members = list(run)
+        segment = head_segment = _segment(head_row, [sum(part.lengths) for part in members])
+        if rows_per_sequence is not None:
+            segment = _segment(row, [len(part.data) * rows_per_sequence for part in members])
+        row, head_row = segment.stop, head_segment.stop
+        wearers = [part.adapter for part in members if part.adapter is not None]
+        if not wearers:  # rows outside all segments are the base model's
+            continue
+        adapters.append(_segment_lora(wearers, segment, train, copy=give_way is not None))
+        if adapters[-1].layout.has(architecture.head.name):
+            head_lora.append(dataclasses.replace(adapters[-1].bound(architecture.head.name), segment=head_segment))
+    tokens = [datum.tokens for datum in data]
+    ids, positions, mask, real_rows = _padded(tokens) if architecture.padded else _packed(tokens)
+    packing = None if architecture.padded else Packing.of(lengths, device)
+    return DeviceBatch(
+        to_device(ids, device),
+        to_device(positions, device),
+        None if mask is None else to_device(mask, device),
+        LayerBatch(packing, bind_layers(adapters, architecture), recompute, give_way),
+        None if real_rows is None else to_device(real_rows, device),
+        sum(lengths),
+        tuple(_blocks(parts, head_lora, _query(parts, device), device)),
+        tuple(adapters),
+    )
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """What one request adds to its adapter's gradient, (P,) fp32, and whether all of it is finite."""
+
+    index: int
+    row_P: Tensor
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One row a request; :meth:`rows` waits until the device has computed them."""
+
+    indices: tuple[int, ...]  # of the requests
+    rows_P: tuple[Tensor, ...]
+    finite: HostCopy
+
+    def rows(self) -> list[GradientRow]:
+        return list(map(GradientRow, self.indices, self.rows_P, self.finite.array().tolist()))
+
+
+def harvest(batch: DeviceBatch, parts: Sequence[Part]) -> Gradients:
+    """After the backward pass: gradients with respect to the master weights."""
+    rows: list[Tensor] = []
+    sums: list[Tensor] = []
+    scalings = (part.adapter.spec.scaling for part in parts if part.adapter is not None)
+    for segment in batch.adapters:
+        assert segment.gradient_GP is not None
+        scaling_G = list(islice(scalings, len(segment.gradient_GP)))
+        if set(scaling_G) != {1.0}:  # the compute copies hold scaled B, the master weights unscaled
+            b_rows = segment.gradient_GP[:, segment.layout.a_size :]
+            b_rows.mul_(to_device(torch.tensor(scaling_G).unsqueeze(1), b_rows.device))
+        rows += segment.gradient_GP
+        sums.append(segment.gradient_GP.sum(1))  # one NaN or infinity anywhere makes the sum so
+    indices = tuple(part.index for part in parts if part.adapter is not None)
+    finite = torch.cat(sums).isfinite() if sums else torch.empty(0, dtype=torch.bool)
+    return Gradients(indices, tuple(rows), HostCopy.of(finite))
+
+
+def _blocks(
+    parts: Sequence[Part], lora: Sequence[BoundLora], query: HeadQuery, device: torch.device
+) -> Iterator[Block]:
+    pieces = (piece for part in parts for piece in part.by_width())
+    start, count = 0, sum(sum(part.lengths) for part in parts)
+    for width, run in groupby(pieces, key=lambda piece: piece[0]):
+        members = tuple(part for _, part in run)
+        data = [datum for part in members for datum in part.data]
+        rows = slice(start, start + sum(len(datum.tokens) for datum in data))
+        start = rows.stop
+        own = lora
+        if rows != slice(0, count):
+            own = [clipped for each in lora if (clipped := clip_lora(each, rows.start, rows.stop)) is not None]
+        targets = torch.from_numpy(_targets(data, width))
+        yield Block(rows, to_device(targets, device), query.of(rows), tuple(own), members)
+
+
+def _targets(data: Sequence[CheckedDatum], width: int) -> np.ndarray:
+    """(n, K) of sequences of one width; what a sparse datum does not list is token 0."""
+    targets_nK, row = np.zeros((sum(len(datum.targets) for datum in data), width), np.int64), 0
+    for datum in data:
+        rows = targets_nK[row : row + len(datum.targets)]
+        if isinstance(datum.targets, Csr):
+            datum.targets.write_to(rows)
+        else:
+            rows[:] = datum.targets
+        row += len(rows)
+    return targets_nK
+
+
+def _segment(start: int, sizes: Sequence[int]) -> Segment:
+    return Segment(start, start + sum(sizes), Groups(tuple(sizes)))
+
+
+def _query(parts: Sequence[Part], device: torch.device) -> HeadQuery:
+    statistics = any(part.item.statistics for part in parts)
+    if all(part.item.temperature == 1.0 for part in parts):
+        return HeadQuery(statistics)
+    sharpness = np.repeat([1 / part.item.temperature for part in parts], [sum(part.lengths) for part in parts])
+    return HeadQuery(statistics, to_device(torch.from_numpy(sharpness.astype(np.float32))[:, None], device))
+
+
+def _segment_lora(adapters: Sequence[Adapter], segment: Segment, train: bool, *, copy: bool) -> SegmentLora:
+    stack = adapters[0].stack
+    slots = [adapter.slot for adapter in adapters if adapter.slot is not None]
+    assert len(slots) == len(adapters), "adapters of a batch must be resident"
+    weights_GP = stack.gather(slots, copy=copy)
+    # Zeros, since all products add to it, and a layer that the model never runs has none.
+    gradient_GP = torch.zeros(weights_GP.shape, device=weights_GP.device) if train else None
+    return SegmentLora(segment, stack.layout, weights_GP, gradient_GP)
+
+
+def _packed(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, None, None]:
+    positions = np.concatenate([np.arange(len(row)) for row in tokens])
+    return torch.from_numpy(np.concatenate(tokens))[None], torch.from_numpy(positions)[None], None, None
+
+
+def _padded(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Padding goes to the right, where causal layers never look."""
+    longest = max(len(row) for row in tokens)
+    ids = np.zeros((len(tokens), longest), np.int64)
+    mask = np.zeros((len(tokens), longest), np.int64)
+    for index, row in enumerate(tokens):
+        ids[index, : len(row)] = row
+        mask[index, : len(row)] = 1
+    positions = torch.arange(longest).expand(len(tokens), longest)
+    return torch.from_numpy(ids), positions, torch.from_numpy(mask), torch.from_numpy(mask.reshape(-1).nonzero()[0])

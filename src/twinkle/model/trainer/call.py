@@ -1,0 +1,371 @@
+"""One call of ``forward`` or ``forward_backward``: many requests in, one result or failure each out.
+
+Requests are checked one by one, cut into micro-batches together, and finished one by one as soon as their last sequence
+is computed. Out of memory is never a tenant's problem: a batch that does not fit after all is cut in halves.
+
+Where several ranks train together, a request is the same on all of them, and each rank has some of its sequences, or
+none. What fails on one rank fails on all; only then is any gradient kept.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError, TwinkleError
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.adapters.residency import AdapterPool
+from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.layers import GiveWay
+from twinkle.model.objectives.custom_loss import Evaluation, token_values
+from twinkle.model.objectives.objective import evaluate
+from twinkle.model.objectives.validation import CheckedItem, check_item
+from twinkle.model.parallel import ALONE, Ranks
+from twinkle.model.trainer.batch import Part
+from twinkle.model.trainer.engine import Computed
+from twinkle.model.trainer.packing import Budget, MicroBatch, SequenceRef, cut, halves, plan
+from twinkle.model.types import FloatArray, TokenValues, TrainFailure, TrainItem, TrainResult
+
+StepLimit = Callable[[], int | None]  # tokens of the next micro-batch
+
+
+class Passes(Protocol):
+    """What computes micro-batches: an :class:`Engine` of ``trainer.engine``, or one that keeps step with others."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed: ...
+
+    def forward_backward(
+        self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None
+    ) -> Computed: ...
+
+    def finish(self) -> None:
+        """There are no more micro-batches in this call."""
+        ...
+
+
+@dataclass
+class _Request:
+    """A request under way: what has been computed of it so far."""
+
+    item: CheckedItem
+    adapter: Adapter | None  # None: the base model
+    evaluation: Evaluation | None = None  # of an objective in the place of a named loss
+    keeps_values: bool = False
+    values: dict[int, TokenValues] = field(default_factory=dict)  # datum → all that is known of it, if kept
+    logprobs: dict[int, FloatArray] = field(default_factory=dict)  # datum → (T, K)
+    metrics: dict[str, float] = field(default_factory=dict)  # once complete
+    gradient_P: Tensor | None = None
+    finite: bool = True
+
+    @property
+    def complete(self) -> bool:
+        return len(self.logprobs) == len(self.item.data)
+
+    @property
+    def ordered_logprobs(self) -> list[FloatArray]:
+        return [self.logprobs[number] for number in range(len(self.item.data))]
+
+    @property
+    def ordered_values(self) -> list[TokenValues]:
+        return [self.values[number] for number in range(len(self.item.data))]
+
+    def keep_gradient(self) -> None:
+        if self.gradient_P is not None:
+            assert self.adapter is not None
+            self.adapter.add_gradient(self.gradient_P)
+            self.gradient_P = None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others of its part of a request."""
+
+    name: str
+    count: int  # sequences
+    error: TwinkleError | None
+
+    @classmethod
+    def of(cls, item: TrainItem, result: TrainResult | TrainFailure) -> "_Told":
+        name = item.adapter_id if isinstance(item, TrainItem) else ""
+        if isinstance(result, TrainFailure):
+            return cls(str(name), 0, result.error)
+        return cls(name, len(result.logprobs), None)
+
+
+class Call:
+    """Runs requests on an engine; ``budget`` shrinks when the device turns out to hold less than measured."""
+
+    def __init__(
+        self,
+        engine: Passes,
+        pool: AdapterPool,
+        budget: Budget,
+        *,
+        train: bool,
+        ranks: Ranks = ALONE,
+        give_way: GiveWay | None = None,
+    ) -> None:
+        """give_way: called between layers of micro-batches that leave enough memory; other calls may run in it."""
+        self.budget = budget
+        self._give_way = give_way
+        self._engine = engine
+        self._pool = pool
+        self._train = train
+        self._ranks = ranks
+        self._requests: dict[int, _Request] = {}
+        self._results: dict[int, TrainResult | TrainFailure] = {}
+
+    def run(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        for index, item in enumerate(items):
+            self._check(index, item)
+        for _ in self._compute_all(None):
+            pass
+        self._engine.finish()
+        if self._ranks.size > 1:
+            self._agree(items)
+        return [self._results[index] for index in range(len(items))]
+
+    def steps(
+        self, items: Sequence[TrainItem], limit: StepLimit
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """As :meth:`run`, but between two micro-batches somebody else may use the model, with other adapters.
+
+        ``limit``, asked before each micro-batch: the tokens that it may have, None for as many as fit. What was
+        computed so far is held here: until the end no adapter has changed.
+        """
+        assert self._ranks.size == 1, "ranks compute in step with each other"
+        for index, item in enumerate(items):
+            self._check(index, item)
+        yield from self._compute_all(limit)
+        self._engine.finish()
+        return [self._results[index] for index in range(len(items))]
+
+    def _compute_all(self, limit: StepLimit | None) -> Iterator[None]:
+        """Yields between micro-batches, if there is a limit."""
+        queue = self._plan()
+        running: tuple[MicroBatch, Computed] | None = None
+        while queue:
+            batch, *rest = cut(queue.pop(0), None if limit is None else limit())
+            queue = rest + queue
+            for index in batch.items:
+                yield from self._evaluate_early(batch, index, limit)
+            computed = self._compute(batch)
+            if computed is None:
+                queue = self._smaller(batch) + queue
+            else:
+                if running is not None:
+                    self._absorb(*running)  # while the device is busy with the next one
+                running = batch, computed
+            if limit is not None and queue:
+                if running is not None:  # others come first: nothing of ours stays on the device meanwhile
+                    self._absorb(*running)
+                    running = None
+                yield
+        if running is not None:
+            self._absorb(*running)
+
+    def _check(self, index: int, item: TrainItem) -> None:
+        architecture = self._engine.architecture
+        longest = min(architecture.max_length, self.budget.longest)
+        try:
+            if not isinstance(item, TrainItem):
+                raise InvalidInputError("item", type(item), "a TrainItem")
+            if not isinstance(item.adapter_id, str):
+                raise InvalidInputError("adapter_id", item.adapter_id, "a string")
+            adapter = None if item.base_model else self._pool.get(item.adapter_id)
+            if adapter is None and self._train:
+                raise InvalidInputError("base_model", True, "False: the base model is not trained")
+            if self._ranks.size > 1 and isinstance(item.data, Sequence) and not item.data:
+                self._results[index] = TrainResult([], {"loss:sum": 0.0})
+                return
+            checked = check_item(item, vocab_size=architecture.vocab_size, max_length=longest)
+        except TwinkleError as error:
+            self._results[index] = TrainFailure(error)
+        else:
+            evaluation = None if checked.objective is None else Evaluation(checked.objective, len(checked.data))
+            keeps_values = checked.statistics or evaluation is not None
+            self._requests[index] = _Request(checked, adapter, evaluation, keeps_values)
+
+    def _plan(self) -> list[MicroBatch]:
+        """Order by stack, loss, width and slot: a stack's rows are one range, the rest adjoins where it is equal."""
+
+        def order(index: int) -> tuple[int, str, str, int, int, int]:
+            request = self._requests[index]
+            loss, width = request.item.loss.name, request.item.width
+            if request.adapter is None:
+                return 0, "", loss, width, -1, index
+            layout, slot = request.adapter.layout, request.adapter.slot
+            return layout.rank, layout.digest, loss, width, -1 if slot is None else slot, index
+
+        architecture = self._engine.architecture
+        sequences = []
+        for index in sorted(self._requests, key=order):
+            data = self._requests[index].item.data
+            # Neighbours of one width are one block of the head; where rows are padded, like lengths waste least.
+            numbers = sorted(
+                range(len(data)),
+                key=lambda number: (data[number].width, len(data[number].tokens) if architecture.padded else 0),
+            )
+            sequences += [
+                SequenceRef(index, number, len(data[number].tokens), data[number].width) for number in numbers
+            ]
+        return plan(
+            sequences,
+            self.budget,
+            padded=architecture.padded,
+            length_class=architecture.length_class,
+            fits=lambda indices: self._pool.fit(self._adapters(indices)),
+        )
+
+    def _adapters(self, indices: Sequence[int] | frozenset[int]) -> list[Adapter]:
+        used = (self._requests[index].adapter for index in indices)
+        return list({id(adapter): adapter for adapter in used if adapter is not None}.values())
+
+    def _compute(self, batch: MicroBatch) -> Computed | None:
+        """None when the device ran out of memory; nothing has changed then."""
+        self._pool.make_resident(self._adapters(batch.items))
+        parts = [self._part(batch, index) for index in batch.items]
+        give_way, recompute = self._interruption(batch)
+        try:
+            if self._train:
+                return self._engine.forward_backward(parts, recompute=recompute, give_way=give_way)
+            return self._engine.forward(parts, give_way)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _interruption(self, batch: MicroBatch) -> tuple[GiveWay | None, bool]:
+        """Return what interrupts this micro-batch (None: it is not interrupted) and whether activations are recomputed.
+
+        Other calls need memory, too: if kept activations leave too little, they are recomputed; if that still leaves
+        too little, the batch is not interrupted.
+        """
+        if self._give_way is None:
+            return None, batch.recompute
+        lean, padded = dataclasses.replace(batch, recompute=True), self._engine.architecture.padded
+        if not batch.recompute and self.budget.leaves_room(batch, train=self._train, padded=padded):
+            return self._give_way, False
+        if self.budget.leaves_room(lean, train=self._train, padded=padded):
+            return self._give_way, True
+        return None, batch.recompute
+
+    def _part(self, batch: MicroBatch, index: int) -> Part:
+        request = self._requests[index]
+        numbers = tuple(sequence.datum for sequence in batch.by_item[index])
+        data = tuple(request.item.data[number] for number in numbers)
+        evaluation = request.evaluation if self._train else None
+        return Part(index, request.item, request.adapter, data, evaluation, numbers)
+
+    def _evaluate_early(self, batch: MicroBatch, index: int, limit: StepLimit | None) -> Iterator[None]:
+        """An objective whose sequences are not all in this batch needs a forward pass over all of them first."""
+        request = self._requests[index]
+        evaluation, item = request.evaluation, request.item
+        present = len(batch.by_item[index])
+        if evaluation is None or evaluation.done or not self._train or present == len(item.data):
+            return
+        first = Call(self._engine, self._pool, self.budget, train=False, give_way=self._give_way)
+        first._requests[0] = _Request(dataclasses.replace(item, objective=None), request.adapter, keeps_values=True)
+        yield from first._compute_all(limit)
+        self.budget = first.budget
+        outcome = first._results[0]
+        if isinstance(outcome, TrainFailure):
+            evaluation.error = outcome.error
+        else:
+            evaluation.run(first._requests[0].ordered_values)
+
+    def _smaller(self, batch: MicroBatch) -> list[MicroBatch]:
+        """What to try instead of a batch that did not fit."""
+        torch.cuda.empty_cache()
+        tokens = batch.tokens
+        if not batch.recompute:
+            self.budget = dataclasses.replace(self.budget, tokens=min(self.budget.tokens, max(1, tokens // 2)))
+        smaller = halves(batch)
+        if not smaller:
+            self._fail(
+                batch.items[0], CapacityError(f"a sequence of {tokens} tokens does not fit this device's memory")
+            )
+        return smaller
+
+    def _absorb(self, batch: MicroBatch, computed: Computed) -> None:
+        values = iter(computed.values)
+        for index, sequences in batch.by_item.items():
+            request = self._requests[index]
+            for sequence in sequences:
+                rows_TM = next(values)
+                datum = request.item.data[sequence.datum]
+                request.logprobs[sequence.datum] = np.ascontiguousarray(rows_TM[:, : datum.width])
+                if request.keeps_values:
+                    request.values[sequence.datum] = token_values(rows_TM, datum.width, datum.target_shape)
+            if request.complete:
+                self._evaluate(request)
+        for gradient in computed.gradients:
+            request = self._requests[gradient.index]
+            request.finite = request.finite and gradient.finite
+            if request.gradient_P is None:
+                request.gradient_P = gradient.row_P
+            else:  # finite parts may overflow together
+                request.gradient_P = request.gradient_P + gradient.row_P
+                request.finite = request.finite and bool(request.gradient_P.sum().isfinite())
+        for index in batch.items:
+            if self._requests[index].complete and index not in self._results:
+                self._finish(index, self._requests[index])
+
+    def _evaluate(self, request: _Request) -> None:
+        evaluation = request.evaluation
+        if evaluation is None:
+            request.metrics = evaluate(request.item, request.ordered_logprobs)
+            return
+        if not evaluation.done:  # nothing was trained
+            evaluation.run(request.ordered_values)
+        if evaluation.error is None:
+            request.metrics = evaluation.metrics
+
+    def _finish(self, index: int, request: _Request) -> None:
+        logprobs, metrics = request.ordered_logprobs, request.metrics
+        if request.evaluation is not None and request.evaluation.error is not None:
+            self._fail(index, request.evaluation.error)
+        elif not all(np.isfinite(lp).all() for lp in logprobs) or not math.isfinite(metrics["loss:sum"]):
+            self._fail(
+                index, NonFiniteError(f"loss {request.item.loss.name!r} is {metrics['loss:sum']}: nothing was kept")
+            )
+        elif not request.finite:
+            self._fail(index, NonFiniteError("the gradient holds NaN or infinity: nothing was kept"))
+        else:
+            if self._ranks.size == 1:
+                request.keep_gradient()
+            shaped = [lp.reshape(d.target_shape) for lp, d in zip(logprobs, request.item.data, strict=True)]
+            values = tuple(request.ordered_values) if request.item.statistics else ()
+            self._results[index] = TrainResult(shaped, metrics, values)
+
+    def _agree(self, items: Sequence[TrainItem]) -> None:
+        """Between the ranks: what failed somewhere has failed; of the rest every rank keeps its part."""
+        told = self._ranks.gather([_Told.of(item, self._results[index]) for index, item in enumerate(items)])
+        if any([each.name for each in other] != [each.name for each in told[0]] for other in told):
+            names = [[each.name for each in other] for other in told]
+            raise InvalidInputError("items", f"{names} on the ranks", "the same requests on all ranks")
+        for index, request in enumerate(zip(*told, strict=True)):
+            error = next((each.error for each in request if each.error is not None), None)
+            if error is None and not any(each.count for each in request):
+                error = InvalidInputError("data", [], "a sequence of at least one datum, on one rank at least")
+            if error is None:
+                self._keep_part(items[index], self._requests.get(index))
+            else:
+                self._fail(index, error)
+
+    def _keep_part(self, item: TrainItem, request: _Request | None) -> None:
+        if self._train:
+            self._pool.get(item.adapter_id).divide_gradient(keeps=self._ranks.number == 0)
+            if request is not None:
+                request.keep_gradient()
+
+    def _fail(self, index: int, error: TwinkleError) -> None:
+        self._results[index] = TrainFailure(error)
+        if index in self._requests:
+            self._requests[index].gradient_P = None

@@ -1,0 +1,89 @@
+"""A call's requests divided over ranks, for whoever is given all of them: about as many tokens for each.
+
+Every rank gets every request, with some of its sequences or none, as a parallel :class:`~twinkle.model.Trainer` wants
+it. A request with an objective goes to one rank whole: no part of it could be evaluated.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from twinkle.model.objectives.objective import evaluate
+from twinkle.model.objectives.validation import check_item
+from twinkle.model.types import Datum, TrainFailure, TrainItem, TrainResult
+
+_ANY = 2**62  # of limits that the ranks have checked
+
+
+@dataclass(frozen=True)
+class Division:
+    """``owners``: of each request, the rank of each of its sequences."""
+
+    items: tuple[TrainItem, ...]
+    owners: tuple[tuple[int, ...], ...]
+    count: int
+
+    @classmethod
+    def by_tokens(cls, items: Sequence[TrainItem], count: int) -> "Division":
+        """The longest first, each to the rank that has least; what cannot be measured, which fails, to the first."""
+        units = [(length, index, numbers) for index, item in enumerate(items) for length, numbers in _units(item)]
+        ranks = [(0, rank) for rank in range(count)]
+        owners = [[0] * _size(item) for item in items]
+        for length, index, numbers in sorted(units, key=lambda unit: -unit[0]):
+            tokens, rank = heapq.heappop(ranks)
+            for number in numbers:
+                owners[index][number] = rank
+            heapq.heappush(ranks, (tokens + length, rank))
+        return cls(tuple(items), tuple(map(tuple, owners)), count)
+
+    def share(self, rank: int) -> list[TrainItem]:
+        """What this rank is given."""
+        return [
+            replace(item, data=[datum for datum, owner in zip(item.data, owners, strict=True) if owner == rank])
+            if owners
+            else item
+            for item, owners in zip(self.items, self.owners, strict=True)
+        ]
+
+    def join(self, results: Sequence[Sequence[TrainResult | TrainFailure]]) -> list[TrainResult | TrainFailure]:
+        """The results of the requests from those of all ranks."""
+        return [self._joined(index, [each[index] for each in results]) for index in range(len(self.items))]
+
+    def _joined(self, index: int, results: Sequence[TrainResult | TrainFailure]) -> TrainResult | TrainFailure:
+        item, owners = self.items[index], self.owners[index]
+        parts = [result for result in results if isinstance(result, TrainResult)]
+        if len(parts) < len(results):
+            return next(result for result in results if isinstance(result, TrainFailure))
+        logprobs = [iter(part.logprobs) for part in parts]
+        values = [iter(part.values) for part in parts]
+        joined = TrainResult(
+            [next(logprobs[owner]) for owner in owners],
+            parts[owners[0]].metrics,
+            tuple(next(values[owner]) for owner in owners) if item.statistics else (),
+        )
+        if len(set(owners)) == 1:
+            return joined
+        checked = check_item(item, vocab_size=_ANY, max_length=_ANY)
+        columns = [array.reshape(len(array), -1) for array in joined.logprobs]
+        return replace(joined, metrics=evaluate(checked, columns))
+
+
+def _units(item: TrainItem) -> list[tuple[int, list[int]]]:
+    """What stays together: its tokens, and the numbers of its sequences."""
+    lengths = [_length(datum) for datum in item.data] if _size(item) else []
+    if item.objective is not None:
+        return [(sum(lengths), list(range(len(lengths))))]
+    return [(length, [number]) for number, length in enumerate(lengths)]
+
+
+def _size(item: TrainItem) -> int:
+    return len(item.data) if isinstance(item.data, Sequence) else 0
+
+
+def _length(datum: Datum) -> int:
+    try:
+        return int(np.asarray(datum.tokens).size) if isinstance(datum, Datum) else 0
+    except (TypeError, ValueError):  # ragged lists, for one
+        return 0

@@ -1,0 +1,160 @@
+"""One micro-batch through the model: hidden states, chunked head, losses, backward pass.
+
+The engine knows nothing of budgets, paging or failures; it computes what it is given, on adapters that are resident.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twinkle.model.decoder.architecture import Architecture
+from twinkle.model.decoder.head import ChunkedHead, Coefficients
+from twinkle.model.decoder.layers import GiveWay, LayerBatch, TenantLayer, install
+from twinkle.model.decoder.norms import fuse_norms
+from twinkle.model.decoder.transfer import HostCopy
+from twinkle.model.objectives.objective import BatchObjective
+from twinkle.model.trainer.batch import Block, DeviceBatch, GradientRow, Gradients, Part, build_batch, harvest
+from twinkle.model.types import FloatArray
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Of one micro-batch; the device may still be at it. Each property waits for what it needs and no more."""
+
+    _values: tuple[HostCopy, ...]  # one a block
+    _lengths: tuple[tuple[int, ...], ...]  # of the sequences of each block
+    _gradients: Gradients | None
+
+    @classmethod
+    def of(cls, batch: DeviceBatch, values: Sequence[Tensor], gradients: Gradients | None) -> "Computed":
+        return cls(tuple(map(HostCopy.of, values)), tuple(block.lengths for block in batch.blocks), gradients)
+
+    @property
+    def values(self) -> list[FloatArray]:
+        """What the head says of each sequence, (T, M), in row order: known before the backward pass is through.
+
+        The log-probabilities of K targets, then, where someone asked for them, the statistics.
+        """
+        blocks = zip(self._values, self._lengths, strict=True)
+        return [rows for values, lengths in blocks for rows in np.split(values.array(), np.cumsum(lengths)[:-1])]
+
+    @property
+    def gradients(self) -> list[GradientRow]:
+        """What each request adds to its adapter's gradient."""
+        return [] if self._gradients is None else self._gradients.rows()
+
+
+class Engine:
+    """A frozen decoder with LoRA layers in place."""
+
+    def __init__(
+        self, model: PreTrainedModel, architecture: Architecture, device: torch.device, chunk_rows: int
+    ) -> None:
+        self.architecture = architecture
+        self.device = device
+        fuse_norms(model)
+        self.layers: list[TenantLayer] = install(model, architecture)
+        self.head = ChunkedHead(architecture.head_spec, chunk_rows)
+        self.sharded_head: nn.Module | None = None  # where weights are sharded, has those of the head
+        self._decoder = model.base_model
+        self._stance = "default"
+        self.token_rows = self.padding_rows = 0  # of all passes so far
+
+    def freeze_compilation(self) -> None:
+        """From now on a batch that compiled code does not fit runs eagerly instead of compiling."""
+        self._stance = "eager_on_recompile"
+
+    def forward(self, parts: Sequence[Part], give_way: GiveWay | None = None) -> Computed:
+        """Log-probabilities only. ``give_way`` is called between layers: others may compute before it returns."""
+        with torch.no_grad():
+            batch = build_batch(parts, self.architecture, self.device, train=False, recompute=False, give_way=give_way)
+            hidden_TH = self._hidden(batch)
+            values = self._with_head(
+                lambda head: [_logprobs(head, block, hidden_TH, give_way) for block in batch.blocks]
+            )
+        return Computed.of(batch, values, None)
+
+    def forward_backward(self, parts: Sequence[Part], *, recompute: bool, give_way: GiveWay | None = None) -> Computed:
+        """Log-probabilities and gradients; no adapter is touched. ``give_way``: as for :meth:`forward`."""
+        batch = build_batch(parts, self.architecture, self.device, train=True, recompute=recompute, give_way=give_way)
+        with torch.compiler.set_stance(self._stance):  # for the backward pass too: it may recompute
+            hidden_TH = self._hidden(batch)
+            with torch.no_grad():
+                detached_TH = hidden_TH.detach()
+                values, dhidden_TH = self._with_head(lambda head: self._walk(head, batch, detached_TH))
+                computed = Computed.of(batch, values, None)
+            if hidden_TH.requires_grad:  # it does not where all adapters sit on the head
+                hidden_TH.backward(dhidden_TH)
+        with torch.no_grad():
+            gradients = harvest(batch, parts)
+        return replace(computed, _gradients=gradients)
+
+    def finish(self) -> None:
+        """Nobody waits for this engine: there is nothing to do."""
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, layer_batch: LayerBatch
+    ) -> Tensor:
+        """The decoder's output for all rows, those of padding included."""
+        output = self._decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            batch=layer_batch,
+        )
+        return output.last_hidden_state.flatten(0, 1)
+
+    def _hidden(self, batch: DeviceBatch) -> Tensor:
+        hidden_TH = self.hidden_states(batch.input_ids, batch.position_ids, batch.attention_mask, batch.layer_batch)
+        self.token_rows += batch.rows
+        self.padding_rows += len(hidden_TH) - batch.rows
+        return hidden_TH if batch.real_rows_T is None else hidden_TH[batch.real_rows_T]
+
+    def _with_head(self, walk: Callable[[ChunkedHead], T]) -> T:
+        """Once a pass: a sharded head is whole only inside of ``walk``."""
+        if self.sharded_head is None:
+            return walk(self.head)
+        result: T = self.sharded_head(self.head, walk)
+        return result
+
+    def _walk(self, head: ChunkedHead, batch: DeviceBatch, hidden_TH: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The values of each block, and dL/dhidden of all rows."""
+        give_way = batch.layer_batch.give_way
+        objectives = [BatchObjective.of(block.parts, block.width) for block in batch.blocks]
+        coefficients: list[Coefficients]
+        if all(objective.pointwise for objective in objectives):
+            # dL/dlp of a token needs that token alone: gradients come out of the same walk as log-probabilities.
+            coefficients = [objective.to(self.device).coefficients for objective in objectives]
+        else:
+            # A loss over whole sequences needs all of them first, and the head is walked a second time.
+            first = [_logprobs(head, block, hidden_TH, give_way).cpu() for block in batch.blocks]
+            for objective, values_nM in zip(objectives, first, strict=True):
+                objective.note(values_nM)
+            coefficients = [
+                _known(objective.coefficients(0, len(values_nM), values_nM).to(self.device))
+                for objective, values_nM in zip(objectives, first, strict=True)
+            ]
+        walked = [
+            head.logprobs_and_gradient(
+                hidden_TH[block.rows], block.targets_nK, asked, block.lora, block.query, give_way
+            )
+            for block, asked in zip(batch.blocks, coefficients, strict=True)
+        ]
+        gradients = [gradient_nH for _, gradient_nH in walked]
+        return [values_nM for values_nM, _ in walked], gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+
+
+def _logprobs(head: ChunkedHead, block: Block, hidden_TH: Tensor, give_way: GiveWay | None) -> Tensor:
+    return head.logprobs(hidden_TH[block.rows], block.targets_nK, block.lora, block.query, give_way)
+
+
+def _known(coefficients_nM: Tensor) -> Coefficients:
+    return lambda start, stop, _values_CM: coefficients_nM[start:stop]

@@ -1,0 +1,140 @@
+"""How much a batch may hold: measured on the loaded model, divided once, printed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.errors import CapacityError
+from twinkle.model.trainer.host_memory import read_host_memory
+from twinkle.model.types import DeviceMemory
+
+# Shares of the memory left after the model's weights.
+_ACTIVATION_SHARE = 0.6
+_RESERVE_SHARE = 0.08  # fragmentation, library workspaces
+_CPU_SHARE = 0.5  # of what the machine has free: others live there too
+_DEFAULT_MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
+_HEAD_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # fp32 logits held at once
+_SMALLEST_CHUNK = 16
+_CHUNK_TILE = {"cuda": 256, "cpu": 16}  # matrix products there compute so many rows at once, needed or not
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes for each purpose, and the token budgets that follow."""
+
+    weights: int
+    adapters: int
+    activations: int
+    bytes_per_token: int
+    bytes_per_token_recomputed: int
+    max_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return min(self.max_tokens, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        return self.activations // self.bytes_per_token
+
+    @property
+    def tokens_recomputed(self) -> int:
+        return self.activations // self.bytes_per_token_recomputed
+
+    def __str__(self) -> str:
+        gib = 2**30
+        return (
+            f"memory: weights {self.weights / gib:.2f} GiB, adapters {self.adapters / gib:.2f} GiB, "
+            f"activations {self.activations / gib:.2f} GiB = {self.tokens} tokens a batch "
+            f"({self.bytes_per_token / 1024:.0f} KiB a token; recomputed: {self.tokens_recomputed} tokens)"
+        )
+
+
+def available_bytes(device: torch.device, processes: int = 1) -> int:
+    """What is free on the device now, the caches of torch's own allocator counted as free.
+
+    ``processes`` share the host, as far as anyone knows; each has a GPU of its own.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(_available_host_bytes() * _CPU_SHARE) // processes
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Without asking the device to finish anything; None on CPUs."""
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats_as_nested_dict(device)  # far cheaper than the flat ones
+    return DeviceMemory(
+        allocated=stats["allocated_bytes"]["all"]["current"],
+        reserved=stats["reserved_bytes"]["all"]["current"],
+        total=torch.cuda.get_device_properties(device).total_memory,
+    )
+
+
+def _available_host_bytes(root: Path = Path("/")) -> int:
+    """What the kernel would give us: its file cache counts, and so do the limits of a container."""
+    return read_host_memory(root).free
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
+def head_chunk_rows(device: torch.device, vocab_size: int) -> int:
+    rows = _HEAD_CHUNK_BYTES[device.type] // (4 * vocab_size)
+    tile = _CHUNK_TILE[device.type]
+    return max(_SMALLEST_CHUNK, rows // tile * tile)
+
+
+def divide(
+    *, weights: int, free: int, per_token: int, per_token_recomputed: int, max_tokens: int | None, device: torch.device
+) -> MemoryPlan:
+    """``free``: bytes left for adapters and activations."""
+    usable = int(free * (1 - _RESERVE_SHARE))
+    wanted = max_tokens if max_tokens is not None else _DEFAULT_MAX_TOKENS[device.type]
+    activations = min(int(usable * _ACTIVATION_SHARE), max(wanted * per_token, usable // 4))
+    plan = MemoryPlan(weights, usable - activations, activations, per_token, per_token_recomputed, wanted)
+    if plan.tokens < 1:
+        raise CapacityError(
+            f"{free / 2**20:.0f} MiB are left beside the model's weights; "
+            f"one token needs {per_token / 2**20:.1f} MiB of activations"
+        )
+    return plan
+
+
+def measure_per_token(run: Callable[[int], None], device: torch.device, small: int, large: int) -> int:
+    """Bytes a token of a forward and backward pass, from two runs of different length."""
+    if device.type == "cuda":
+        run(small)  # load kernels, fill caches
+        held = [_cuda_peak(run, tokens, device) for tokens in (small, large)]
+    else:
+        # Beside what autograd keeps, a pass holds a few temporaries of its widest layer.
+        held = [int(1.3 * _saved_bytes(run, tokens)) for tokens in (small, large)]
+    return max(1, (held[1] - held[0]) // (large - small))
+
+
+def _cuda_peak(run: Callable[[int], None], tokens: int, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(tokens)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _saved_bytes(run: Callable[[int], None], tokens: int) -> int:
+    """The storages that autograd keeps for the backward pass; weights are among them, whatever the length."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run(tokens)
+    return sum(storages.values())

@@ -1,0 +1,91 @@
+"""Trains throw-away adapters on random tokens: to measure what a token costs and to compile before tenants come."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from twinkle.loss import get_loss
+from twinkle.model.adapters.adapter import Adapter
+from twinkle.model.decoder.head import ChunkedHead
+from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
+from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
+from twinkle.model.trainer.batch import Part
+from twinkle.model.trainer.engine import Engine
+from twinkle.model.trainer.memory import measure_per_token
+from twinkle.model.types import LoraSpec
+
+_RANK = 32
+_PROBE_TOKENS = {"cuda": (1024, 3072), "cpu": (16, 48)}
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Bytes a token of a forward and backward pass, with activations kept and with them recomputed."""
+
+    kept: int
+    recomputed: int
+
+
+def measure_token_cost(engine: Engine, dtype: torch.dtype) -> TokenCost:
+    small, large = _PROBE_TOKENS[engine.device.type]
+    if engine.device.type == "cuda":  # ragged: kernels are compiled now, not in a request
+        rehearse(engine, dtype, [_RANK, _RANK], [small, small // 2])
+    adapters = _adapters(engine, dtype, [_RANK], head=True)
+
+    def run(tokens: int, recompute: bool) -> None:
+        engine.forward_backward(_parts(engine, adapters, [tokens]), recompute=recompute)
+
+    with _head_chunks(engine, small):
+        kept = measure_per_token(lambda tokens: run(tokens, False), engine.device, small, large)
+        recomputed = measure_per_token(lambda tokens: run(tokens, True), engine.device, small, large)
+    return TokenCost(kept, min(recomputed, kept))
+
+
+@contextmanager
+def _head_chunks(engine: Engine, rows: int) -> Iterator[None]:
+    """No longer than these: what a chunk of the head holds is then the same in runs of any length, and cancels out."""
+    head = engine.head
+    engine.head = ChunkedHead(head.spec, min(rows, head.chunk_rows))
+    try:
+        yield
+    finally:
+        engine.head = head
+
+
+def rehearse(engine: Engine, dtype: torch.dtype, ranks: list[int], lengths: list[int]) -> None:
+    """One training and one scoring batch with one sequence an adapter."""
+    parts = _parts(engine, _adapters(engine, dtype, ranks), lengths)
+    engine.forward_backward(parts, recompute=False)
+    engine.forward(parts)
+
+
+def _adapters(engine: Engine, dtype: torch.dtype, ranks: list[int], *, head: bool = False) -> list[Adapter]:
+    adapters: list[Adapter] = []
+    stacks: dict[int, Stack] = {}
+    architecture = engine.architecture
+    targets = (*architecture.linear, architecture.head) if head else architecture.linear
+    for number, rank in enumerate(ranks):
+        layout = RowLayout(rank, targets)
+        stack = stacks.setdefault(rank, Stack(layout, dtype, engine.device))
+        row_P = initial_row(layout, rank, seed=number).to(engine.device)
+        adapter = Adapter.fresh(f"rehearsal-{number}", LoraSpec(rank, seed=number), stack, row_P)
+        if not stack.has_free_slot:
+            stack.add_block()
+        adapter.slot = stack.take()
+        adapter.refresh_compute_copy()
+        adapters.append(adapter)
+    return adapters
+
+
+def _parts(engine: Engine, adapters: list[Adapter], lengths: list[int]) -> list[Part]:
+    generator = np.random.default_rng(0)
+    parts = []
+    for index, (adapter, length) in enumerate(zip(adapters, lengths, strict=True)):
+        tokens = generator.integers(0, engine.architecture.vocab_size, length)
+        datum = CheckedDatum(tokens, tokens[:, None], {}, tokens.shape)
+        item = CheckedItem(adapter.adapter_id, get_loss("cross_entropy"), {}, (datum,))
+        parts.append(Part(index, item, adapter, item.data))
+    return parts

@@ -1,0 +1,129 @@
+"""A model cut into shards (FSDP2): every process holds a part of each weight, and has a layer whole while it runs it.
+
+Adapters of a Trainer are no parameters of the model, so they stay out of it, whole on every rank.
+
+Gathering a layer takes all processes that hold a part: they run the same layers in the same order, forward and back.
+
+Shapes: V vocabulary, H hidden features.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from twinkle.model.decoder.head import ChunkedHead, HeadSpec
+from twinkle.model.trainer.engine import Engine
+from twinkle.model.trainer.memory import parameter_bytes
+
+T = TypeVar("T")
+
+
+class ShardedHead(nn.Module):
+    """Holds the weights of a head; it is whole for the time of one call, which walks over all rows."""
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.weight_VH = nn.Parameter(spec.weight_VH, requires_grad=False)
+        self.bias_V = None if spec.bias_V is None else nn.Parameter(spec.bias_V, requires_grad=False)
+
+    def forward(self, head: ChunkedHead, walk: Callable[[ChunkedHead], T]) -> T:
+        spec = dataclasses.replace(head.spec, weight_VH=self.weight_VH, bias_V=self.bias_V)
+        return walk(ChunkedHead(spec, head.chunk_rows))
+
+
+def shard_engine(engine: Engine, model: PreTrainedModel, mesh: TorchMesh, reshard_after_forward: bool) -> int:
+    """Cut the frozen model under an engine, and move its shards to the device of the mesh.
+
+    Returns the bytes of what is gathered at the same time.
+    """
+    spec = engine.head.spec
+    layers = [parameter_bytes(layer) for layer in engine.layers]
+    held = 2 * max(layers) if reshard_after_forward else sum(layers)  # the next layer is fetched while one runs
+    held += spec.weight_VH.numel() * spec.weight_VH.itemsize
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    if tied:  # frozen weights may as well be two
+        spec = dataclasses.replace(spec, weight_VH=spec.weight_VH.clone())
+    head = ShardedHead(spec)
+    parent, _, name = engine.architecture.head.name.rpartition(".")
+    setattr(model.get_submodule(parent), name, head)  # in the place of the layer that holds its weights whole
+    nowhere = dataclasses.replace(spec, weight_VH=torch.empty(0, dtype=spec.weight_VH.dtype), bias_V=None)
+    engine.head = ChunkedHead(nowhere, engine.head.chunk_rows)
+    engine.architecture = dataclasses.replace(engine.architecture, head_spec=nowhere)
+    del spec
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    for module in (*engine.layers, model.get_input_embeddings()):
+        fully_shard(module, **options)
+    fully_shard(model.base_model, mesh=mesh)
+    fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    engine.sharded_head = head
+    engine.layers[0].opens_gradient = True  # the backward pass must go through all layers, on all ranks
+    return held
+
+
+def shard_trained(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: TorchMesh,
+    *,
+    reshard_after_forward: bool,
+    apart: set[nn.Parameter],
+) -> None:
+    """Cut a model that is trained, but for the parameters ``apart``; the gradient of a shard is the sum over ranks."""
+    for module in (*layers, root):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=apart)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it adds
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathered, where it is in shards: all ranks ask for the same tensors in the same order."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor, where the parameter it belongs to is in shards; in its type and place."""
+    if not isinstance(parameter, DTensor):
+        return tensor.to(parameter)
+    moved = tensor.to(device=parameter.device, dtype=parameter.dtype)
+    return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict without shards."""
+    entries = state["state"].items()
+    return {**state, "state": {key: {k: _whole_value(v) for k, v in entry.items()} for key, entry in entries}}
+
+
+def sharded_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The inverse, for an optimizer of the same parameters."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(numbers) != len(parameters):
+        return state  # load_state_dict says what is wrong
+    owners = dict(zip(numbers, parameters, strict=True))
+    entries = {
+        number: {name: _like_value(value, owners[number]) for name, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _whole_value(value: Any) -> Any:
+    return whole(value) if isinstance(value, Tensor) else value
+
+
+def _like_value(value: Any, parameter: Tensor) -> Any:
+    """Moments have the shape of their parameter; counters stay as they are."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
+        return value
+    return like(value, parameter)

@@ -1,0 +1,492 @@
+"""The multi-tenant trainer: one frozen base model, many adapters in every batch.
+
+``forward_backward`` takes the requests of any number of tenants, packs their sequences into batches that fit the
+memory, and computes them together; a request that is wrong or turns NaN fails alone and changes nothing. ``optim_step``
+touches one adapter. Nothing here knows of HTTP, Ray or time. A trainer is used from one thread.
+
+With a device mesh there is a trainer in each of its processes (ranks). All are given the same calls in the same order,
+and of the requests of a call each has some sequences or none. Adapters are the same on all ranks but for the gradient
+of an open window: each rank has a part of it, and the parts are added up where the whole is first needed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twinkle import hub
+from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.adapters import checkpoint
+from twinkle.model.adapters.adam_params import check_adam_params
+from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
+from twinkle.model.adapters.optimizer import adam_step, gradient_norm
+from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
+from twinkle.model.adapters.residency import AdapterPool
+from twinkle.model.decoder.architecture import read_architecture
+from twinkle.model.decoder.loading import load_model, read_dtype
+from twinkle.model.decoder.lora.stacks import RowLayout, initial_row, rank_bucket
+from twinkle.model.decoder.targets import check_spec, select_targets, short_names
+from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
+from twinkle.model.trainer.call import Call
+from twinkle.model.trainer.compilation import compile_layers
+from twinkle.model.trainer.engine import Engine
+from twinkle.model.trainer.host_memory import host_memory_limit
+from twinkle.model.trainer.lockstep import Lockstep
+from twinkle.model.trainer.memory import (
+    MemoryPlan,
+    available_bytes,
+    device_memory,
+    divide,
+    head_chunk_rows,
+    parameter_bytes,
+)
+from twinkle.model.trainer.packing import Budget
+from twinkle.model.trainer.rehearsal import measure_token_cost
+from twinkle.model.trainer.self_check import check_engine, plain_logprobs
+from twinkle.model.trainer.sharding import shard_engine
+from twinkle.model.types import (
+    EMPTY,
+    AdamParams,
+    AdapterSnapshot,
+    FloatArray,
+    LoraSpec,
+    TrainerNumbers,
+    TrainFailure,
+    TrainItem,
+    TrainResult,
+)
+
+
+class Trainer:
+    """Many LoRA adapters on one frozen model. Build it with :meth:`from_pretrained`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        model_id: str,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        """Take over a loaded model: it is frozen and its linear layers are replaced.
+
+        memory_budget_bytes: device memory for weights, adapters and activations together; None: what is free.
+        max_tokens_per_batch: upper bound of a batch; None: 16384 on CUDA, 4096 on CPU, less where memory is short.
+        compiled: compile the decoder layers now; takes a minute or so, and CUDA steps get faster.
+        device_mesh: the processes that train together; each constructs a trainer of its own on the same weights. Along
+        its dimension fsdp the base is cut into shards.
+        reshard_after_forward: layers of a sharded base are gathered once more for the backward pass, not held.
+        """
+        self.model_id = model_id
+        self.device: torch.device = model.device
+        if device_mesh is not None and device_mesh.fsdp_world_size > 1:  # shards move there from where the model is
+            self.device = own_device(device_mesh.device_type, device_mesh)
+        self.dtype: torch.dtype = model.dtype
+        if max_tokens_per_batch is not None and max_tokens_per_batch < 1:
+            raise InvalidInputError("max_tokens_per_batch", max_tokens_per_batch, "an integer ≥ 1 or None")
+        self._parallel = read_mesh(device_mesh, self.device)
+        weight_bytes = parameter_bytes(model)
+        free_bytes = available_bytes(self.device, self._parallel.ranks.size)
+        self.architecture = read_architecture(model)
+        self.end_tokens = _end_tokens(model)
+        reference = plain_logprobs(model, self.architecture)
+        chunk_rows = head_chunk_rows(self.device, self.architecture.vocab_size)
+        self._engine = Engine(model, self.architecture, self.device, chunk_rows)
+        if self._parallel.shard_mesh is not None:
+            if compiled:
+                raise UnsupportedError("compiled: the layers of a sharded base are not compiled, allowed: False")
+            gathered = shard_engine(self._engine, model, self._parallel.shard_mesh, reshard_after_forward)
+            self.architecture = self._engine.architecture
+            weight_bytes = weight_bytes // self._parallel.shards.size + gathered
+            free_bytes = available_bytes(self.device, self._parallel.ranks.size) - gathered
+        if memory_budget_bytes is not None:
+            free_bytes = min(free_bytes, memory_budget_bytes - weight_bytes)
+        check_engine(self._engine, reference)
+        if compiled:
+            compile_layers(self._engine, self.dtype)
+        cost = measure_token_cost(self._engine, self.dtype)
+        self.memory: MemoryPlan = divide(
+            weights=weight_bytes,
+            free=self._parallel.ranks.smallest(free_bytes),
+            per_token=cost.kept,
+            per_token_recomputed=cost.recomputed,
+            max_tokens=max_tokens_per_batch,
+            device=self.device,
+        )
+        self._budget = Budget(self.memory.tokens, self.memory.tokens_recomputed, most_tokens=self.memory.most_tokens)
+        self._has_budget = memory_budget_bytes is not None or self.device.type != "cpu"
+        self._pool = AdapterPool(self._pool_bytes(), self.dtype, self.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_id: str,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        memory_budget_bytes: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        compiled: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool = True,
+    ) -> Self:
+        """Load a model by its id (see :mod:`twinkle.hub`).
+
+        device: None takes CUDA where there is one. dtype: "bf16" or "fp32"; None takes bf16 on CUDA and on CPUs with
+        AMX, else fp32. The rest as in the constructor.
+        """
+        if device_mesh is not None:
+            check_mesh(device_mesh)  # before weights are read
+        chosen = own_device(device, device_mesh)
+        if chosen.type not in ("cpu", "cuda"):
+            raise InvalidInputError("device", str(chosen), "cpu or cuda")
+        sharded = device_mesh is not None and device_mesh.fsdp_world_size > 1
+        place = torch.device("cpu") if sharded else chosen  # whole in host memory, shards on the device
+        model = load_model(hub.resolve(model_id), read_dtype(dtype, chosen), place)
+        return cls(
+            model,
+            model_id=model_id,
+            memory_budget_bytes=memory_budget_bytes,
+            max_tokens_per_batch=max_tokens_per_batch,
+            compiled=compiled,
+            device_mesh=device_mesh,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; all are given the same calls."""
+        return self._parallel.ranks
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def check_adapter(self, spec: LoraSpec) -> None:
+        """Raises for an adapter that this model can never have; in any thread."""
+        select_targets(check_spec(spec), self.architecture)
+
+    def create_adapter(self, adapter_id: str, spec: LoraSpec) -> LoraSpec:
+        """Make a fresh adapter; returns its spec with the seed that was used."""
+        if adapter_id in self._pool:
+            raise AdapterExistsError(adapter_id)
+        spec = self._parallel.ranks.gather(check_spec(spec))[0]  # one seed for all, where it was drawn
+        adapter = self._blank(adapter_id, spec)
+        assert spec.seed is not None
+        adapter.weights_P.copy_(initial_row(adapter.layout, spec.rank, spec.seed))
+        self._pool.add(adapter)
+        return spec
+
+    def create_adapter_from_peft(self, adapter_id: str, lora_config: Mapping[str, object]) -> LoraSpec:
+        """Make a fresh adapter from PEFT's ``LoraConfig(...).to_dict()`` or the contents of an adapter_config.json."""
+        return self.create_adapter(adapter_id, spec_from_peft(lora_config))
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._pool.remove(adapter_id)
+
+    def adapter_ids(self) -> list[str]:
+        return self._pool.ids()
+
+    def resident_adapter_ids(self) -> list[str]:
+        """Those on the device now; the others wait in host memory. In any thread."""
+        return self._pool.resident_ids()
+
+    def host_bytes(self) -> int:
+        """Host memory that adapters take now, on a CPU also those on the device. In any thread."""
+        return self._pool.host_bytes()
+
+    def host_bytes_of(self, spec: LoraSpec) -> int:
+        """Host memory that an adapter of this shape takes at most. In any thread."""
+        layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
+        copy = self.dtype.itemsize if self.device.type == "cpu" else 0
+        return (PAGED_BYTES_PER_PARAMETER + copy) * layout.size
+
+    def numbers(self) -> TrainerNumbers:
+        resident = len(self._pool.resident_ids())
+        rows = self._engine.token_rows, self._engine.padding_rows
+        return TrainerNumbers(resident, len(self._pool.ids()) - resident, *rows, device_memory(self.device))
+
+    def spec(self, adapter_id: str) -> LoraSpec:
+        return self._pool.get(adapter_id).spec
+
+    def step_count(self, adapter_id: str) -> int:
+        return self._pool.get(adapter_id).step
+
+    def peft_config(self, adapter_id: str) -> dict[str, object]:
+        """The contents of its adapter_config.json."""
+        adapter = self._pool.get(adapter_id)
+        return peft_config(adapter.spec, short_names(adapter.layout.targets, self.architecture), self.model_id)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        """Log-probabilities and losses, without gradients."""
+        return self._run(items, train=False)
+
+    def forward_backward(self, items: Sequence[TrainItem]) -> list[TrainResult | TrainFailure]:
+        """Log-probabilities and losses; each request's gradient is added to its adapter's."""
+        return self._run(items, train=True)
+
+    def in_steps(
+        self,
+        items: Sequence[TrainItem],
+        *,
+        train: bool,
+        limit: Callable[[], int | None],
+        give_way: Callable[[], None] | None = None,
+    ) -> Generator[None, None, list[TrainResult | TrainFailure]]:
+        """As :meth:`forward` or :meth:`forward_backward`, a micro-batch at a time, each of at most ``limit()`` tokens.
+
+        Other calls may run between micro-batches, except for the same adapters. With several ranks all is one step.
+        On a CPU one long sequence takes seconds: ``give_way`` is called between its layers, and may make such calls.
+        """
+        if self._parallel.sharded or self._parallel.ranks.size > 1:
+            return self._run(items, train=train)
+
+        def let_others_compute() -> None:
+            assert give_way is not None
+            budget, self._budget = self._budget, self._budget.half()  # this call holds as much
+            try:
+                with torch.enable_grad():  # whatever holds for this call
+                    give_way()
+            finally:
+                self._budget = budget
+
+        interrupted = give_way is not None and self._engine.device.type == "cpu"
+        call = Call(
+            self._engine,
+            self._pool,
+            self._budget,
+            train=train,
+            ranks=self._parallel.ranks,
+            give_way=let_others_compute if interrupted else None,
+        )
+        results = yield from call.steps(items, limit)
+        self._budget = min(self._budget, call.budget, key=lambda budget: budget.tokens)  # others may have met it, too
+        return results
+
+    def optim_step(self, adapter_id: str, params: AdamParams, *, decoupled: bool = True) -> dict[str, float]:
+        """One AdamW step with the accumulated gradient, which is then zero. Without a gradient nothing changes, and the
+        metrics have ``no_gradient:max``.
+
+        decoupled: False is Adam, whose weight decay is part of the gradient.
+        """
+        adapter = self._pool.get(adapter_id)
+        check_adam_params(params)
+        self._pool.make_resident([adapter])
+        self._unite_gradient(adapter)
+        return adam_step(adapter, params, decoupled=decoupled)
+
+    def scale_gradient(self, adapter_id: str, factor: float) -> None:
+        """Multiply the accumulated gradient; without one nothing changes."""
+        adapter = self._pool.get(adapter_id)
+        if adapter.gradient_P is not None:
+            adapter.gradient_P = adapter.gradient_P * factor
+
+    def gradient_norm(self, adapter_id: str, norm_type: float = 2.0) -> float:
+        """Of the accumulated gradient; 0 without one."""
+        gradient_P = self._with_gradient(adapter_id).gradient_P
+        return 0.0 if gradient_P is None else gradient_norm(gradient_P, norm_type)
+
+    def zero_grad(self, adapter_id: str) -> None:
+        """Drop the accumulated gradient."""
+        self._pool.get(adapter_id).drop_gradient()
+
+    def gradients(self, adapter_id: str) -> dict[str, FloatArray]:
+        """The accumulated gradient by PEFT's parameter names; empty between windows."""
+        adapter = self._with_gradient(adapter_id)
+        return {} if adapter.gradient_P is None else self._arrays(adapter, adapter.gradient_P)
+
+    def weights(self, adapter_id: str) -> dict[str, FloatArray]:
+        """The master weights by PEFT's parameter names."""
+        adapter = self._pool.get(adapter_id)
+        return self._arrays(adapter, adapter.weights_P)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, adapter_id: str) -> AdapterSnapshot:
+        """Everything needed to go on exactly, an open window's gradient included."""
+        adapter = self._with_gradient(adapter_id)
+        gradient = None if adapter.gradient_P is None else _array(adapter.gradient_P)
+        return AdapterSnapshot(
+            spec=adapter.spec,
+            step=adapter.step,
+            layout=adapter.layout.digest,
+            weights=_array(adapter.weights_P),
+            exp_avg=_array(adapter.exp_avg_P),
+            exp_avg_sq=_array(adapter.exp_avg_sq_P),
+            gradient=gradient,
+        )
+
+    def restore(self, adapter_id: str, snapshot: AdapterSnapshot) -> None:
+        """Put an adapter into the state of a snapshot, creating it if it does not exist."""
+        fresh = self._blank(adapter_id, check_spec(snapshot.spec))
+        if fresh.layout.digest != snapshot.layout:
+            raise InvalidInputError("snapshot.layout", snapshot.layout, f"{fresh.layout.digest} (another base model?)")
+        for name in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
+            array = vars(snapshot)[name]
+            if array is not None and array.shape != (fresh.layout.size,):
+                raise InvalidInputError(f"snapshot.{name}", f"shape {array.shape}", f"({fresh.layout.size},)")
+        fresh.weights_P.copy_(torch.from_numpy(snapshot.weights))
+        fresh.exp_avg_P.copy_(torch.from_numpy(snapshot.exp_avg))
+        fresh.exp_avg_sq_P.copy_(torch.from_numpy(snapshot.exp_avg_sq))
+        fresh.gradient_P = None if snapshot.gradient is None else torch.from_numpy(snapshot.gradient.copy())
+        fresh.step = snapshot.step
+        self._pool.put(fresh)
+
+    def save(
+        self,
+        adapter_id: str,
+        directory: str | Path,
+        optimizer: bool = True,
+        overwrite: bool = False,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write a directory that PEFT can load; with ``optimizer`` also all that training on needs.
+
+        state: further entries of trainer_state.json. companions: writes further files into the directory it is given,
+        which appears with them or not at all.
+        """
+        adapter = self._pool.get(adapter_id)
+        write = functools.partial(
+            checkpoint.save_adapter,
+            adapter,
+            Path(directory),
+            target_modules=short_names(adapter.layout.targets, self.architecture),
+            base_model=self.model_id,
+            optimizer=optimizer,
+            overwrite=overwrite,
+            state=state,
+            companions=companions,
+        )
+        first_does(self._parallel.ranks, write)
+
+    def prepare_save(
+        self,
+        adapter_id: str,
+        optimizer: bool = True,
+        state: Mapping[str, object] = EMPTY,
+        companions: Callable[[Path], None] | None = None,
+    ) -> Callable[[Path], None]:
+        """Copy what :meth:`save` would write; the function returned writes it, in any thread, over what is there."""
+        adapter = self._pool.get(adapter_id)
+        return functools.partial(
+            checkpoint.save_adapter,
+            adapter.host_copy(optimizer),
+            target_modules=short_names(adapter.layout.targets, self.architecture),
+            base_model=self.model_id,
+            optimizer=optimizer,
+            overwrite=True,
+            state=state,
+            companions=companions,
+        )
+
+    def load(self, adapter_id: str, directory: str | Path, optimizer: bool = True) -> None:
+        """Read a directory written by :meth:`save` or by PEFT into an adapter of the same shape."""
+        adapter = self._pool.get(adapter_id)
+        read = functools.partial(checkpoint.load_adapter, adapter, Path(directory), optimizer=optimizer)
+        together(self._parallel.ranks, read)
+        if adapter.slot is not None:
+            adapter.refresh_compute_copy()
+
+    def create_adapter_from_checkpoint(
+        self, adapter_id: str, directory: str | Path, optimizer: bool = True
+    ) -> LoraSpec:
+        """Make an adapter with the shape and the weights of a directory written by :meth:`save` or by PEFT."""
+        spec = self.create_adapter(adapter_id, checkpoint.read_spec(Path(directory)))
+        try:
+            self.load(adapter_id, directory, optimizer)
+        except TwinkleError:
+            self.remove_adapter(adapter_id)
+            raise
+        return spec
+
+    # --- what a sampler on the same model needs -----------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        if self._parallel.sharded:
+            raise UnsupportedError("engine: nobody else can run a model that is sharded over processes")
+        return self._engine
+
+    @property
+    def pool(self) -> AdapterPool:
+        return self._pool
+
+    def frozen_from_checkpoint(self, directory: str | Path) -> Adapter:
+        """The weights of a directory written by :meth:`save` or by PEFT."""
+        adapter = self._blank(str(directory), check_spec(checkpoint.read_spec(Path(directory))))
+        checkpoint.load_adapter(adapter, Path(directory), optimizer=False)
+        return Adapter.frozen_copy(adapter)
+
+    def frozen_from_weights(self, config: Mapping[str, object], weights: Mapping[str, Tensor]) -> Adapter:
+        """Weights by PEFT's names, and the contents of their adapter_config.json."""
+        adapter = self._blank("weights", check_spec(checkpoint.spec_of(config)))
+        checkpoint.put_weights(adapter, weights)
+        return Adapter.frozen_copy(adapter)
+
+    def set_aside(self, size: int) -> None:
+        """Give up ``size`` bytes of the adapters' memory for another use of the device."""
+        if not 0 <= size < self.memory.adapters:
+            raise CapacityError(
+                f"{size / 2**20:.0f} MiB are asked for, adapters have {self.memory.adapters / 2**20:.0f} MiB"
+            )
+        self.memory = dataclasses.replace(self.memory, adapters=self.memory.adapters - size)
+        self._pool.shrink(self._pool_bytes())
+
+    def _pool_bytes(self) -> int:
+        """What adapters may take on the device.
+
+        A CPU has no memory of its own that paging out would spare: unless a budget was given, whoever uses the trainer
+        bounds what adapters take of the host's (:meth:`host_bytes`).
+        """
+        return self.memory.adapters if self._has_budget else max(self.memory.adapters, host_memory_limit())
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _run(self, items: Sequence[TrainItem], *, train: bool) -> list[TrainResult | TrainFailure]:
+        passes = Lockstep(self._engine, self._parallel.shards) if self._parallel.sharded else self._engine
+        call = Call(passes, self._pool, self._budget, train=train, ranks=self._parallel.ranks)
+        results = call.run(items)
+        self._budget = call.budget
+        return results
+
+    def _with_gradient(self, adapter_id: str) -> Adapter:
+        """The adapter with its whole gradient, whichever ranks have parts of it."""
+        adapter = self._pool.get(adapter_id)
+        if adapter.divided:
+            self._pool.make_resident([adapter])  # on all ranks, since messages go from device to device
+            self._unite_gradient(adapter)
+        return adapter
+
+    def _unite_gradient(self, adapter: Adapter) -> None:
+        if adapter.divided:
+            adapter.unite_gradient(self._parallel.ranks)
+
+    def _blank(self, adapter_id: str, spec: LoraSpec) -> Adapter:
+        layout = RowLayout(rank_bucket(spec.rank), select_targets(spec, self.architecture))
+        return Adapter.fresh(adapter_id, spec, self._pool.stack_for(layout), torch.zeros(layout.size))
+
+    def _arrays(self, adapter: Adapter, row_P: Tensor) -> dict[str, FloatArray]:
+        named = checkpoint.named_tensors(row_P, adapter.layout, adapter.spec.rank)
+        return {name: tensor.numpy().copy() for name, tensor in named.items()}  # never a window into the live row
+
+
+def _array(tensor: Tensor) -> FloatArray:
+    return tensor.cpu().numpy().copy()
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """All that end a turn or a text; a model's configurations may name one, several or none."""
+    configs = (model.generation_config, model.config, model.config.get_text_config())
+    named = [config.to_dict().get("eos_token_id") for config in configs if config is not None]
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in ids if token is not None)

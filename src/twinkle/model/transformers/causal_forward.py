@@ -1,0 +1,156 @@
+"""A causal language model with its gradient kept: from sequences to log-probabilities, logits or embeddings.
+
+Of families that the tests pin, sequences run packed where their layers allow it, and log-probabilities come from the
+head chunk by chunk, recomputed in the backward pass: all logits exist only when somebody asks for them. Any other
+family runs padded through its own forward, with all its logits.
+
+Shapes: B sequences, L tokens of the longest, T tokens of all, C rows of a chunk, H hidden features, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from twinkle.model.decoder.architecture import TESTED_FAMILIES, logit_shape, mixes_by_attention_alone
+from twinkle.model.decoder.attention import PACKED, Packing, register
+from twinkle.model.library.sequences import SequenceBatch
+from twinkle.model.trainer.memory import head_chunk_rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a forward pass is to return beside log-probabilities."""
+
+    temperature: float = 1.0
+    entropies: bool = False
+    predictions: bool = False
+    logits: bool = False
+    embeddings: bool = False  # instead of log-probabilities
+
+
+class CausalForward(nn.Module):
+    """Runs a model whose layers may have adapters in place. All of a pass is in its call: shards are gathered there.
+
+    Where it runs packed, calls of the model by itself (``generate`` among them) are refused from then on.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = model.config.get_text_config()
+        values = config.to_dict()
+        self._model = model
+        self._known = config.model_type in TESTED_FAMILIES and not values.get("output_router_logits")
+        self.packed = self._known and mixes_by_attention_alone(model) and not values.get("attention_dropout")
+        self._scale, self._softcap = logit_shape(config)
+        if self.packed:
+            register()
+            model.set_attn_implementation(PACKED)
+
+    def forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
+        """(B, L) "logps" and, as asked, "entropies", "predictions", (B, L, V) "logits" or (B, H) "embeddings".
+
+        "aux_loss" is there where the model has one.
+        """
+        if asked.embeddings:
+            return {"embeddings": self._embeddings(batch)}
+        if not self._known:
+            return self._through_its_own_forward(batch, asked)
+        hidden_TH = self._hidden(batch)
+        targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets]).to(hidden_TH.device)
+        if asked.logits:
+            logits_TV = self._logits(hidden_TH, asked.temperature)
+            return _measured(batch, logits_TV, targets_T, asked)
+        values_TM = self._chunked(hidden_TH, targets_T, asked)
+        return _named(batch, values_TM, asked)
+
+    def _hidden(self, batch: SequenceBatch) -> Tensor:
+        """(T, H), sequence after sequence."""
+        device = self._model.device
+        if self.packed:
+            packing = Packing.of(batch.lengths, device)
+            ids_1T = torch.cat([row["input_ids"] for row in batch.rows])[None].to(device)
+            positions_1T = torch.cat([torch.arange(length) for length in batch.lengths])[None].to(device)
+            decoder = self._model.base_model
+            output = decoder(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, packing=packing)
+            return output.last_hidden_state[0]
+        inputs = batch.loss_inputs
+        output = self._model.base_model(
+            input_ids=inputs["input_ids"].to(device),
+            attention_mask=inputs["attention_mask"].to(device),
+            use_cache=False,
+        )
+        return output.last_hidden_state[batch.mask.to(device)]
+
+    def _embeddings(self, batch: SequenceBatch) -> Tensor:
+        """The hidden state of each sequence's last token, of length 1."""
+        last_B = torch.tensor(batch.lengths).cumsum(0) - 1
+        hidden_TH = self._hidden(batch)
+        return F.normalize(hidden_TH[last_B.to(hidden_TH.device)].float(), dim=-1)
+
+    def _logits(self, hidden_CH: Tensor, temperature: float) -> Tensor:
+        logits_CV = self._model.get_output_embeddings()(hidden_CH).float()
+        if self._scale != 1.0:
+            logits_CV = logits_CV * self._scale
+        if self._softcap is not None:
+            logits_CV = self._softcap * torch.tanh(logits_CV / self._softcap)
+        return logits_CV if temperature == 1.0 else logits_CV / temperature
+
+    def _chunked(self, hidden_TH: Tensor, targets_T: Tensor, asked: Asked) -> Tensor:
+        rows = head_chunk_rows(hidden_TH.device, self._model.config.get_text_config().vocab_size)
+
+        def values(hidden_CH: Tensor, targets_C: Tensor) -> Tensor:
+            return _values(self._logits(hidden_CH, asked.temperature), targets_C, asked)
+
+        run: Callable[[Tensor, Tensor], Tensor] = values
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, values, use_reentrant=False)
+        return torch.cat([run(*chunk) for chunk in zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)])
+
+    def _through_its_own_forward(self, batch: SequenceBatch, asked: Asked) -> dict[str, Tensor]:
+        device, inputs = self._model.device, batch.loss_inputs
+        output = self._model(
+            input_ids=inputs["input_ids"].to(device),
+            attention_mask=inputs["attention_mask"].to(device),
+            use_cache=False,
+        )
+        logits_TV = output.logits[batch.mask.to(device)].float() / asked.temperature
+        targets_T = torch.cat([torch.from_numpy(targets) for targets in batch.targets]).to(device)
+        outputs = _measured(batch, logits_TV, targets_T, asked)
+        aux_loss = output.get("aux_loss")
+        return outputs if aux_loss is None else {**outputs, "aux_loss": aux_loss}
+
+
+def _values(logits_CV: Tensor, targets_C: Tensor, asked: Asked) -> Tensor:
+    """log p(target) and, as asked, entropy and the likeliest token: (C, 1 to 3)."""
+    norm_C = logits_CV.logsumexp(-1)
+    columns = [logits_CV.gather(1, targets_C[:, None])[:, 0] - norm_C]
+    if asked.entropies:
+        columns.append(norm_C - (logits_CV.softmax(-1) * logits_CV).sum(-1))
+    if asked.predictions:
+        columns.append(logits_CV.detach().argmax(-1).float())
+    return torch.stack(columns, 1)
+
+
+def _measured(batch: SequenceBatch, logits_TV: Tensor, targets_T: Tensor, asked: Asked) -> dict[str, Tensor]:
+    outputs = _named(batch, _values(logits_TV, targets_T, asked), asked)
+    if not asked.logits:
+        return outputs
+    mask_BL = batch.mask.to(logits_TV.device)
+    logits_BLV = logits_TV.new_zeros(*mask_BL.shape, logits_TV.shape[-1])
+    return {**outputs, "logits": logits_BLV.masked_scatter(mask_BL[..., None], logits_TV)}
+
+
+def _named(batch: SequenceBatch, values_TM: Tensor, asked: Asked) -> dict[str, Tensor]:
+    names = ["logps", *(["entropies"] if asked.entropies else []), *(["predictions"] if asked.predictions else [])]
+    mask_BL = batch.mask.to(values_TM.device)
+    zeros_BL = torch.zeros(mask_BL.shape, dtype=values_TM.dtype, device=values_TM.device)
+    columns = {name: zeros_BL.masked_scatter(mask_BL, values_TM[:, i]) for i, name in enumerate(names)}
+    if asked.predictions:
+        columns["predictions"] = columns["predictions"].detach().long()
+    return columns

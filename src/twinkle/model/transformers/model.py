@@ -1,0 +1,455 @@
+"""One Hugging Face model trained the plain way: all its parameters or PEFT adapters, autograd, any torch optimizer.
+
+Precision: weights that are trained are fp32 (unless ``dtype`` says otherwise). With ``mixed_precision="bf16"`` products
+run under bf16 autocast, so that updates too small for bf16 are not lost; a base that is frozen under adapters is then
+kept in bf16. Losses and log-probabilities are fp32 always.
+
+With a device mesh every process trains on data of its own. Along the mesh's dimension fsdp the model is cut into shards
+when it is first used; PEFT adapters stay whole, and are added before.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedConfig
+
+from twinkle.errors import (
+    InvalidInputError,
+    NonFiniteError,
+    UnknownNameError,
+    UnsupportedError,
+    UserError,
+)
+from twinkle.infra import remote_class
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.loss import Loss
+from twinkle.metric import Accuracy, LossMetric, TrainMetric
+from twinkle.model.decoder.architecture import find_layers
+from twinkle.model.library.checkpoint_source import find_checkpoint
+from twinkle.model.library.components import guarded_loss_value
+from twinkle.model.library.interface import TwinkleModel
+from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
+from twinkle.model.library.parallel_options import check_parallel_options, check_precision
+from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
+from twinkle.model.library.remote_verbs import at_once
+from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
+from twinkle.model.library.train_configs import describe
+from twinkle.model.library.training_state import checkpoint_path, is_due
+from twinkle.model.parallel import copy_from_first, own_device, read_mesh
+from twinkle.model.trainer.sharding import shard_trained, whole
+from twinkle.model.transformers import gradients
+from twinkle.model.transformers.causal_forward import Asked, CausalForward
+from twinkle.model.transformers.loading import load_for_training
+from twinkle.model.transformers.peft_adapters import PeftAdapters
+from twinkle.model.transformers.state import PlainState
+
+_TASKS = ("causal_lm", "embedding", "fused_lm_ce")
+_ONE_TOKEN = SequenceBatch(({"input_ids": torch.zeros(1, dtype=torch.long)},))
+
+
+@remote_class()
+class TransformersModel(TwinkleModel):
+    """``model`` is the Hugging Face model, or PEFT's view of it once there are adapters.
+
+    Without adapters all parameters are one group, named "". Where ``adapter_name`` is not given, the only group is
+    meant, or else ``active_group``: the adapter added last. ``gradient_checkpointing`` trades time for memory. Further
+    keywords are those of ``from_pretrained``.
+    """
+
+    def __init__(
+        self,
+        model_cls: object = None,
+        model_id: str | None = None,
+        config: PreTrainedConfig | None = None,
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: str = "bf16",
+        strategy: str = "accelerate",
+        ddp_config: Mapping[str, Any] | None = None,
+        fsdp_config: Mapping[str, Any] | None = None,
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        memory_efficient_init: bool = False,
+        *,
+        tokenizer_id: str | None = None,
+        device: str | torch.device | None = None,
+        gradient_checkpointing: bool = False,
+        **load_options: Any,
+    ) -> None:
+        self._reshards = check_parallel_options(
+            device_mesh=device_mesh,
+            strategy=strategy,
+            ddp_config=ddp_config,
+            fsdp_config=fsdp_config,
+            grad_scaler_config=grad_scaler_config,
+            memory_efficient_init=memory_efficient_init,
+        )
+        self.device = own_device(device, device_mesh)
+        self._parallel = parallel = read_mesh(device_mesh, self.device)
+        super().__init__(model_id or "(made from a config)", tokenizer_id or model_id, device_mesh, parallel.ranks)
+        self._half = check_precision(mixed_precision) == "bf16"
+        place = torch.device("cpu") if parallel.sharded else self.device  # whole in host memory, shards on the device
+        plain = load_for_training(model_id, model_cls, config, place, load_options)
+        if model_id is None:
+            copy_from_first(parallel.ranks, plain.parameters())
+        if gradient_checkpointing:
+            plain.gradient_checkpointing_enable({"use_reentrant": False})
+        self.hf_config: PreTrainedConfig = plain.config
+        self._plain = plain
+        self._forward_pass = CausalForward(plain)
+        self._adapters = PeftAdapters(plain, half_base=self._half)
+        self._state = PlainState(plain, self._adapters, parallel, self.model_id, self.tokenizer_id)
+        self._in_shards = False
+        self.active_group = ""
+        self._add_group(OptimizerGroup(""))
+
+    @property
+    def model(self) -> nn.Module:
+        return self._plain if self._adapters.wrapper is None else self._adapters.wrapper
+
+    def add_adapter_to_model(
+        self,
+        adapter_name: str,
+        config_or_dir: Any,
+        is_trainable: bool = True,
+        *,
+        gradient_accumulation_steps: int = 1,
+    ) -> None:
+        """``config_or_dir``: PEFT's LoraConfig, or a directory or hub repository with an adapter."""
+        if not isinstance(adapter_name, str) or not adapter_name:
+            raise InvalidInputError("adapter_name", adapter_name, "a name")
+        if self._in_shards:
+            raise UserError("add_adapter_to_model: the model is in shards already; add adapters before all else")
+        full = self.optimizer_group.get("")
+        if full is not None and full.chosen:
+            raise UserError(
+                f"add_adapter_to_model: {', '.join(sorted(full.chosen))} came before it and was for all parameters, "
+                "which an adapter freezes; add adapters first"
+            )
+        group = OptimizerGroup(adapter_name, None, gradient_accumulation_steps)
+        self._adapters.add(adapter_name, config_or_dir, is_trainable)
+        copy_from_first(self._ranks, trained_parameters(self.model, adapter_name).values())
+        self.optimizer_group.pop("", None)  # frozen now
+        group.adapter_config = self._adapters.config(adapter_name)
+        self._add_group(group)
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        group = self._group(adapter_name, activate=True)
+        self._compute(group, inputs, temperature, return_logits, task, kwargs, training=True)
+        return _detached(group.train_status.computed("forward")[1])
+
+    def forward_only(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        disable_lora: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        group = self._group(adapter_name, activate=True)
+        with torch.no_grad(), self._adapters.disabled() if disable_lora else nullcontext():
+            self._compute(group, inputs, temperature, return_logits, task, kwargs, training=False)
+        return _detached(group.eval_status.computed("forward_only")[1])
+
+    def calculate_loss(self, *, adapter_name: str | None = None, **kwargs: Any) -> float:
+        group = self._group(adapter_name)
+        status = group.status
+        batch, outputs = status.computed("calculate_loss")
+        arguments = self._loss_arguments(group, kwargs)
+        if batch.empty:
+            nothing = sum((value.sum() for value in outputs.values() if value.is_floating_point()), torch.zeros(()))
+            self._keep_loss(status, nothing, 0.0, 0.0)
+            return 0.0
+        with torch.set_grad_enabled(group.training):
+            loss, tokens = guarded_loss_value(group.loss_instance, batch.loss_inputs, outputs, arguments)
+            if "aux_loss" in outputs:  # of mixtures of experts; a mean, so it must survive the division by tokens
+                loss = loss + outputs["aux_loss"] * max(tokens, 1.0)
+        value = float(loss.detach())
+        self._keep_loss(status, loss, value, tokens)
+        return value
+
+    def backward(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        group = self._group(adapter_name)
+        status = group.train_status
+        if not group.training or not isinstance(status.loss_value, Tensor):
+            raise UserError("backward: there is no loss to go back from; call forward and calculate_loss first")
+        if not status.loss_value.requires_grad:
+            who = group.adapter_name or "the model"
+            raise UserError(f"backward: the loss depends on nothing that is trained; {who!r} is frozen")
+        group.set_accumulation(gradient_accumulation_steps)
+        if group.normalized:  # a gradient that all ranks have, and to which each adds now
+            gradients.leave_to_first(self._with_gradient(group), self._parallel)
+        status.loss_value.backward()
+        group.after_backward()
+        status.outputs = _detached(status.computed("backward")[1])
+
+    def forward_backward(
+        self,
+        *,
+        inputs: object,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        gradient_accumulation_steps: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        group = self._group(adapter_name, activate=True)
+        self._compute(group, inputs, temperature, return_logits, task, kwargs, training=True)
+        self.calculate_loss(adapter_name=group.adapter_name)
+        self.backward(adapter_name=group.adapter_name, gradient_accumulation_steps=gradient_accumulation_steps)
+        return dict(group.train_status.computed("forward_backward")[1])
+
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> float | None:
+        check_clipping(max_grad_norm, norm_type)
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        if not group.at_boundary:
+            return None
+        self._normalize(group)
+        norm = gradients.clip(self._with_gradient(group), max_grad_norm, norm_type, self._parallel)
+        if not math.isfinite(norm):
+            self._drop_gradient(group)
+            raise NonFiniteError(f"the gradient has norm {norm}: it was dropped, and no step taken")
+        group.last_grad_norm = norm
+        return norm
+
+    def step(
+        self,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        optim_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        optimizer = group.required_optimizer("step")
+        if not group.at_boundary:
+            return
+        if optim_params is not None:
+            apply_optim_params(optimizer, optim_params)
+        self._normalize(group)
+        group.last_lr = tuple(group.lr)
+        optimizer.step()
+
+    def zero_grad(self, *, adapter_name: str | None = None, gradient_accumulation_steps: int | None = None) -> None:
+        group = self._group(adapter_name)
+        group.set_accumulation(gradient_accumulation_steps)
+        if group.at_boundary:
+            self._drop_gradient(group)
+
+    def set_optimizer(
+        self,
+        optimizer_cls: object,
+        lr: float = 1e-5,
+        weight_decay: float = 0.01,
+        params: object = None,
+        *,
+        adapter_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Also an instance. ``params``: parameters or groups of them, in the place of all that are trained."""
+        group = self._group(adapter_name)
+        if group.adapter_name and not self._adapters.is_trainable(group.adapter_name):
+            raise UserError(f"set_optimizer: adapter {group.adapter_name!r} was added with is_trainable=False")
+        self._shard()
+        if self._in_shards and (isinstance(optimizer_cls, Optimizer) or params is not None):
+            raise UnsupportedError("set_optimizer: give the name or class of an optimizer, and no params, with shards")
+        parameters = trained_parameters(self.model, group.adapter_name)
+        group.optimizer = build_optimizer(optimizer_cls, parameters, lr, weight_decay, params, options)
+        group.lr_scheduler = None
+        group.chosen.add("set_optimizer")
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+    ) -> str | None:
+        group = self._group(adapter_name)
+        if not is_due(group, interval):
+            return None
+
+        directory = checkpoint_path(group, name, output_dir)
+        self._state.save(
+            group,
+            trained_parameters(self.model, group.adapter_name),
+            directory,
+            save_optimizer=save_optimizer,
+            consumed_train_samples=consumed_train_samples,
+        )
+        return str(directory)
+
+    def load(
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
+    ) -> None:
+        group = self._group(adapter_name)
+        if not group.adapter_name:
+            raise UnsupportedError("load: a full model is loaded when it is constructed, with model_id=<directory>")
+        directory = find_checkpoint(name, output_dir, token)
+        self.resume_from_checkpoint(str(directory), resume_only_model=not load_optimizer, adapter_name=adapter_name)
+
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        """Of a full model, weights come with its construction (``model_id=<checkpoint_dir>``); the rest comes here."""
+        group, directory = self._group(adapter_name), Path(checkpoint_dir)
+        self._shard()
+        parameters = trained_parameters(self.model, group.adapter_name)
+        return self._state.resume(group, parameters, directory, resume_only_model=resume_only_model)
+
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, Tensor]:
+        group = self._group(adapter_name)
+        if group.adapter_name:
+            return self._adapters.state_dict(group.adapter_name)
+        return {name: whole(parameter.detach()) for name, parameter in trained_parameters(self.model, "").items()}
+
+    @at_once
+    def get_peft_config_dict(self, *, adapter_name: str | None = None) -> dict[str, Any] | None:
+        """None for a model without adapters."""
+        group = self._group(adapter_name)
+        return self._adapters.config(group.adapter_name) if group.adapter_name else None
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        group = self._group(adapter_name)
+        parameters = trained_parameters(self.model, group.adapter_name)
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        return describe(group, self.model_id, self.get_peft_config_dict(adapter_name=adapter_name), shapes)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _group(self, adapter_name: str | None, *, activate: bool = False) -> OptimizerGroup:
+        name = self.active_group if adapter_name is None else adapter_name
+        if name not in self.optimizer_group:
+            raise UnknownNameError("adapter", name, self.optimizer_group)
+        if activate and name:
+            self._adapters.activate(name)
+        return self.optimizer_group[name]
+
+    def _add_group(self, group: OptimizerGroup) -> None:
+        for status in (group.train_status, group.eval_status):
+            kinds = (LossMetric, Accuracy, TrainMetric)
+            status.metrics += [metric(self.device_mesh, self._ranks.group) for metric in kinds]
+        self.optimizer_group[group.adapter_name] = group
+        self.active_group = group.adapter_name
+
+    def _check_loss(self, loss: Loss) -> None:
+        """Any loss will do."""
+
+    def _compute(
+        self,
+        group: OptimizerGroup,
+        inputs: object,
+        temperature: float,
+        return_logits: bool,
+        task: str,
+        kwargs: dict[str, Any],
+        *,
+        training: bool,
+    ) -> None:
+        """A forward pass; its outputs are in the status of the group, with their graph."""
+        _check_task(task)
+        if not isinstance(temperature, int | float) or temperature <= 0:
+            raise InvalidInputError("temperature", temperature, "a number > 0")
+        self._shard()
+        loss = group.loss_instance
+        status, batch = self._begin_forward(group, inputs, kwargs, training=training)
+        asked = Asked(
+            float(temperature),
+            entropies=loss.require_entropy,
+            predictions=any(isinstance(metric, Accuracy) for metric in status.metrics),
+            logits=return_logits or loss.require_logits,
+            embeddings=task == "embedding",
+        )
+        self.model.train(training)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
+            outputs = dict(self._forward_pass(_ONE_TOKEN if batch.empty else batch, asked))
+        if batch.empty:  # a rank without data goes along: others may need it, and zero is a gradient too
+            outputs = {name: value[:0] for name, value in outputs.items() if value.dim() > 0}
+        group.begin(status, batch, outputs, kwargs, temperature)
+
+    def _batch(self, group: OptimizerGroup, inputs: object) -> SequenceBatch:
+        batch = super()._batch(group, inputs)
+        check_vocabulary(batch, self._plain.get_input_embeddings().num_embeddings)
+        return replace(batch, device=self.device)
+
+    def _shard(self) -> None:
+        """Once, before the first use: whoever holds parameters of the model must get them after it."""
+        mesh = self._parallel.shard_mesh
+        if mesh is None or self._in_shards:
+            return
+        layers = self._plain.get_submodule(find_layers(self._plain)).children()
+        named = [trained_parameters(self.model, name) for name in self.optimizer_group if name]
+        apart = {parameter for parameters in named for parameter in parameters.values()}
+        for parameter in apart:
+            parameter.data = parameter.data.to(self.device)
+        shard_trained(self._forward_pass, layers, mesh, reshard_after_forward=self._reshards, apart=apart)
+        self._in_shards = True
+
+    def _normalize(self, group: OptimizerGroup) -> None:
+        divisor = group.take_divisor(self._ranks)
+        if divisor is not None:
+            gradients.unite(self._parameters(group), self._parallel)
+            for parameter in self._with_gradient(group):
+                assert parameter.grad is not None
+                parameter.grad.div_(divisor)
+
+    def _with_gradient(self, group: OptimizerGroup) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters(group) if parameter.grad is not None]
+
+    def _parameters(self, group: OptimizerGroup) -> list[nn.Parameter]:
+        return list(trained_parameters(self.model, group.adapter_name).values())
+
+    def _drop_gradient(self, group: OptimizerGroup) -> None:
+        for parameter in self._with_gradient(group):
+            parameter.grad = None
+        group.drop_window()
+
+
+def _check_task(task: str) -> None:
+    if task not in _TASKS:
+        raise UnknownNameError("task", task, _TASKS)
+    if task == "fused_lm_ce":
+        raise UnsupportedError("task: 'fused_lm_ce' is not supported; 'causal_lm' never holds all logits either")
+
+
+def _detached(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in outputs.items()}

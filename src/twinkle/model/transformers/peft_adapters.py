@@ -1,0 +1,154 @@
+"""PEFT adapters on a plain model: adding, switching, saving, loading."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twinkle.construction import check_options
+from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, MissingDependencyError
+from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
+from twinkle.model.library.checkpoint_source import find_checkpoint
+
+# What PEFT multiplies the product of an adapter's weights by; r also shows in their shapes.
+_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora")
+
+
+class PeftAdapters:
+    """The adapters of one model. The model's own layers get LoRA in place; ``wrapper`` is PEFT's view of it."""
+
+    def __init__(self, model: PreTrainedModel, *, half_base: bool) -> None:
+        """half_base: once the model is frozen under adapters, its weights are kept in bf16."""
+        self._model = model
+        self._half_base = half_base
+        self.wrapper: Any = None  # a peft.PeftModel; None without adapters
+        self._trainable: dict[str, bool] = {}
+
+    def add(self, name: str, config_or_dir: Any, is_trainable: bool) -> None:
+        """All or nothing: after an error the model is as it was."""
+        if "." in name:  # PEFT keeps adapters as modules
+            raise InvalidInputError("adapter_name", name, "a name without dots")
+        if self.wrapper is not None and name in self.wrapper.peft_config:
+            raise AdapterExistsError(name)
+        base = list(self._model.parameters()) if self.wrapper is None else []
+        is_directory = isinstance(config_or_dir, str | Path)
+        source = find_checkpoint(str(config_or_dir), None, None) if is_directory else _lora_config(config_or_dir)
+        try:
+            if is_directory:
+                self._load_new(name, str(source), is_trainable)
+            else:
+                self._add_new(name, source)
+        except ValueError as error:  # PEFT's words for target modules that are not there, and the like
+            raise InvalidInputError("config_or_dir", config_or_dir, f"what PEFT accepts ({error})") from error
+        self._freeze(base)
+        self._trainable[name] = is_trainable
+        self._set(name)
+
+    def _add_new(self, name: str, config: Any) -> None:
+        if self.wrapper is None:
+            self.wrapper = _peft().get_peft_model(self._model, config, adapter_name=name)
+        else:
+            self.wrapper.add_adapter(name, config)
+
+    def _load_new(self, name: str, directory: str, is_trainable: bool) -> None:
+        if self.wrapper is None:
+            load = _peft().PeftModel.from_pretrained
+            self.wrapper = load(self._model, directory, adapter_name=name, is_trainable=is_trainable)
+        else:
+            self.wrapper.load_adapter(directory, name, is_trainable=is_trainable)
+
+    def is_trainable(self, name: str) -> bool:
+        return self._trainable[name]
+
+    def activate(self, name: str) -> None:
+        if self.wrapper.active_adapter != name:
+            self._set(name)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        if self.wrapper is None:
+            yield
+        else:
+            with self.wrapper.disable_adapter():
+                yield
+
+    def config(self, name: str) -> dict[str, Any]:
+        """As adapter_config.json holds it."""
+        config: dict[str, Any] = self.wrapper.peft_config[name].to_dict()
+        return config
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """Weights by PEFT's names, without the adapter's own."""
+        # Embeddings that nobody trains stay out; PEFT would ask the hub whether they were changed.
+        options = {"adapter_name": name, "save_embedding_layers": False}
+        state: dict[str, Tensor] = _peft().get_peft_model_state_dict(self.wrapper, **options)
+        return state
+
+    def save(self, name: str, directory: Path, model_id: str) -> None:
+        config = copy.deepcopy(self.wrapper.peft_config[name])
+        config.inference_mode, config.base_model_name_or_path = True, model_id
+        config.save_pretrained(directory)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict(name).items()}
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+    def load(self, name: str, directory: Path) -> None:
+        try:
+            tensors = load_file(directory / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"could not read {directory / WEIGHTS}: {error}") from error
+        self._check_same_function(name, directory)
+        expected = {key: tuple(tensor.shape) for key, tensor in self.state_dict(name).items()}
+        found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        if found != expected:
+            wrong = sorted(set(found.items()) ^ set(expected.items()))[:3]
+            raise CheckpointError(f"{directory / WEIGHTS} does not fit adapter {name!r}; different: {wrong}")
+        _peft().set_peft_model_state_dict(self.wrapper, tensors, adapter_name=name)
+
+    def _check_same_function(self, name: str, directory: Path) -> None:
+        """The same weights mean something else with another scale."""
+        saved, own = read_json(directory / CONFIG), self.config(name)
+        for field in _SCALE:
+            if field in saved and saved[field] != own[field]:
+                raise CheckpointError(
+                    f"{directory} does not fit adapter {name!r}; {field}: got {saved[field]!r}, allowed: {own[field]!r}"
+                )
+
+    @staticmethod
+    def is_adapter(directory: Path) -> bool:
+        return (directory / CONFIG).exists()
+
+    def _set(self, name: str) -> None:
+        self.wrapper.set_adapter(name, inference_mode=not self._trainable[name])
+
+    def _freeze(self, base: Sequence[nn.Parameter]) -> None:
+        """Under bf16 autocast every product rounds its weights to bf16: frozen ones may as well be kept so."""
+        for parameter in base:
+            parameter.requires_grad_(False)
+            if self._half_base:
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _lora_config(config: Any) -> Any:
+    """A PEFT config, or one made of its fields."""
+    peft = _peft()
+    if isinstance(config, Mapping):
+        check_options(peft.LoraConfig, config)
+        return peft.LoraConfig(**config)
+    if not isinstance(config, peft.PeftConfig) or config.is_prompt_learning:
+        raise InvalidInputError("config_or_dir", config, "a LoraConfig, or a directory with an adapter")
+    return config
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise MissingDependencyError("peft", "transformers", "an adapter on a TransformersModel") from None
+    return peft

@@ -1,0 +1,121 @@
+"""Saving and resuming a plain model, or one of its adapters, together with what the verbs know of it.
+
+Checkpoints hold whole tensors, and one rank writes them: any number of processes can go on from them.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twinkle.model.adapters.checkpoint import STATE, write_whole
+from twinkle.model.library.checkpoint_source import copy_tokenizer
+from twinkle.model.library.optimizer_group import OptimizerGroup
+from twinkle.model.library.training_state import (
+    check_resumable,
+    load_state,
+    progress,
+    read_progress,
+    state_values,
+    summary,
+)
+from twinkle.model.parallel import Parallelism, first_does, together
+from twinkle.model.trainer.sharding import like, whole
+from twinkle.model.transformers import gradients
+from twinkle.model.transformers.peft_adapters import PeftAdapters
+
+Parameters = Mapping[str, nn.Parameter]  # those that a group trains, by name
+
+
+class PlainState:
+    """``tokenizer_id``: whose files go beside weights; None: nobody's."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapters: PeftAdapters,
+        parallel: Parallelism,
+        model_id: str,
+        tokenizer_id: str | None,
+    ) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._parallel = parallel
+        self._model_id = model_id
+        self._tokenizer_id = tokenizer_id
+
+    def save(
+        self,
+        group: OptimizerGroup,
+        parameters: Parameters,
+        directory: Path,
+        *,
+        save_optimizer: bool,
+        consumed_train_samples: int,
+    ) -> None:
+        ranks = self._parallel.ranks
+        weights = self._gathered() if self._parallel.sharded and not group.adapter_name else None
+        values = state_values(group, self._window(group, parameters)) if save_optimizer else {}
+        state = progress(group, consumed_train_samples, ranks) if save_optimizer else None
+
+        def write(staging: Path) -> None:
+            if group.adapter_name:
+                self._adapters.save(group.adapter_name, staging, self._model_id)
+            else:
+                self._model.save_pretrained(staging, state_dict=weights)
+            if self._tokenizer_id is not None:
+                copy_tokenizer(self._tokenizer_id, staging)
+            for name, value in values.items():
+                torch.save(value, staging / name)
+            if state is not None:
+                (staging / STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+
+        first_does(ranks, lambda: write_whole(directory, write, overwrite=True))
+
+    def resume(
+        self, group: OptimizerGroup, parameters: Parameters, directory: Path, *, resume_only_model: bool
+    ) -> dict[str, int]:
+        """Of a full model, the weights have come with its construction."""
+        return together(self._parallel.ranks, lambda: self._resume(group, parameters, directory, resume_only_model))
+
+    def _resume(
+        self, group: OptimizerGroup, parameters: Parameters, directory: Path, resume_only_model: bool
+    ) -> dict[str, int]:
+        state = read_progress(directory, missing_ok=True) if resume_only_model else check_resumable(directory, group)
+        if group.adapter_name:
+            self._adapters.load(group.adapter_name, directory)
+            if group.optimizer is not None:
+                group.optimizer.state.clear()  # its moments are of other weights
+        for parameter in parameters.values():
+            parameter.grad = None
+        group.drop_window()
+        if resume_only_model:
+            return summary(state)
+        state, window = load_state(directory, group, self._parallel.ranks)
+        for name, gradient in window.items():
+            parameters[name].grad = like(gradient, parameters[name])
+        gradients.leave_to_first(list(parameters.values()), self._parallel)
+        return summary(state)
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The weights, on the rank that writes them; elsewhere nothing is kept."""
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self._model.state_dict().items():
+            full = whole(tensor)
+            if self._parallel.ranks.number == 0:
+                weights[name] = full.cpu()
+        return weights
+
+    def _window(self, group: OptimizerGroup, parameters: Parameters) -> dict[str, Tensor]:
+        """The gradients of a window that is not complete, by name."""
+        divided = self._parallel.ranks.size > 1 and not group.normalized
+        if divided:
+            gradients.unite(list(parameters.values()), self._parallel)
+        named = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+        window = {name: whole(gradient).cpu() for name, gradient in named.items()}
+        if divided:
+            gradients.leave_to_first(list(parameters.values()), self._parallel)
+        return window
