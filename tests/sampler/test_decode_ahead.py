@@ -16,11 +16,12 @@ import torch
 from sampling import SPECS, assert_same_samples, prompt, request, run, toy_sampler, toy_trainer
 
 from twinkle.model.adapters.adapter import Adapter
-from twinkle.sampler import Finished, SampleRequest, TorchSampler, decode_graphs
-from twinkle.sampler.cache import blocks_for
-from twinkle.sampler.drawing import Drawn
-from twinkle.sampler.model_pass import Ahead, Piece
-from twinkle.sampler.noise import uniform
+from twinkle.sampler import Finished, SampleRequest, TorchSampler
+from twinkle.sampler.torch_sampler import decode_graphs
+from twinkle.sampler.torch_sampler.cache import blocks_for
+from twinkle.sampler.torch_sampler.drawing import Drawn
+from twinkle.sampler.torch_sampler.model_pass import Ahead, Piece
+from twinkle.sampler.torch_sampler.noise import uniform
 
 
 class Captured:
@@ -74,7 +75,7 @@ def test_the_same_tokens_as_one_at_a_time() -> None:
 
 def test_who_is_not_captured_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn brings a token at least, while others decode ahead."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     trainer = toy_trainer()
     expected = run(toy_sampler(trainer), requests())
     sampler = toy_sampler(trainer)
@@ -129,8 +130,8 @@ def test_a_model_that_cannot_be_captured_decodes_plainly(monkeypatch: pytest.Mon
 def slot_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module without its kernels, which need Triton."""
     kernels = SimpleNamespace(MAX_RANK=128, TILE_ROWS=16, add_lora=None)
-    monkeypatch.setitem(sys.modules, "twinkle.sampler.slot_lora_kernels", kernels)
-    spec = find_spec("twinkle.sampler.slot_lora")
+    monkeypatch.setitem(sys.modules, "twinkle.sampler.torch_sampler.slot_lora_kernels", kernels)
+    spec = find_spec("twinkle.sampler.torch_sampler.slot_lora")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

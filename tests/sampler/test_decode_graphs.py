@@ -164,7 +164,7 @@ def test_families(family: str) -> None:
 def test_attention_to_the_cache(
     window: int | None, softcap: float | None, heads: int, kv_heads: int, width: int
 ) -> None:
-    from twinkle.sampler.attention_kernels import attend_one_token
+    from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 
     torch.manual_seed(0)
     lengths = torch.tensor([1, 15, 16, 17, 64, 129, 300], device="cuda", dtype=torch.int32)

@@ -21,7 +21,7 @@ from tiny_models import tiny_model
 
 from twinkle.model import Trainer
 from twinkle.sampler import Finished, SampleResult, TorchSampler
-from twinkle.sampler.model_pass import Computed, Piece
+from twinkle.sampler.torch_sampler.model_pass import Computed, Piece
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def finish(sampler: TorchSampler) -> dict[str, SampleResult]:
 
 def test_many_samples_of_one_request_leave_room_for_others(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are taken when the others come, and no sample is near its end."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(trainer, max_sequences=8)
     large = request("large", "a", prompt(20), 24, max_tokens=60, seed=0)
     small = [request(f"{n}", version, prompt(12, n), max_tokens=10, seed=n) for n, version in enumerate((None, *SPECS))]
@@ -72,7 +72,7 @@ def test_many_samples_of_one_request_leave_room_for_others(trainer: Trainer, mon
 
 
 def test_places_are_shared_among_requests(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(trainer, max_sequences=9)
     shares = []
     for name in "xyz":
@@ -97,7 +97,7 @@ def test_samples_come_first_come_first_served_within_a_share(trainer: Trainer) -
 
 def test_places_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tenant's many requests of one sample each fill all places; another one's late request has one at once."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
     sampler = toy_sampler(trainer, max_sequences=8)
     crowd = [replace(request(f"{n}", "a", prompt(6, n), max_tokens=80, seed=n), scope="crowd") for n in range(40)]
     late = replace(request("late", "b", prompt(12), 2, max_tokens=10, seed=0), scope="quiet")
@@ -120,7 +120,7 @@ def test_places_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.M
 
 def test_prompts_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts of one tenant wait in line; the prompt of another one does not wait behind them."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(trainer, max_sequences=16)
     sampler._schedule._chunk_tokens = 16  # several passes a prompt
     for n in range(12):
@@ -137,7 +137,7 @@ def test_prompts_are_shared_among_tenants(trainer: Trainer, monkeypatch: pytest.
 
 def test_a_small_cache_is_shared_too(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose samples fill the cache does not push out one that came later, again and again."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # one token a turn, on any machine
     sampler = TorchSampler(trainer, toy_tokenizer(), kv_budget_bytes=blocks(toy_sampler(trainer), 8), max_sequences=8)
     sampler.publish("a", "a")
     large = request("large", "a", prompt(4), 16, max_tokens=60, seed=0)

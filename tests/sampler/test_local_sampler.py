@@ -16,7 +16,7 @@ from twinkle.metric import GRPOMetric
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.sampler import Finished, LocalSampler, SampleFailure, SampleRequest
 from twinkle.sampler import SamplingParams as EngineParams
-from twinkle.sampler.in_one_call import own_prompts
+from twinkle.sampler.script.in_one_call import own_prompts
 
 A = "a"
 

@@ -32,8 +32,8 @@ from tiny_models import VOCAB, add_trained_adapter, tiny_model, tiny_trainer
 from transformers import PreTrainedModel
 
 from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TopLogprobs, TorchSampler
-from twinkle.sampler.drawing import pick
-from twinkle.sampler.noise import alternative_uniforms, uniform, words
+from twinkle.sampler.torch_sampler.drawing import pick
+from twinkle.sampler.torch_sampler.noise import alternative_uniforms, uniform, words
 
 LENGTH = 70  # more than a chunk
 VERSIONS = (None, "a", "b")
@@ -323,7 +323,7 @@ def test_many_alternatives_take_no_more_memory_than_few(monkeypatch: pytest.Monk
         drawn.append(uniform.shape)
         return pick(weights, uniform)
 
-    monkeypatch.setattr("twinkle.sampler.scoring.pick", watched)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.scoring.pick", watched)
     monkeypatch.setattr(head, "chunk_rows", 4096)
     run(sampler, [score(None, prompt_alt_tokens=1024)])
     assert sum(rows for rows, _ in drawn) == LENGTH - 1

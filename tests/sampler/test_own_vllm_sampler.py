@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from twinkle.errors import InvalidInputError, MissingDependencyError
-from twinkle.sampler import own_vllm_sampler, vLLMSampler
+from twinkle.sampler import vLLMSampler
+from twinkle.sampler.script import own_vllm_sampler
 
 
 @pytest.mark.skipif(own_vllm_sampler.has_vllm(), reason="vLLM is installed")

@@ -21,7 +21,7 @@ from tiny_models import add_trained_adapter, tiny_model, tiny_trainer
 
 from twinkle.model import Trainer
 from twinkle.sampler import SampleRequest, SampleResult, TorchSampler
-from twinkle.sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.cache import BLOCK
 
 
 @pytest.fixture(scope="module")

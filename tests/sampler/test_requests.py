@@ -21,7 +21,7 @@ from sampling import (
 import twinkle.sampler
 from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.sampler import Sampler, SampleRequest, SamplingParams, TorchSampler
-from twinkle.sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.cache import BLOCK
 from twinkle.sampler.validation import Limits, check_request
 
 

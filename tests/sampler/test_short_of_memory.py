@@ -6,7 +6,7 @@ from sampling import SPECS, assert_same_samples, drain, prompt, request, run, to
 from twinkle.errors import CapacityError
 from twinkle.model import LoraSpec
 from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler
-from twinkle.sampler.model_pass import Computed, Piece
+from twinkle.sampler.torch_sampler.model_pass import Computed, Piece
 
 # More than products with all versions at once would serve: their weights are gathered instead.
 MANY = {f"m{n}": LoraSpec(rank=32, seed=n) for n in range(9)}

@@ -6,8 +6,8 @@ from reference import toy_llama
 from sampling import BYTES, END, prompt, request, sample, toy_sampler, toy_tokenizer, toy_trainer
 
 from twinkle.sampler import TorchSampler
-from twinkle.sampler.drawing import Drawn
-from twinkle.sampler.jobs import Job
+from twinkle.sampler.torch_sampler.drawing import Drawn
+from twinkle.sampler.torch_sampler.jobs import Job
 from twinkle.sampler.validation import Limits, check_request
 
 LONG = 60

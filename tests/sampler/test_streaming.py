@@ -42,7 +42,7 @@ def assert_adds_up(events: list[Finished | Progress], outcome: SampleResult) -> 
 @pytest.mark.parametrize("model", ["llama", "qwen3_5"])
 def test_the_parts_are_the_whole(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed or not, the result is the same and holds everything."""
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)  # a pass a turn
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)  # a pass a turn
     sampler = toy_sampler(toy_trainer({}, toy_llama() if model == "llama" else tiny_model(model)))
     plain = [
         replace(request("x", None, prompt(40), 3, max_tokens=25, seed=1), topk_sample_logprobs=2),
@@ -84,7 +84,7 @@ def test_a_sample_that_ends_before_the_others_says_so_at_once() -> None:
 
 
 def test_a_cancelled_request_says_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinkle.sampler.torch_sampler._TURN_SECONDS", 0.0)
+    monkeypatch.setattr("twinkle.sampler.torch_sampler.sampler._TURN_SECONDS", 0.0)
     sampler = toy_sampler(toy_trainer())
     sampler.submit(streamed("x", "a", prompt(9), 2, max_tokens=60, seed=0))
     sampler.submit(streamed("y", "b", prompt(9), max_tokens=60, seed=0))

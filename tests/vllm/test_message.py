@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinkle.sampler.drawing import Draw, collect, draw_tokens
+from twinkle.sampler.torch_sampler.drawing import Draw, collect, draw_tokens
 from twinkle.sampler.vllm import message
 
 VOCAB = 40

@@ -21,9 +21,9 @@ from twinkle.sampler.types import (
 )
 
 if TYPE_CHECKING:
-    from twinkle.sampler.local_sampler import LocalSampler, hand_over
-    from twinkle.sampler.own_vllm_sampler import vLLMSampler
-    from twinkle.sampler.torch_sampler import TorchSampler
+    from twinkle.sampler.script.local_sampler import LocalSampler, hand_over
+    from twinkle.sampler.script.own_vllm_sampler import vLLMSampler
+    from twinkle.sampler.torch_sampler.sampler import TorchSampler
 
 __all__ = [
     "DrawnTokens",
@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LocalSampler": "twinkle.sampler.local_sampler",
-    "TorchSampler": "twinkle.sampler.torch_sampler",
-    "hand_over": "twinkle.sampler.local_sampler",
-    "vLLMSampler": "twinkle.sampler.own_vllm_sampler",
+    "LocalSampler": "twinkle.sampler.script.local_sampler",
+    "TorchSampler": "twinkle.sampler.torch_sampler.sampler",
+    "hand_over": "twinkle.sampler.script.local_sampler",
+    "vLLMSampler": "twinkle.sampler.script.own_vllm_sampler",
 }
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twinkle.sampler.drawing import DrawnRows
+from twinkle.sampler.torch_sampler.drawing import DrawnRows
 
 # What vLLM must report for each position beside the likeliest tokens: the drawn one and the carrier.
 OVERHEAD = 2

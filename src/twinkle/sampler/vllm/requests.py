@@ -7,7 +7,7 @@ from vllm import SamplingParams as EngineParams
 from vllm.sampling_params import RequestOutputKind
 
 from twinkle.errors import NonFiniteError, TwinkleServerError
-from twinkle.sampler.jobs import Tokenizer, holds_one_of, longest_match
+from twinkle.sampler.torch_sampler.jobs import Tokenizer, holds_one_of, longest_match
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest
 from twinkle.sampler.vllm import message

@@ -24,8 +24,8 @@ from twinkle.errors import (
 )
 from twinkle.model.adapters import checkpoint
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.jobs import Tokenizer
-from twinkle.sampler.torch_sampler import TorchSampler
+from twinkle.sampler.torch_sampler.jobs import Tokenizer
+from twinkle.sampler.torch_sampler.sampler import TorchSampler
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult, SamplingParams
 from twinkle.sampler.validation import CheckedRequest, Limits, check_request
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from twinkle.infra.device_mesh import DeviceMesh
     from twinkle.model import Trainer
     from twinkle.sampler import TorchSampler
-    from twinkle.sampler.jobs import Tokenizer
+    from twinkle.sampler.torch_sampler.jobs import Tokenizer
     from twinkle.sampler.vllm import VllmSampler
 
 

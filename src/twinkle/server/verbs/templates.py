@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
-from twinkle.sampler.features import CompletionTemplate
+from twinkle.sampler.script.features import CompletionTemplate
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import CodecTemplate
 from twinkle.server.wire.fields import Parameters

@@ -25,7 +25,7 @@ from twinkle.errors import (
     UserError,
 )
 from twinkle.model.types import IntArray
-from twinkle.sampler.features import engine_request, refuse_unsupported, response_of, sequence_of
+from twinkle.sampler.script.features import engine_request, refuse_unsupported, response_of, sequence_of
 from twinkle.sampler.types import SampleRequest, SampleResult
 from twinkle.server.backends.backend import ServedModel
 from twinkle.server.backends.text_codec import max_characters, text_groups

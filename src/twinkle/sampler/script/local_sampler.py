@@ -1,5 +1,5 @@
 """Sampling in one call, with a model that is being trained in this process or with a copy of it: what a cookbook's loop
-needs. Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.TorchSampler`.
+needs. Tokens are drawn by :class:`~twinkle.sampler.torch_sampler.sampler.TorchSampler`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from twinkle.infra.proxy import RemoteProxy
 from twinkle.model.library.components import build_template
 from twinkle.model.multi_lora.model import MultiLoraTransformersModel
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.features import as_sampling_params
-from twinkle.sampler.in_one_call import (
+from twinkle.sampler.script.features import as_sampling_params
+from twinkle.sampler.script.in_one_call import (
     AdapterVersions,
     Inputs,
     Params,
@@ -22,7 +22,7 @@ from twinkle.sampler.in_one_call import (
     own_prompts,
     sample_in_one_call,
 )
-from twinkle.sampler.torch_sampler import TorchSampler
+from twinkle.sampler.torch_sampler.sampler import TorchSampler
 
 if TYPE_CHECKING:
     from twinkle.template import Template

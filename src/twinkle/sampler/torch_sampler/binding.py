@@ -2,7 +2,7 @@
 
 Rows come ordered by stack and slot, those of the base model last; the layers leave these alone. Gathering versions that
 do not lie side by side copies their weights, so what was gathered is kept for the next pass with the same versions. On
-CPUs the layers of a few versions are two products each (:mod:`twinkle.sampler.dense_lora`).
+CPUs the layers of a few versions are two products each (:mod:`twinkle.sampler.torch_sampler.dense_lora`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from twinkle.model.decoder.layers import bind_layers
 from twinkle.model.decoder.lora.grouped import Groups
 from twinkle.model.decoder.lora.lora import LayerAdapters
 from twinkle.model.decoder.lora.segments import BoundLora, Segment, SegmentLora
-from twinkle.sampler.dense_lora import DenseLora
+from twinkle.sampler.torch_sampler.dense_lora import DenseLora
 
 RowsOf = tuple[Adapter | None, int]  # a version and how many consecutive rows it has
 

@@ -1,7 +1,7 @@
 """LoRA for captured graphs: which rows belong to which version stands in buffers that never move.
 
-Two launches serve any mix of versions and ranks (:mod:`twinkle.sampler.slot_lora_kernels`). Their grid is as large as
-the worst case, every row a version of its own; programs that find nothing to do end at once.
+Two launches serve any mix of versions and ranks (see ``slot_lora_kernels``). Their grid is as large as the worst case,
+every row a version of its own; programs that find nothing to do end at once.
 
 Shapes: N rows at most, M linear layers (the head is the last), G = N + 1 groups, of which the last has no adapter.
 """
@@ -16,7 +16,7 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.architecture import Architecture
 from twinkle.model.decoder.lora.stacks import RowLayout
 from twinkle.model.decoder.transfer import to_device
-from twinkle.sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, add_lora
+from twinkle.sampler.torch_sampler.slot_lora_kernels import MAX_RANK, TILE_ROWS, add_lora
 
 
 class SlotLora:

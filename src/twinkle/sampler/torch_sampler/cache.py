@@ -5,8 +5,8 @@ blocks; the one that writes into a shared block gets a copy first. Block 0 belon
 unequal length are filled up with it. Blocks are zeroed when they are taken, because a weight of zero times another
 tenant's NaN would be NaN.
 
-Full blocks can be remembered by what they hold (:mod:`twinkle.sampler.prefix_cache`). A remembered block without owners
-is as free as any other; it is only taken last, those that have been without owners for longest first.
+Full blocks can be remembered by what they hold (see ``prefix_cache``). A remembered block without owners is as free as
+any other; it is only taken last, those that have been without owners for longest first.
 
 Shapes: B blocks, J key/value heads, D head dimension.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import CapacityError
-from twinkle.sampler.prefix_cache import PrefixCache
+from twinkle.sampler.torch_sampler.prefix_cache import PrefixCache
 
 BLOCK = 16  # tokens
 

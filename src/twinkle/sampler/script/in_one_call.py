@@ -19,7 +19,7 @@ from twinkle.infra.dispatch import Arguments
 from twinkle.model.library.sequences import as_feature_list
 from twinkle.model.trainer.trainer import Trainer
 from twinkle.sampler import types as engine_types
-from twinkle.sampler.features import as_sampling_params, engine_request, refuse_unsupported, response_of
+from twinkle.sampler.script.features import as_sampling_params, engine_request, refuse_unsupported, response_of
 
 if TYPE_CHECKING:
     from twinkle.template import Template

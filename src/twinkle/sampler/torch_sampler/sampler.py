@@ -16,12 +16,12 @@ from torch import Tensor
 from twinkle.errors import CapacityError, InvalidInputError, NonFiniteError
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
-from twinkle.sampler.decode_graphs import DecodeGraphs, capture_decoding
-from twinkle.sampler.drawing import Drawn
-from twinkle.sampler.jobs import Job, Sequence, Tokenizer
-from twinkle.sampler.model_pass import Computed, ModelPass, probe_shapes
-from twinkle.sampler.schedule import Eligible, Schedule, Step
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for, token_bytes
+from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, capture_decoding
+from twinkle.sampler.torch_sampler.drawing import Drawn
+from twinkle.sampler.torch_sampler.jobs import Job, Sequence, Tokenizer
+from twinkle.sampler.torch_sampler.model_pass import Computed, ModelPass, probe_shapes
+from twinkle.sampler.torch_sampler.schedule import Eligible, Schedule, Step
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, SampleResult
 from twinkle.sampler.validation import Limits, check_request
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from twinkle.model.decoder.head import ChunkedHead
 from twinkle.model.decoder.lora.segments import BoundLora
 from twinkle.model.types import FloatArray, IntArray
-from twinkle.sampler.drawing import divisor, pick, rows_at_once
+from twinkle.sampler.torch_sampler.drawing import divisor, pick, rows_at_once
 from twinkle.sampler.types import DrawnTokens, TopLogprobs
 
 _Number = TypeVar("_Number", np.int64, np.float64)

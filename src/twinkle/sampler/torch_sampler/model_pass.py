@@ -22,13 +22,21 @@ from twinkle.model.decoder.layers import LayerBatch, bind_layers
 from twinkle.model.decoder.transfer import to_device
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.types import IntArray
-from twinkle.sampler.binding import LoraBinder, RowsOf
-from twinkle.sampler.cache import KeyValueCache, LayerShape
-from twinkle.sampler.cached_attention import CachedRows, ShapeProbe, Span
-from twinkle.sampler.decode_graphs import DecodeGraphs, DecodeRow
-from twinkle.sampler.drawing import MEMORY_OF_A_DRAW, Draw, Drawn, DrawnRows, DrawPlan, collect, draw_tokens
-from twinkle.sampler.noise import uniforms, words
-from twinkle.sampler.scoring import Scores, Scoring, score_rows
+from twinkle.sampler.torch_sampler.binding import LoraBinder, RowsOf
+from twinkle.sampler.torch_sampler.cache import KeyValueCache, LayerShape
+from twinkle.sampler.torch_sampler.cached_attention import CachedRows, ShapeProbe, Span
+from twinkle.sampler.torch_sampler.decode_graphs import DecodeGraphs, DecodeRow
+from twinkle.sampler.torch_sampler.drawing import (
+    MEMORY_OF_A_DRAW,
+    Draw,
+    Drawn,
+    DrawnRows,
+    DrawPlan,
+    collect,
+    draw_tokens,
+)
+from twinkle.sampler.torch_sampler.noise import uniforms, words
+from twinkle.sampler.torch_sampler.scoring import Scores, Scoring, score_rows
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from twinkle.infra import DeviceMesh, remote_class, remote_function
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS
 from twinkle.model.library.components import build_template
 from twinkle.model.trainer.trainer import Trainer
-from twinkle.sampler.features import as_sampling_params
-from twinkle.sampler.in_one_call import AdapterVersions, Inputs, Params, own_prompts, sample_in_one_call
+from twinkle.sampler.script.features import as_sampling_params
+from twinkle.sampler.script.in_one_call import AdapterVersions, Inputs, Params, own_prompts, sample_in_one_call
 
 if TYPE_CHECKING:
     from twinkle.template import Template
@@ -111,8 +111,9 @@ class vLLMSampler:  # noqa: N801 - the name that scripts use
         return_encoded: bool = False,
         use_base_model: bool = False,
     ) -> list[SampleResponse]:
-        """As :meth:`LocalSampler.sample <twinkle.sampler.local_sampler.LocalSampler.sample>`, with adapters that were
-        received or lie in a directory. An adapter that cannot be applied is an error.
+        """Sample as :meth:`LocalSampler.sample` does, with adapters that were received or lie in a directory.
+
+        An adapter that cannot be applied is an error.
 
         use_base_model: without any adapter, whatever else is named. return_encoded: may be said; responses always have
         the encoded feature.

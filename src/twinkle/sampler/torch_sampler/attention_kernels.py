@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twinkle.sampler.cache import BLOCK
+from twinkle.sampler.torch_sampler.cache import BLOCK
 
 _KEYS_AT_ONCE = 64
 _PROGRAMS = 528  # four for each multiprocessor of a large device

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, zip_longest
 
-from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for
-from twinkle.sampler.jobs import Job, Sequence
-from twinkle.sampler.prefix_cache import first_name, next_name
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for
+from twinkle.sampler.torch_sampler.jobs import Job, Sequence
+from twinkle.sampler.torch_sampler.prefix_cache import first_name, next_name
 
 Eligible = Callable[[Job], bool]
 

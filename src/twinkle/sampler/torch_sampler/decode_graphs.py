@@ -21,9 +21,9 @@ from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.layers import LayerBatch, bind_layers
 from twinkle.model.decoder.transfer import to_device
 from twinkle.model.trainer.engine import Engine
-from twinkle.sampler.binding import RowsOf
-from twinkle.sampler.cache import BLOCK, KeyValueCache, blocks_for
-from twinkle.sampler.drawing import MEMORY_OF_A_DRAW, DrawnRows, DrawPlan
+from twinkle.sampler.torch_sampler.binding import RowsOf
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, blocks_for
+from twinkle.sampler.torch_sampler.drawing import MEMORY_OF_A_DRAW, DrawnRows, DrawPlan
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class DecodeGraphs:
 
     def __init__(self, engine: Engine, cache: KeyValueCache, max_rows: int, max_length: int) -> None:
         """Captures graphs for up to ``max_rows`` rows of sequences of up to ``max_length`` tokens now."""
-        from twinkle.sampler.slot_lora import SlotLora  # Triton comes with CUDA builds of torch
+        from twinkle.sampler.torch_sampler.slot_lora import SlotLora  # Triton comes with CUDA builds of torch
 
         device = engine.device
         self._engine = engine
@@ -158,7 +158,7 @@ class _DecodeLayer:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None
     ) -> Tensor:
-        from twinkle.sampler.attention_kernels import attend_one_token
+        from twinkle.sampler.torch_sampler.attention_kernels import attend_one_token
 
         rows = self.rows
         for kept, new in ((self.keys, key), (self.values, value)):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinkle.model.decoder.attention import Packing, attend_packed, softcapped_attention
-from twinkle.sampler.cache import BLOCK, KeyValueCache, LayerShape, blocks_for
+from twinkle.sampler.torch_sampler.cache import BLOCK, KeyValueCache, LayerShape, blocks_for
 
 _MOST_PADDING = 2  # times the keys that are there
 
