@@ -21,8 +21,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from twinkle.network import find_free_port
 from twinkle.server.wire import tinker_pb2 as pb
+from twinkle.utils.network import find_free_port
 
 KEY = {"x-api-key": "tml-benchmark"}
 TOKENS = 64

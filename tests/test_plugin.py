@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-import twinkle.plugin
+import twinkle.hub.plugin
 from twinkle import Plugin
-from twinkle.construction import construct
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.hub.construction import construct
 
 
 class Base:
@@ -26,7 +26,7 @@ def repository(tmp_path, monkeypatch):
             fetched.append(repo_id)
             return str(tmp_path)
 
-    monkeypatch.setattr(twinkle.plugin, "HubOperation", Hub)
+    monkeypatch.setattr(twinkle.hub.plugin, "HubOperation", Hub)
     monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path, fetched

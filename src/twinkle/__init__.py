@@ -28,6 +28,7 @@ from twinkle.errors import (
 )
 
 if TYPE_CHECKING:
+    from twinkle.hub.plugin import Plugin
     from twinkle.infra import (
         CPU,
         GPU,
@@ -42,12 +43,11 @@ if TYPE_CHECKING:
         remote_function,
         shutdown,
     )
-    from twinkle.logger import get_logger
     from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainFailure, TrainItem, TrainResult
-    from twinkle.network import find_free_port, find_node_ip
-    from twinkle.plugin import Plugin
-    from twinkle.remote_code import check_unsafe, trust_remote_code
-    from twinkle.requirements import exists, requires
+    from twinkle.utils.logger import get_logger
+    from twinkle.utils.network import find_free_port, find_node_ip
+    from twinkle.utils.requirements import exists, requires
+    from twinkle.utils.unsafe import check_unsafe, trust_remote_code
     from twinkle_client import init_tinker_client, init_twinkle_client
 
 __all__ = [
@@ -113,26 +113,26 @@ _LAZY = {
     "LoraSpec": "twinkle.model",
     "NPU": "twinkle.infra",
     "Platform": "twinkle.infra",
-    "Plugin": "twinkle.plugin",
+    "Plugin": "twinkle.hub.plugin",
     "TrainFailure": "twinkle.model",
     "TrainItem": "twinkle.model",
     "TrainResult": "twinkle.model",
     "Trainer": "twinkle.model",
-    "check_unsafe": "twinkle.remote_code",
-    "exists": "twinkle.requirements",
-    "find_free_port": "twinkle.network",
-    "find_node_ip": "twinkle.network",
+    "check_unsafe": "twinkle.utils.unsafe",
+    "exists": "twinkle.utils.requirements",
+    "find_free_port": "twinkle.utils.network",
+    "find_node_ip": "twinkle.utils.network",
     "get_device_placement": "twinkle.infra",
-    "get_logger": "twinkle.logger",
+    "get_logger": "twinkle.utils.logger",
     "init_tinker_client": "twinkle_client",
     "init_twinkle_client": "twinkle_client",
     "initialize": "twinkle.infra",
     "is_master": "twinkle.infra",
     "remote_class": "twinkle.infra",
     "remote_function": "twinkle.infra",
-    "requires": "twinkle.requirements",
+    "requires": "twinkle.utils.requirements",
     "shutdown": "twinkle.infra",
-    "trust_remote_code": "twinkle.remote_code",
+    "trust_remote_code": "twinkle.utils.unsafe",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from twinkle.cli.args import Args
 from twinkle.cli.fields import ConfigRegistry, ValueCaster, normalized
 from twinkle.cli.sources import CLISource, DotEnvSource, EnvVarSource, YamlSource
-from twinkle.logger import get_logger
+from twinkle.utils.logger import get_logger
 
 __all__ = ["CLI", "ConfigResolver"]
 

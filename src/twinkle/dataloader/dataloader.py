@@ -4,12 +4,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, cast
 
-from twinkle.construction import construct
 from twinkle.dataloader.batches import BatchPlan
 from twinkle.dataloader.draw import EpochOrder, Table
 from twinkle.dataloader.mesh import WHOLE, DataMesh
 from twinkle.dataloader.stream import is_stream
 from twinkle.errors import InvalidInputError, StreamError
+from twinkle.hub.construction import construct
 from twinkle.infra import current_seed, remote_class, remote_function
 
 if TYPE_CHECKING:

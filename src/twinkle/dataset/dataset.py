@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
-from twinkle.construction import construct, construct_instance
 from twinkle.dataset.encoding import EncodeColumns
 from twinkle.dataset.loading import Rows, load_rows
 from twinkle.dataset.meta import DatasetMeta
@@ -20,6 +19,7 @@ from twinkle.dataset.options import (
 from twinkle.dataset.saving import RowFile, file_format, write_rows
 from twinkle.dataset.sources import Sources
 from twinkle.errors import InvalidInputError
+from twinkle.hub.construction import construct, construct_instance
 from twinkle.infra import process_lock, remote_class, remote_function
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from twinkle.framework_util import seed_everything
 from twinkle.infra.components import forget_components
 from twinkle.infra.device_group import DeviceGroup, GroupPlan, plan_groups
 from twinkle.infra.device_mesh import DeviceMesh
-from twinkle.logger import get_logger
 from twinkle.notifier import Notifier, report_uncaught
-from twinkle.requirements import requires
+from twinkle.utils.logger import get_logger
+from twinkle.utils.requirements import requires
 
 __all__ = ["Settings", "current_seed", "current_settings", "initialize", "restore_settings", "shutdown"]
 

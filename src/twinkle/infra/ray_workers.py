@@ -27,7 +27,7 @@ from twinkle.infra.platform import NPU, Platform, ensure_hccl_socket_env
 from twinkle.infra.ray_resources import worker_places
 from twinkle.infra.ray_results import gather
 from twinkle.infra.remote import Execute, RemoteSpec
-from twinkle.network import find_free_port
+from twinkle.utils.network import find_free_port
 
 __all__ = ["WorkerGroup", "start_workers"]
 

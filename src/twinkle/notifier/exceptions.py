@@ -8,8 +8,8 @@ import traceback
 from types import TracebackType
 
 from twinkle.environment import read_environment, read_launch
-from twinkle.logger import get_logger
 from twinkle.notifier.interface import Notifier
+from twinkle.utils.logger import get_logger
 
 __all__ = ["notify_exception", "report_uncaught"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle.data_format import Tool as ToolInfo
-from twinkle.logger import get_logger
+from twinkle.utils.logger import get_logger
 from twinkle_agentic.tools.tool import Tool, tool_name
 
 __all__ = ["ToolManager"]

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from twinkle.construction import check_options, construct, construct_instance
 from twinkle.environment import read_environment
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.logger import get_logger
+from twinkle.hub.construction import check_options, construct, construct_instance
+from twinkle.hub.plugin import Plugin
 from twinkle.loss import Loss, check_call_arguments, loss_by_name
 from twinkle.loss.interface import Inputs, LossOutput, Outputs
 from twinkle.metric import Metric
 from twinkle.metric.interface import MODEL_ARGUMENTS
 from twinkle.module.scheduler import scheduler_by_name
-from twinkle.plugin import Plugin
+from twinkle.utils.logger import get_logger
 
 
 class FunctionLoss(Loss):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from twinkle.construction import check_options
 from twinkle.errors import InvalidInputError, UnknownNameError, UserError
-from twinkle.plugin import Plugin
+from twinkle.hub.construction import check_options
+from twinkle.hub.plugin import Plugin
 
 # Parameters whose names hold one of these are not decayed.
 _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", "norm")

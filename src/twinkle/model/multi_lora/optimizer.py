@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from twinkle.construction import check_options
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.hub.construction import check_options
 from twinkle.model.library.parameter_groups import check_settings
 from twinkle.model.types import AdamParams
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
-from twinkle.remote_code import trust_remote_code
+from twinkle.utils.unsafe import trust_remote_code
 
 
 def load_for_training(

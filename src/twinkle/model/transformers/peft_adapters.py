@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twinkle.construction import check_options
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, MissingDependencyError
+from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
 from twinkle.model.library.checkpoint_source import find_checkpoint
 

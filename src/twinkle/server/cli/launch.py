@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twinkle.errors import MissingDependencyError, TwinkleServerError
-from twinkle.requirements import exists
+from twinkle.utils.requirements import exists
 
 if TYPE_CHECKING:
     from twinkle.server.config import ServerConfig

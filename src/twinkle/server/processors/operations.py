@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
-from twinkle.construction import check_options
 from twinkle.dataset import Dataset
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.hub.construction import check_options
 from twinkle.server.processors.arguments import Context
 from twinkle.server.processors.live import Live
 from twinkle.server.processors.messages import to_json

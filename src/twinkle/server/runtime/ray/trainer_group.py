@@ -19,11 +19,11 @@ from ray.exceptions import RayError
 from twinkle.environment import set_variables, twinkle_variables
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.types import EMPTY, AdapterSnapshot, LoraSpec, TrainerNumbers, TrainFailure, TrainItem, TrainResult
-from twinkle.network import find_free_port
 from twinkle.server.backends.backend import ServedModel, TrainingBackend
 from twinkle.server.backends.loading import TrainerFacts, budget_of, load_trainer, served_model
 from twinkle.server.config.applications import ModelArgs, ServedModelConfig
 from twinkle.server.runtime.ray.replica import Failure, end_process, tried
+from twinkle.utils.network import find_free_port
 
 P = ParamSpec("P")
 T = TypeVar("T")

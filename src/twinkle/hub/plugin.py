@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.hub import HubOperation
-from twinkle.remote_code import trust_remote_code
+from twinkle.utils.unsafe import trust_remote_code
 
 __all__ = ["Plugin"]
 

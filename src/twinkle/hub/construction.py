@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from twinkle.errors import InvalidInputError, UnknownNameError
-from twinkle.plugin import Plugin
+from twinkle.hub.plugin import Plugin
 
 __all__ = ["check_options", "construct", "construct_instance"]
 
