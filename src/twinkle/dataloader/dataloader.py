@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from twinkle.dataloader.batches import BatchPlan
 from twinkle.dataloader.draw import EpochOrder, Table
-from twinkle.dataloader.mesh import WHOLE, DataMesh
-from twinkle.dataloader.stream import is_stream
+from twinkle.dataloader.mesh import WHOLE, DataMesh, is_stream
 from twinkle.errors import InvalidInputError, StreamError
 from twinkle.hub.construction import construct
 from twinkle.infra import current_seed, remote_class, remote_function

@@ -1,8 +1,11 @@
 """How a batch is divided among processes, as far as a data loader needs to know it."""
 
+import sys
 from typing import Protocol
 
-__all__ = ["WHOLE", "DataMesh"]
+from twinkle.dataset import IterableDataset, IterablePackingDataset
+
+__all__ = ["WHOLE", "DataMesh", "is_stream"]
 
 
 class DataMesh(Protocol):
@@ -30,3 +33,12 @@ class _Whole:
 
 
 WHOLE: DataMesh = _Whole()
+
+
+def is_stream(dataset: object) -> bool:
+    """Ours, those of the ``datasets`` library, and torch's; everything else has rows by number."""
+    if isinstance(dataset, IterableDataset | IterablePackingDataset):
+        return True
+    # Such an object cannot exist unless its library is loaded: asking must not load it.
+    libraries = [sys.modules.get(name) for name in ("datasets", "torch.utils.data")]
+    return any(isinstance(dataset, library.IterableDataset) for library in libraries if library is not None)

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from twinkle.dataset.dataset import Dataset, Row
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.options import FilterOptions, LoadOptions, MapOptions, check_filter_options, check_map_options
-from twinkle.dataset.row_map import RowMap
 from twinkle.dataset.saving import write_rows
 from twinkle.errors import InvalidInputError, UnsupportedError
 from twinkle.infra import remote_class
 
 if TYPE_CHECKING:
     from twinkle.preprocessor import Preprocessor
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-__all__ = ["LazyDataset"]
+from twinkle.errors import DataError
+
+__all__ = ["LazyDataset", "RowMap", "RowPreprocessor"]
 
 
 @remote_class(execute="first")
@@ -156,3 +159,44 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("features") is not None:
         raise InvalidInputError("features", options["features"], "none: lazy rows have no column types; use Dataset")
     return check_map_options(options, streaming=False)
+
+
+@runtime_checkable
+class RowPreprocessor(Protocol):
+    """A preprocessor that can look at one row. None, or nothing in it: the row is dropped."""
+
+    def preprocess(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """``function`` gets columns of one row, or the row itself if it has ``preprocess``; ``fn_kwargs`` go along.
+
+    Columns that it does not return stay, unless they are among ``removed``.
+    """
+
+    function: Any  # callable with columns, or a RowPreprocessor: classes of users', which are often both
+    removed: frozenset[str] = frozenset()
+    fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, row: Row) -> Row:
+        """Of a row that is dropped nothing is left: an empty dict."""
+        by_row = isinstance(self.function, RowPreprocessor)
+        new = self._one_row(self.function.preprocess, row) if by_row else self._columns(row)
+        kept = {name: value for name, value in row.items() if name not in self.removed}
+        return {**kept, **new} if new else {}
+
+    def _one_row(self, preprocess: Callable[..., Any], row: Row) -> Mapping[str, Any]:
+        made = preprocess(dict(row), **self.fn_kwargs)
+        if made is not None and not isinstance(made, Mapping):
+            raise InvalidInputError("preprocess_func", f"a {type(made).__name__} from preprocess", "a dict, or None")
+        return {} if made is None else made
+
+    def _columns(self, row: Row) -> Mapping[str, Any]:
+        columns = self.function({name: [value] for name, value in row.items()}, **self.fn_kwargs)
+        if not isinstance(columns, Mapping):
+            raise InvalidInputError("preprocess_func", f"a {type(columns).__name__} from it", "a dict of columns")
+        counts = {len(values) for values in columns.values()}
+        if counts - {0, 1} or len(counts) > 1:
+            raise DataError(f"a lazy row must stay one row: {self.function!r} made {max(counts)} of it; use Dataset")
+        return {} if counts == {0} else {name: values[0] for name, values in columns.items()}

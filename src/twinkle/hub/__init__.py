@@ -5,21 +5,19 @@ A model id names a model and where it comes from: ``hf://org/name[@revision]`` (
 in it) or ``random://llama-1b?seed=0`` (a real architecture with made-up weights, for benchmarks and tests).
 """
 
-from twinkle.hub.aliases import (
-    MODEL_ID_ALIASES_ENV,
-    build_model_alias_map,
-    load_model_alias_map,
-    resolve_model_id_alias,
-)
 from twinkle.hub.hugging_face import HFHub
 from twinkle.hub.model_id import (
+    MODEL_ID_ALIASES_ENV,
     HuggingFaceId,
     LocalFolderId,
     ModelId,
     ModelScopeId,
     PypiId,
     RandomId,
+    build_model_alias_map,
+    load_model_alias_map,
     parse_model_id,
+    resolve_model_id_alias,
 )
 from twinkle.hub.modelscope_hub import MSHub
 from twinkle.hub.operation import HubOperation

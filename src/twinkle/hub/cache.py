@@ -7,6 +7,7 @@ dead one's work directory.
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,8 @@ from pathlib import Path
 
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError
-from twinkle.hub.progress import announce
 
-__all__ = ["cached_folder"]
+__all__ = ["announce", "cached_folder"]
 
 
 def cached_folder(key: str, build: Callable[[Path, Path], None]) -> Path:
@@ -80,3 +80,8 @@ def _flush_to_disk(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def announce(stage: str) -> None:
+    """One line per stage; stdout stays free for the program's own output."""
+    print(f"twinkle: {stage}", file=sys.stderr, flush=True)

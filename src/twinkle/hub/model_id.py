@@ -1,7 +1,7 @@
 """Model ids: what a user writes to name a base model, parsed into one small type per source."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -12,13 +12,17 @@ from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.hub.random_model import RANDOM_MODELS
 
 __all__ = [
+    "MODEL_ID_ALIASES_ENV",
     "HuggingFaceId",
     "LocalFolderId",
     "ModelId",
     "ModelScopeId",
     "PypiId",
     "RandomId",
+    "build_model_alias_map",
+    "load_model_alias_map",
     "parse_model_id",
+    "resolve_model_id_alias",
 ]
 
 
@@ -144,3 +148,34 @@ _PARSERS: dict[str, Callable[[str], ModelId]] = {
     "pypi": _parse_pypi,
     "random": _parse_random,
 }
+
+
+MODEL_ID_ALIASES_ENV = "TWINKLE_MODEL_ID_ALIASES"
+
+_MODEL_ROUTES = "/model/"
+
+
+def build_model_alias_map(applications: Iterable[Mapping[str, object]]) -> dict[str, str]:
+    """The public name of every model application (what follows ``/model/`` in its route) to its model id."""
+    aliases: dict[str, str] = {}
+    for application in applications:
+        prefix, args = application.get("route_prefix"), application.get("args")
+        if not isinstance(prefix, str) or not isinstance(args, Mapping):
+            continue
+        _, found, name = prefix.rstrip("/").partition(_MODEL_ROUTES)
+        model_id = args.get("model_id")
+        if not found or not isinstance(model_id, str) or name == model_id:
+            continue
+        if aliases.setdefault(name, model_id) != model_id:
+            raise InvalidInputError("route_prefix", prefix, f"one model a route; it has {aliases[name]!r} already")
+    return aliases
+
+
+def load_model_alias_map() -> dict[str, str]:
+    """The aliases in TWINKLE_MODEL_ID_ALIASES."""
+    return dict(read_environment().model_id_aliases)
+
+
+def resolve_model_id_alias(model_id: str) -> str:
+    """The model id behind an alias; anything else is returned as it is."""
+    return load_model_alias_map().get(model_id, model_id)

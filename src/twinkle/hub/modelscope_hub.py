@@ -7,7 +7,7 @@ from typing import Any
 
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError, MissingDependencyError, TwinkleError, UploadError
-from twinkle.hub.progress import announce
+from twinkle.hub.cache import announce
 from twinkle.hub.repository import DatasetRequest, RepoType, Upload, bytes_of
 
 __all__ = ["MSHub"]

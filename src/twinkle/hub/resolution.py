@@ -4,9 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle.hub.aliases import resolve_model_id_alias
 from twinkle.hub.model_folder import require_model_folder
-from twinkle.hub.model_id import HuggingFaceId, LocalFolderId, ModelScopeId, PypiId, RandomId, parse_model_id
+from twinkle.hub.model_id import (
+    HuggingFaceId,
+    LocalFolderId,
+    ModelScopeId,
+    PypiId,
+    RandomId,
+    parse_model_id,
+    resolve_model_id_alias,
+)
 from twinkle.hub.pypi import pypi_model_folder
 from twinkle.hub.random_model import random_model_folder
 from twinkle.hub.remote import download_from_hugging_face, download_from_modelscope

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from twinkle.infra.device_group import DeviceGroup
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.infra.drawing import get_device_placement
-from twinkle.infra.initialization import Settings, current_seed, current_settings, initialize, shutdown
+from twinkle.infra.initialization import Settings, current_seed, current_settings, initialize, process_lock, shutdown
 from twinkle.infra.lazy_result import LazyResult
 from twinkle.infra.platform import CPU, GPU, MPS, NPU, Platform, is_master
-from twinkle.infra.process_lock import process_lock
 from twinkle.infra.remote import driver_function, remote_class, remote_function
 
 if TYPE_CHECKING:

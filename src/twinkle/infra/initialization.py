@@ -1,6 +1,7 @@
 """``twinkle.initialize``: what a program decides once, before it makes anything."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from twinkle.environment import Mode, read_environment, read_launch
@@ -13,7 +14,7 @@ from twinkle.notifier import Notifier, report_uncaught
 from twinkle.utils.logger import get_logger
 from twinkle.utils.requirements import requires
 
-__all__ = ["Settings", "current_seed", "current_settings", "initialize", "restore_settings", "shutdown"]
+__all__ = ["Settings", "current_seed", "current_settings", "initialize", "process_lock", "restore_settings", "shutdown"]
 
 _DEFAULT_SEED = 42
 
@@ -135,3 +136,15 @@ def _prepare_ray(plans: tuple[GroupPlan, ...]) -> None:
     from twinkle.infra.ray_resources import acquire
 
     acquire(plans)
+
+
+@contextmanager
+def process_lock(name: str) -> Iterator[None]:
+    """Run the body in one process at a time. The lock is the kernel's: a process that dies gives it back."""
+    from filelock import FileLock
+
+    folder = read_environment().cache_dir / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+    with FileLock(folder / f"{safe}.lock"):
+        yield

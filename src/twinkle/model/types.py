@@ -4,6 +4,7 @@ Plain frozen dataclasses over numpy; this file imports neither torch nor transfo
 build requests without them.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from twinkle.errors import TwinkleError
+from twinkle.errors import InvalidInputError, TwinkleError
 from twinkle.model.csr import Csr
 
 IntArray = NDArray[np.int64]
@@ -198,3 +199,19 @@ class TrainerNumbers:
     token_rows: int
     padding_rows: int
     memory: DeviceMemory | None = None  # None: it computes in host memory
+
+
+def check_adam_params(params: AdamParams) -> None:
+    """Refuse what would poison the optimizer state."""
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+        _require(name, vars(params)[name], lambda x: x >= 0, "a finite number ≥ 0")
+    for name in ("beta1", "beta2"):
+        _require(name, vars(params)[name], lambda x: 0 <= x < 1, "a number in [0, 1)")
+    _require("eps", params.eps, lambda x: x > 0, "a finite number > 0")
+
+
+def _require(field: str, value: object, allowed: Callable[[float], bool], text: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInputError(field, value, text)
+    if not abs(value) <= sys.float_info.max or not allowed(value):  # also an int that no float holds
+        raise InvalidInputError(field, value, text)

@@ -17,7 +17,7 @@ class DeepseekV4Template(Template):
     """Conversations and tool calls in DSML. Other formats of tool calls are still read."""
 
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
-        from twinkle.template.dsml_tokenizer import DsmlTokenizer
+        from twinkle.template.dsml import DsmlTokenizer
 
         return DsmlTokenizer.from_pretrained(self._folder, local_files_only=True)
 

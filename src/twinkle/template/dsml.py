@@ -12,12 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from twinkle.data_format import ToolCall
 from twinkle.errors import InvalidInputError, UnknownNameError
 from twinkle.template.chat_template import Rendered, RenderMessage, Span
+from twinkle.template.messages import conversation as checked_messages
+from twinkle.template.messages import renderable
 from twinkle.template.tools.scanning import Found, between, without
 
-__all__ = ["DSML_START", "DsmlRenderer", "clean_dsml", "parse_dsml"]
+__all__ = ["DSML_START", "DsmlRenderer", "DsmlTokenizer", "clean_dsml", "parse_dsml"]
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -243,3 +247,27 @@ def _invoke(call: Mapping[str, Any]) -> str:
         written = value if is_text else json.dumps(value, ensure_ascii=False)
         lines.append(f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">{written}</｜DSML｜parameter>')
     return "\n".join([*lines, "</｜DSML｜invoke>"])
+
+
+class DsmlTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # Transformers is not type checked
+    """As the class it comes from, but for its chat template, which is not Jinja."""
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        return_tensors: str | None = None,
+        **variables: Any,
+    ) -> Any:
+        """The text, its tokens, or both with a mask; ``variables`` are those of :class:`DsmlRenderer`."""
+        renderer = DsmlRenderer()
+        messages = checked_messages({"messages": list(conversation)})
+        shown = [renderable(message, renderer.reasoning_fields) for message in messages]
+        text = renderer.render(shown, tools, variables, add_generation_prompt)
+        if not tokenize:
+            return text
+        encoded = self(text, add_special_tokens=False, return_tensors=return_tensors)
+        return encoded if return_dict else encoded["input_ids"]

@@ -1,10 +1,12 @@
 """Those options of the library's models that say how training is spread over processes, and in which precision."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model.library.optimizer_group import OptimizerGroup
 
 _STRATEGIES = ("accelerate", "native_fsdp")
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32", "no": "fp32"}
@@ -56,3 +58,32 @@ def check_precision(mixed_precision: str) -> str:
     if mixed_precision not in _PRECISIONS:
         raise InvalidInputError("mixed_precision", mixed_precision, ", ".join(map(repr, _PRECISIONS)))
     return _PRECISIONS[mixed_precision]
+
+
+_EXAMPLES = 3
+
+
+def describe(
+    group: OptimizerGroup,
+    model_id: str,
+    adapter_config: Mapping[str, object] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> str:
+    """``shapes``: of the parameters that are trained, by name."""
+    lines = [f"model: {model_id}"]
+    if adapter_config is not None:
+        lines.append(f"adapter: {group.adapter_name}")
+        lines += [f"  {name}: {adapter_config[name]}" for name in ("r", "lora_alpha", "target_modules")]
+    count = sum(math.prod(shape) for shape in shapes.values())
+    lines.append(f"trained: {count:,} parameters in {len(shapes)} tensors, such as")
+    lines += [f"  {name} {shape}" for name, shape in list(shapes.items())[:_EXAMPLES]]
+    lines.append(f"loss: {type(group.loss_instance).__name__}")
+    if group.optimizer is None:
+        lines.append("optimizer: none")
+    else:
+        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(group.lr))
+        lines.append(f"optimizer: {type(group.optimizer).__name__}, learning rate {rates}")
+    scheduler = group.lr_scheduler
+    lines.append(f"learning-rate scheduler: {'none' if scheduler is None else type(scheduler).__name__}")
+    lines.append(f"gradient accumulation steps: {group.gradient_accumulation_steps}")
+    return "\n".join(lines)

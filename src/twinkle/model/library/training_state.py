@@ -12,6 +12,7 @@ The .pt files hold tensors and plain values alone: they are read with ``weights_
 
 import pickle
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from twinkle import hub
 from twinkle.errors import CheckpointError, InvalidInputError, UserError
+from twinkle.hub import HubOperation
 from twinkle.model.adapters.checkpoint import STATE, read_json
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.parallel import Ranks
@@ -178,3 +181,36 @@ def _restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def find_checkpoint(name: str, output_dir: str | None, token: str | None) -> Path:
+    """``name`` in ``output_dir``; without one a directory, here or in output/, or else a repository on a hub."""
+    places = [Path(output_dir) / name] if output_dir is not None else [Path(name), Path("output") / name]
+    for place in places:
+        if place.is_dir():
+            return place
+    if output_dir is None and "/" in name and not name.startswith(("/", ".")):
+        return Path(HubOperation.download_file(name, token=token))
+    raise CheckpointError(f"name: no checkpoint {name!r}; looked for {', '.join(map(str, places))}")
+
+
+def copy_tokenizer(tokenizer_id: str, directory: Path) -> None:
+    """Those files of a model that its tokenizer needs, as far as it has them."""
+    folder = hub.resolve(tokenizer_id).path
+    for pattern in _TOKENIZER_FILES:
+        for path in folder.glob(pattern):
+            if path.is_file() and not (directory / path.name).exists():
+                shutil.copyfile(path, directory / path.name)

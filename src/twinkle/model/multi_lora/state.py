@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from twinkle.model.library.checkpoint_source import copy_tokenizer
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.library.training_state import (
     check_resumable,
+    copy_tokenizer,
     load_state,
     progress,
     read_progress,

@@ -20,14 +20,13 @@ from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import LossMetric, TrainMetric
-from twinkle.model.library.checkpoint_source import find_checkpoint
 from twinkle.model.library.components import loss_value
 from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import Guard, OptimizerGroup, check_accumulation, check_clipping
+from twinkle.model.library.parallel_options import describe
 from twinkle.model.library.parameter_groups import apply_optim_params
 from twinkle.model.library.remote_verbs import at_once
-from twinkle.model.library.train_configs import describe
-from twinkle.model.library.training_state import checkpoint_path, is_due
+from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.multi_lora.library_objective import refuse_unless_logps
 from twinkle.model.multi_lora.optimizer import adam_params, build_lora_optimizer
 from twinkle.model.multi_lora.requests import LoraRequests

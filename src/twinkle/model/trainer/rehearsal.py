@@ -10,6 +10,7 @@ import torch
 from twinkle.loss import get_loss
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.decoder.head import ChunkedHead
+from twinkle.model.decoder.layers import run_layer
 from twinkle.model.decoder.lora.stacks import RowLayout, Stack, initial_row
 from twinkle.model.objectives.validation import CheckedDatum, CheckedItem
 from twinkle.model.trainer.batch import Part
@@ -89,3 +90,16 @@ def _parts(engine: Engine, adapters: list[Adapter], lengths: list[int]) -> list[
         item = CheckedItem(adapter.adapter_id, get_loss("cross_entropy"), {}, (datum,))
         parts.append(Part(index, item, adapter, item.data))
     return parts
+
+
+# Lengths, one an adapter, and ranks of the batches to compile for: two, so that no size is taken for a constant.
+_REHEARSALS = (([384, 256], 32), ([160, 96, 384], 16))
+
+
+def compile_layers(engine: Engine, dtype: torch.dtype) -> None:
+    compiled = torch.compile(run_layer, dynamic=True)
+    for layer in engine.layers:
+        layer.compiled = compiled
+    for lengths, rank in _REHEARSALS:
+        rehearse(engine, dtype, [rank] * len(lengths), lengths)
+    engine.freeze_compilation()

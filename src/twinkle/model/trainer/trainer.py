@@ -23,7 +23,6 @@ from twinkle import hub
 from twinkle.errors import AdapterExistsError, CapacityError, InvalidInputError, TwinkleError, UnsupportedError
 from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.model.adapters import checkpoint
-from twinkle.model.adapters.adam_params import check_adam_params
 from twinkle.model.adapters.adapter import PAGED_BYTES_PER_PARAMETER, Adapter
 from twinkle.model.adapters.optimizer import adam_step, gradient_norm
 from twinkle.model.adapters.peft_config import peft_config, spec_from_peft
@@ -34,7 +33,6 @@ from twinkle.model.decoder.lora.stacks import RowLayout, initial_row, rank_bucke
 from twinkle.model.decoder.targets import check_spec, select_targets, short_names
 from twinkle.model.parallel import Ranks, check_mesh, first_does, own_device, read_mesh, together
 from twinkle.model.trainer.call import Call
-from twinkle.model.trainer.compilation import compile_layers
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.trainer.host_memory import host_memory_limit
 from twinkle.model.trainer.lockstep import Lockstep
@@ -47,7 +45,7 @@ from twinkle.model.trainer.memory import (
     parameter_bytes,
 )
 from twinkle.model.trainer.packing import Budget
-from twinkle.model.trainer.rehearsal import measure_token_cost
+from twinkle.model.trainer.rehearsal import compile_layers, measure_token_cost
 from twinkle.model.trainer.self_check import check_engine, plain_logprobs
 from twinkle.model.trainer.sharding import shard_engine
 from twinkle.model.types import (
@@ -60,6 +58,7 @@ from twinkle.model.types import (
     TrainFailure,
     TrainItem,
     TrainResult,
+    check_adam_params,
 )
 
 

@@ -32,16 +32,14 @@ from twinkle.infra.device_mesh import DeviceMesh
 from twinkle.loss import Loss
 from twinkle.metric import Accuracy, LossMetric, TrainMetric
 from twinkle.model.decoder.architecture import find_layers
-from twinkle.model.library.checkpoint_source import find_checkpoint
 from twinkle.model.library.components import guarded_loss_value
 from twinkle.model.library.interface import TwinkleModel
 from twinkle.model.library.optimizer_group import OptimizerGroup, check_clipping
-from twinkle.model.library.parallel_options import check_parallel_options, check_precision
+from twinkle.model.library.parallel_options import check_parallel_options, check_precision, describe
 from twinkle.model.library.parameter_groups import apply_optim_params, build_optimizer, trained_parameters
 from twinkle.model.library.remote_verbs import at_once
 from twinkle.model.library.sequences import SequenceBatch, check_vocabulary
-from twinkle.model.library.train_configs import describe
-from twinkle.model.library.training_state import checkpoint_path, is_due
+from twinkle.model.library.training_state import checkpoint_path, find_checkpoint, is_due
 from twinkle.model.parallel import copy_from_first, own_device, read_mesh
 from twinkle.model.trainer.sharding import shard_trained, whole
 from twinkle.model.transformers import gradients

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from twinkle.errors import AdapterExistsError, CheckpointError, InvalidInputError, MissingDependencyError
 from twinkle.hub.construction import check_options
 from twinkle.model.adapters.checkpoint import CONFIG, WEIGHTS, read_json
-from twinkle.model.library.checkpoint_source import find_checkpoint
+from twinkle.model.library.training_state import find_checkpoint
 
 # What PEFT multiplies the product of an adapter's weights by; r also shows in their shapes.
 _SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora")

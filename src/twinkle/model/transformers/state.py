@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twinkle.model.adapters.checkpoint import STATE, write_whole
-from twinkle.model.library.checkpoint_source import copy_tokenizer
 from twinkle.model.library.optimizer_group import OptimizerGroup
 from twinkle.model.library.training_state import (
     check_resumable,
+    copy_tokenizer,
     load_state,
     progress,
     read_progress,

@@ -9,12 +9,16 @@ otherwise), and its copy of the weights comes on top.
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from vllm import AsyncEngineArgs
 
+from twinkle import hub
 from twinkle.errors import InvalidInputError, UnsupportedError
+from twinkle.model.decoder.loading import load_model
 from twinkle.sampler.validation import MAX_WIDTH
 from twinkle.sampler.vllm import message
 from twinkle.sampler.vllm.processor import IMPORT_NAME, SERVER
@@ -105,3 +109,20 @@ def _ours(folder: str, dtype: torch.dtype) -> dict[str, object]:
 def _is_ours(name: str, value: object) -> bool:
     """Saying what is so anyway is no mistake."""
     return {"enable_lora": True, "logprobs_mode": "processed_logprobs"}.get(name) == value
+
+
+@contextmanager
+def base_folder(model_id: str, dtype: torch.dtype, directory: Path) -> Iterator[Path]:
+    """The folder, for as long as the context lasts; one that has to be written goes into ``directory``."""
+    local = hub.resolve(model_id)
+    if local.random_seed is None:
+        yield local.path
+        return
+    written = directory / "base"
+    load_model(local, dtype, torch.device("cpu")).save_pretrained(written)
+    try:
+        yield written
+    finally:
+        for path in written.iterdir():
+            path.unlink()
+        written.rmdir()

@@ -34,9 +34,8 @@ try:
 except ImportError as missing:
     raise MissingDependencyError("vllm", "vllm", "sampler_type: vllm") from missing
 
-from twinkle.sampler.vllm.base_weights import base_folder
 from twinkle.sampler.vllm.engine import Arrival, Broken, Ended, Engine
-from twinkle.sampler.vllm.engine_args import make_engine_args
+from twinkle.sampler.vllm.engine_args import base_folder, make_engine_args
 from twinkle.sampler.vllm.requests import Request
 from twinkle.sampler.vllm.self_check import SelfCheck, kinds, made_up_adapters
 from twinkle.sampler.vllm.versions import Version, VersionFiles, copy_version, require_rank, write_version

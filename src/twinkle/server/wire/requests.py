@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, AwareDatetime, Field
 
 from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError, UserError
-from twinkle.model.adapters.adam_params import check_adam_params
-from twinkle.model.types import AdamParams, LoraSpec
+from twinkle.model.types import AdamParams, LoraSpec, check_adam_params
 from twinkle.server.state.files.export import check_recipients
 from twinkle.server.types import FinishReason as Reason
 from twinkle.server.types import LoadWeights, Op, OpKind, OptimStep, Payload, PublishSampler, Refused, SaveWeights

@@ -34,7 +34,6 @@ from twinkle.errors import (
     TwinkleError,
     UnknownNameError,
 )
-from twinkle.model.adapters.adam_params import check_adam_params
 from twinkle.model.adapters.peft_config import peft_config
 from twinkle.model.csr import dense
 from twinkle.model.objectives.validation import check_data
@@ -51,6 +50,7 @@ from twinkle.model.types import (
     TrainFailure,
     TrainItem,
     TrainResult,
+    check_adam_params,
 )
 from twinkle.server.backends.backend import TrainingBackend
 
