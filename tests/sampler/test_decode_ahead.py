@@ -17,11 +17,11 @@ from sampling import SPECS, assert_same_samples, prompt, request, run, toy_sampl
 
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.sampler import Finished, SampleRequest, TorchSampler
+from twinkle.sampler.noise import uniform
 from twinkle.sampler.torch_sampler import decode_graphs
 from twinkle.sampler.torch_sampler.cache import blocks_for
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.model_pass import Ahead, Piece
-from twinkle.sampler.torch_sampler.noise import uniform
 
 
 class Captured:

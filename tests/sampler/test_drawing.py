@@ -10,8 +10,8 @@ from reference import toy_llama
 from sampling import SPECS, prompt, request, run, sample, toy_sampler, toy_trainer
 
 from twinkle.sampler import SampleRequest, TorchSampler
+from twinkle.sampler.noise import uniform
 from twinkle.sampler.torch_sampler.drawing import Draw, collect, draw_tokens
-from twinkle.sampler.torch_sampler.noise import uniform
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from tiny_models import VOCAB, add_trained_adapter, tiny_model, tiny_trainer
 from transformers import PreTrainedModel
 
 from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TopLogprobs, TorchSampler
+from twinkle.sampler.noise import alternative_uniforms, uniform, words
 from twinkle.sampler.torch_sampler.drawing import pick
-from twinkle.sampler.torch_sampler.noise import alternative_uniforms, uniform, words
 
 LENGTH = 70  # more than a chunk
 VERSIONS = (None, "a", "b")

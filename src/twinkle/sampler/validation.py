@@ -9,7 +9,7 @@ import numpy as np
 
 from twinkle.errors import InvalidInputError
 from twinkle.model.types import IntArray
-from twinkle.sampler.torch_sampler.noise import fresh_seed
+from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import SampleRequest, SamplingParams
 
 MAX_SAMPLES = 1024

@@ -14,9 +14,9 @@ import numpy as np
 from twinkle.errors import NonFiniteError
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.model.types import FloatArray, IntArray
+from twinkle.sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.drawing import Draw, Drawn
 from twinkle.sampler.torch_sampler.model_pass import Ahead, Computed, Piece
-from twinkle.sampler.torch_sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.prefix_cache import BASE
 from twinkle.sampler.torch_sampler.prompt_scores import PromptScores
 from twinkle.sampler.types import Progress, SampledSequence, SampleResult, StopReason, TopLogprobs

@@ -22,6 +22,7 @@ from twinkle.model.decoder.layers import LayerBatch, bind_layers
 from twinkle.model.decoder.transfer import to_device
 from twinkle.model.trainer.engine import Engine
 from twinkle.model.types import IntArray
+from twinkle.sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.binding import LoraBinder, RowsOf
 from twinkle.sampler.torch_sampler.cache import KeyValueCache, LayerShape
 from twinkle.sampler.torch_sampler.cached_attention import CachedRows, ShapeProbe, Span
@@ -35,7 +36,6 @@ from twinkle.sampler.torch_sampler.drawing import (
     collect,
     draw_tokens,
 )
-from twinkle.sampler.torch_sampler.noise import uniforms, words
 from twinkle.sampler.torch_sampler.scoring import Scores, Scoring, score_rows
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from twinkle.errors import NonFiniteError
-from twinkle.sampler.torch_sampler.noise import alternative_uniforms
+from twinkle.sampler.noise import alternative_uniforms
 from twinkle.sampler.torch_sampler.scoring import Scores, Scoring
 from twinkle.sampler.types import DrawnTokens, TopLogprobs
 from twinkle.sampler.validation import CheckedRequest

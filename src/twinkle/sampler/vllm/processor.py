@@ -15,8 +15,8 @@ from vllm import SamplingParams as EngineParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
+from twinkle.sampler.noise import uniform
 from twinkle.sampler.torch_sampler.drawing import Draw, draw_tokens
-from twinkle.sampler.torch_sampler.noise import uniform
 from twinkle.sampler.vllm import message, server_watch
 
 # How vLLM is told to use it.

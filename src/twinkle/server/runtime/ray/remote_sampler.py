@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from twinkle.errors import TwinkleError, TwinkleServerError
-from twinkle.sampler.torch_sampler.noise import fresh_seed
+from twinkle.sampler.noise import fresh_seed
 from twinkle.sampler.types import Finished, Progress, SampleFailure, SampleRequest, TopLogprobs
 from twinkle.server.backends.backend import TrainingBackend
 from twinkle.server.runtime.ray.replica import end_process, raised
