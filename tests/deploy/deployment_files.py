@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
+from tests.support.paths import ROOT
 from twinkle import environment
 from twinkle.server.app import make_app
 from twinkle.server.cli import command_line as cli
 from twinkle.server.config import ServerConfig, load_config
 
-ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DATA_DIR, CACHE_DIR, CONFIG = "/var/lib/twinkle", "/var/cache/twinkle", "/etc/twinkle/server.yaml"
 PORT = 8000

@@ -6,7 +6,8 @@ import re
 import tomllib
 
 import pytest
-from deployment_files import (
+
+from tests.deploy.deployment_files import (
     CACHE_DIR,
     CONFIG,
     DATA_DIR,
@@ -18,7 +19,6 @@ from deployment_files import (
     check_command,
     paths_of_routes,
 )
-
 from twinkle.server.config import load_config
 
 TEXT = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())

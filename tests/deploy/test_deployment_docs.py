@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from deployment_files import DEPLOY, ROOT, check_command, commands_in, paths_of_routes
 
+from tests.deploy.deployment_files import DEPLOY, ROOT, check_command, commands_in, paths_of_routes
 from twinkle.server.config import LimitsConfig, ServerConfig
 
 PAGES = [

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment_files import (
+
+from tests.deploy.deployment_files import (
     CACHE_DIR,
     CONFIG,
     DATA_DIR,
@@ -17,7 +18,6 @@ from deployment_files import (
     documents,
     paths_of_routes,
 )
-
 from twinkle.server.config import ModelArgs
 
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deployment_files import DEPLOY, PORT
 
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-from running import Server, Tenant, free_port, mock_config
-
+from tests.deploy.deployment_files import DEPLOY, PORT
+from tests.support.servers.running import Server, Tenant, free_port, mock_config
 from twinkle.server.config import ClientsConfig, LimitsConfig
 
 NGINX = (DEPLOY / "nginx" / "twinkle.conf").read_text()

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from deployment_files import CACHE_DIR, CONFIG, DATA_DIR, DEPLOY, OWN_VARIABLES, check_command
 
+from tests.deploy.deployment_files import CACHE_DIR, CONFIG, DATA_DIR, DEPLOY, OWN_VARIABLES, check_command
 from twinkle.server.runtime import embedded
 
 UNIT = DEPLOY / "systemd" / "twinkle-server.service"

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from reference import toy_llama
 from transformers import PreTrainedModel
 
+from tests.support.models.reference import toy_llama
 from twinkle.model import Trainer, adopt_model
 
 

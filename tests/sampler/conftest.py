@@ -1,13 +1,9 @@
 """The tests of the sampler use the small models of the trainer's tests."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "model"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from sampling import SPECS, assert_same_samples, prompt, request, run, toy_sampler, toy_trainer
 
+from tests.support.models.sampling import SPECS, assert_same_samples, prompt, request, run, toy_sampler, toy_trainer
 from twinkle.model.adapters.adapter import Adapter
 from twinkle.sampler import Finished, SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from reference import wide_llama
-from sampling import prompt, request, run, toy_tokenizer
-from tiny_models import tiny_model, tiny_trainer
 
+from tests.support.models.reference import wide_llama
+from tests.support.models.sampling import prompt, request, run, toy_tokenizer
+from tests.support.models.tiny_models import tiny_model, tiny_trainer
 from twinkle.model import LoraSpec, Trainer
 from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler
 

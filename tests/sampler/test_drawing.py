@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from reference import toy_llama
-from sampling import SPECS, prompt, request, run, sample, toy_sampler, toy_trainer
 
+from tests.support.models.reference import toy_llama
+from tests.support.models.sampling import SPECS, prompt, request, run, sample, toy_sampler, toy_trainer
 from twinkle.sampler import SampleRequest, TorchSampler
 from twinkle.sampler.noise import uniform
 from twinkle.sampler.torch_sampler.drawing import Draw, collect, draw_tokens

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sampling import (
+
+from tests.support.models.sampling import (
     SPECS,
     assert_nothing_left,
     assert_same_samples,
@@ -17,8 +18,7 @@ from sampling import (
     toy_tokenizer,
     toy_trainer,
 )
-from tiny_models import tiny_model
-
+from tests.support.models.tiny_models import tiny_model
 from twinkle.model import Trainer
 from twinkle.sampler import Finished, SampleResult, TorchSampler
 from twinkle.sampler.torch_sampler.model_pass import Computed, Piece

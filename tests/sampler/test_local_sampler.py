@@ -6,8 +6,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from plain_training import LORA, MODEL, PlainLora, plain_model
 
+from tests.support.models.plain_training import LORA, MODEL, PlainLora, plain_model
 from twinkle.data_format import SamplingParams
 from twinkle.errors import CheckpointError, InvalidInputError, NonFiniteError, UnknownNameError, UnsupportedError
 from twinkle.infra import DeviceMesh

@@ -8,7 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from reference import (
+from transformers import PreTrainedModel
+
+from tests.support.models.reference import (
     TOLERANCE,
     ExactLogprobs,
     assert_numbers_close,
@@ -17,7 +19,7 @@ from reference import (
     toy_llama,
     wide_llama,
 )
-from sampling import (
+from tests.support.models.sampling import (
     SPECS,
     assert_likeliest,
     next_logprobs,
@@ -28,9 +30,7 @@ from sampling import (
     toy_sampler,
     toy_trainer,
 )
-from tiny_models import VOCAB, add_trained_adapter, tiny_model, tiny_trainer
-from transformers import PreTrainedModel
-
+from tests.support.models.tiny_models import VOCAB, add_trained_adapter, tiny_model, tiny_trainer
 from twinkle.sampler import SampleRequest, SampleResult, SamplingParams, TopLogprobs, TorchSampler
 from twinkle.sampler.noise import alternative_uniforms, uniform, words
 from twinkle.sampler.torch_sampler.drawing import pick

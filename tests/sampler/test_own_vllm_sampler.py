@@ -1,4 +1,4 @@
-"""vLLMSampler where there is no vLLM or no GPU; tests/vllm samples with it."""
+"""vLLMSampler where there is no vLLM or no GPU; tests/sampler/vllm samples with it."""
 
 import pytest
 import torch

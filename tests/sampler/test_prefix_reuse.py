@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import assert_numbers_close
-from sampling import (
+
+from tests.support.models.reference import assert_numbers_close
+from tests.support.models.sampling import (
     SPECS,
     assert_same_samples,
     blocks,
@@ -17,8 +18,7 @@ from sampling import (
     toy_tokenizer,
     toy_trainer,
 )
-from tiny_models import add_trained_adapter, tiny_model, tiny_trainer
-
+from tests.support.models.tiny_models import add_trained_adapter, tiny_model, tiny_trainer
 from twinkle.model import Trainer
 from twinkle.sampler import SampleRequest, SampleResult, TorchSampler
 from twinkle.sampler.torch_sampler.cache import BLOCK

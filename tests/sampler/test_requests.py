@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sampling import (
+
+import twinkle.sampler
+from tests.support.models.sampling import (
     SPECS,
     assert_same_samples,
     blocks,
@@ -17,8 +19,6 @@ from sampling import (
     toy_tokenizer,
     toy_trainer,
 )
-
-import twinkle.sampler
 from twinkle.errors import CapacityError, InvalidInputError
 from twinkle.sampler import Sampler, SampleRequest, SamplingParams, TorchSampler
 from twinkle.sampler.torch_sampler.cache import BLOCK

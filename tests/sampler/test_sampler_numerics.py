@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from reference import TOLERANCE, assert_numbers_close, wide_llama
-from sampling import (
+from transformers import PreTrainedModel
+
+from tests.support.models.reference import TOLERANCE, assert_numbers_close, wide_llama
+from tests.support.models.sampling import (
     SPECS,
     blocks,
     next_logprobs,
@@ -17,9 +19,7 @@ from sampling import (
     toy_tokenizer,
     toy_trainer,
 )
-from tiny_models import FAMILIES, add_trained_adapter, tiny_model, tiny_trainer
-from transformers import PreTrainedModel
-
+from tests.support.models.tiny_models import FAMILIES, add_trained_adapter, tiny_model, tiny_trainer
 from twinkle.model import Datum, LoraSpec, Trainer, TrainItem, TrainResult
 from twinkle.sampler import SampleRequest, SamplingParams, TorchSampler
 

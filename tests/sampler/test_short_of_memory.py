@@ -1,8 +1,17 @@
 """A device that runs out of memory, or whose versions move: nobody notices, and nothing of a turn is kept."""
 
 import torch
-from sampling import SPECS, assert_same_samples, drain, prompt, request, run, toy_sampler, toy_trainer
 
+from tests.support.models.sampling import (
+    SPECS,
+    assert_same_samples,
+    drain,
+    prompt,
+    request,
+    run,
+    toy_sampler,
+    toy_trainer,
+)
 from twinkle.errors import CapacityError
 from twinkle.model import LoraSpec
 from twinkle.sampler import SampleFailure, SampleRequest, TorchSampler

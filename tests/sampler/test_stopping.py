@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from reference import toy_llama
-from sampling import BYTES, END, prompt, request, sample, toy_sampler, toy_tokenizer, toy_trainer
 
+from tests.support.models.reference import toy_llama
+from tests.support.models.sampling import BYTES, END, prompt, request, sample, toy_sampler, toy_tokenizer, toy_trainer
 from twinkle.sampler import TorchSampler
 from twinkle.sampler.torch_sampler.drawing import Drawn
 from twinkle.sampler.torch_sampler.jobs import Job

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import toy_llama
-from sampling import SPECS, assert_nothing_left, drain, prompt, request, run, toy_sampler, toy_trainer
-from tiny_models import tiny_model
 
+from tests.support.models.reference import toy_llama
+from tests.support.models.sampling import (
+    SPECS,
+    assert_nothing_left,
+    drain,
+    prompt,
+    request,
+    run,
+    toy_sampler,
+    toy_trainer,
+)
+from tests.support.models.tiny_models import tiny_model
 from twinkle.sampler import Finished, Progress, SampleFailure, SampleRequest, SampleResult, TorchSampler
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import assert_tensors_close, random_datum, toy_llama, with_random_weights
-from sampling import (
+
+from tests.support.models.reference import assert_tensors_close, random_datum, toy_llama, with_random_weights
+from tests.support.models.sampling import (
     SPECS,
     assert_nothing_left,
     assert_same_samples,
@@ -19,8 +20,7 @@ from sampling import (
     toy_sampler,
     toy_trainer,
 )
-from tiny_models import take_step
-
+from tests.support.models.tiny_models import take_step
 from twinkle.errors import AdapterNotFoundError, CapacityError, CheckpointError, InvalidInputError, NonFiniteError
 from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem
 from twinkle.sampler import SampleFailure, SampleRequest, SampleResult, SamplingParams, TorchSampler

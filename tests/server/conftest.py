@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from postgres_cluster import drop_databases
-from running import Server, Tenant, environment, key_for
-from state_samples import BACKENDS, on_backend
+
+from tests.support.servers.postgres_cluster import drop_databases
+from tests.support.servers.running import Server, Tenant, environment, key_for
+from tests.support.servers.state_samples import BACKENDS, on_backend
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from native_running import NativeTenant
-from running import MODEL, Server, Tenant, datum
-from traced_launch import TOKENS, TRAINER
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.paths import PROGRAMS, ROOT
+from tests.support.servers.native_running import NativeTenant
+from tests.support.servers.running import MODEL, Server, Tenant, datum
+from tests.support.servers.traced_launch import TOKENS, TRAINER
+
+REPOSITORY = ROOT
 MAP = REPOSITORY / "docs" / "architecture.md"
 ROWS = [{"input_ids": list(TOKENS), "labels": list(TOKENS)}]
 
@@ -36,7 +38,7 @@ class TracedServer(Server):
         return self.directory / "trace.json"
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, str(Path(__file__).parent / "traced_launch.py"), str(self.trace), *arguments]
+        return [sys.executable, str(PROGRAMS / "traced_launch.py"), str(self.trace), *arguments]
 
     def journey(self) -> list[Step]:
         """Of the last request, in the order of first calls, without the trainer, where it ends."""

@@ -1,0 +1,69 @@
+"""The real SDK against a real server with a tiny model. No test may leave a warning in the SDK's log."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+import torch
+
+from tests.support.servers.serving import MODEL, SdkServer
+from twinkle.model import Trainer
+
+os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+os.environ["TINKER_TELEMETRY"] = "1"
+
+
+class _Complaints(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(f"{record.name}: {record.getMessage()}")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SdkServer]:
+    running = SdkServer(tmp_path_factory.mktemp("server")).start()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def complaints() -> Iterator[_Complaints]:
+    handler = _Complaints()
+    logging.getLogger("tinker").addHandler(handler)
+    yield handler
+    logging.getLogger("tinker").removeHandler(handler)
+    assert handler.seen == []
+
+
+@pytest.fixture(autouse=True)
+def no_complaints(complaints: _Complaints, request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    seen, complaints.seen = complaints.seen, []
+    expected = request.node.get_closest_marker("complaint")
+    if expected is not None:
+        seen = [line for line in seen if not any(text in line for text in expected.args)]
+    assert seen == []
+
+
+@pytest.fixture
+def service(server: SdkServer, request: pytest.FixtureRequest) -> tinker.ServiceClient:
+    """Each test is a tenant of its own."""
+    return server.service(request.node.name)
+
+
+@pytest.fixture(scope="session")
+def trainer() -> Trainer:
+    """The same model in this process, on as many threads as the server has: bits depend on them."""
+    torch.set_num_threads(1)
+    return Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return tmp_path

@@ -1,0 +1,258 @@
+"""The client and the server together: training, sampling and data, and what a crash of the server does to a script."""
+
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.servers.running import Server, environment, mock_config
+from twinkle_client import (
+    InvalidRequestError,
+    LoraConfig,
+    NotFoundError,
+    SessionLostError,
+    TwinkleClient,
+)
+from twinkle_client.dataloader import DataLoader
+from twinkle_client.dataset import Dataset, DatasetMeta
+from twinkle_client.model import MultiLoraTransformersModel
+from twinkle_client.preprocessor import AlpacaProcessor
+from twinkle_client.reward import GSM8KAccuracyReward
+from twinkle_client.sampler import Sampler
+
+TINY = "random://llama-tiny"
+
+
+def tiny_config():
+    return {
+        "applications": [
+            {"name": "server", "import_path": "server"},
+            {
+                "name": "model",
+                "import_path": "model",
+                "args": {"model_id": TINY, "backend": "transformers", "device": "cpu", "dtype": "fp32"},
+            },
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": TINY, "sampler_type": "torch"}},
+            {"name": "processor", "import_path": "processor"},
+        ]
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("tiny"), tiny_config()).start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def tiny(server):
+    with TwinkleClient(server.url, "a-token", seed=1) as client:
+        yield client
+
+
+def feature(*tokens):
+    ids = np.array(tokens)
+    return {"input_ids": ids, "labels": np.append(ids[1:], -100)}
+
+
+def adapter(client, name="default", **options):
+    model = MultiLoraTransformersModel(TINY, client=client)
+    model.add_adapter_to_model(name, LoraConfig(r=4), **options)
+    model.set_optimizer("AdamW", lr=1e-2)
+    return model
+
+
+def test_training_saving_resuming_and_sampling(tiny):
+    model = adapter(tiny)
+    rows = [feature(1, 2, 3, 4, 5), feature(7, 8, 9)]
+    losses = []
+    for _ in range(4):
+        outputs = model.forward_backward(inputs=rows)
+        assert [len(row) for row in outputs["logps"]] == [5, 3]
+        assert model.clip_grad_and_step(max_grad_norm=1.0) > 0
+        losses.append(float(model.calculate_metric(is_training=True)["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+    saved = model.save("step 4", save_optimizer=True, consumed_train_samples=8)
+    assert saved == f"twinkle://{tiny.session_id}-default/weights/step_4"
+    expected = model.forward_only(inputs=rows)["logps"]
+
+    fresh = adapter(tiny, "fresh")
+    progress = fresh.resume_from_checkpoint(saved)
+    assert (progress["cur_step"], progress["consumed_train_samples"]) == (4, 8)
+    np.testing.assert_allclose(np.concatenate(fresh.forward_only(inputs=rows)["logps"]), np.concatenate(expected))
+    (run,) = [run for run in tiny.list_training_runs() if run.training_run_id == f"{tiny.session_id}-default"]
+    assert run.lora_rank == 4
+    assert tiny.list_checkpoints(run.training_run_id)[-1].twinkle_path == saved
+    assert tiny.get_weights_info(saved).base_model == run.base_model
+
+    sampler = Sampler(model)
+    params = {"max_tokens": 4, "temperature": 0.0, "logprobs": 1}
+    (named,) = sampler.sample([feature(1, 2)], params, adapter_name="default")
+    (stored,) = sampler.sample([feature(1, 2)], params, adapter_uri=saved)
+    assert named.sequences[0].tokens == stored.sequences[0].tokens
+    assert len(named.sequences[0].logprobs) == len(named.sequences[0].tokens)
+    assert named.sequences[0].new_input_feature["input_ids"][:2] == [1, 2]
+
+
+def test_before_there_is_an_adapter_the_base_model_answers(tiny):
+    model = MultiLoraTransformersModel(TINY, client=tiny)
+    rows = [feature(1, 2, 3, 4, 5), feature(7, 8, 9)]
+    alone = model.forward_only(inputs=rows)
+    talk = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    spoken = model.forward_only(inputs=talk)["logps"]
+    model.add_adapter_to_model("default", LoraConfig(r=4))
+    assert alone == model.forward_only(inputs=rows, disable_lora=True)
+    assert spoken == model.forward_only(inputs=talk, disable_lora=True)["logps"]
+    model.remove_adapter("default")
+    assert alone == model.forward_only(inputs=rows)
+    with pytest.raises(InvalidRequestError, match="not used before"):
+        model.add_adapter_to_model("default", LoraConfig(r=4))
+
+
+def test_preferences(tiny):
+    model = adapter(tiny)
+    model.set_loss("DPOLoss", beta=0.1)
+    model.add_metric("DPOMetric", beta=0.1)
+    pair = [feature(1, 2, 3), feature(1, 4, 5)]
+    margins = []
+    for _ in range(3):
+        reference = model.forward_only(inputs=pair, disable_lora=True)
+        model.forward_backward(inputs=pair, ref_outputs=reference)
+        model.clip_grad_and_step()
+        margins.append(float(model.calculate_metric(is_training=True)["rewards/margins"]))
+    assert margins[0] == pytest.approx(0, abs=1e-4)
+    assert margins[-1] > margins[0]
+
+
+def test_seeds_make_the_same_adapter(server):
+    losses = []
+    for seed in (1, 1, 2):
+        with TwinkleClient(server.url, "a-token", seed=seed) as client:
+            model = adapter(client)
+            model.forward_backward(inputs=[feature(1, 2, 3)])
+            model.clip_grad_and_step()
+            losses.append(model.forward_only(inputs=[feature(1, 2, 3)])["logps"][0][0])
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.slow
+def test_data_on_the_server(tiny, tmp_path):
+    lines = [f'{{"instruction": "say {n}", "output": "{n}"}}' for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    dataset = Dataset(DatasetMeta(str(tmp_path / "rows.jsonl"), data_slice=range(5)), client=tiny)
+    dataset.set_template("Template", model_id=TINY, max_length=128)
+    dataset.map(AlpacaProcessor(client=tiny))
+    dataset.encode()
+    assert len(dataset) == 5
+    assert dataset[0]["messages"][0]["content"] == "say 0"
+    loader = DataLoader(dataset, batch_size=2, shuffle=True)
+    model = adapter(tiny)
+    seen = []
+    for _ in range(2):
+        for batch in loader:
+            model.forward_backward(inputs=batch)
+            seen.append([row["output"] for row in batch])
+    assert [len(batch) for batch in seen] == [2, 2, 1] * 2
+    assert sorted(text for batch in seen[:3] for text in batch) == [str(n) for n in range(5)]
+    assert seen[:3] != seen[3:]
+    reward = GSM8KAccuracyReward(client=tiny)
+    row = {"messages": [{"role": "assistant", "content": r"\boxed{18}"}], "user_data": [["ground_truth", "18"]]}
+    assert reward([row]) == [1.0]
+    assert Sampler(model).template.decode(dataset[0]["input_ids"]).count("say 0") == 1
+
+
+@pytest.mark.slow
+def test_a_local_script_moves_by_changing_its_imports(server, tmp_path):
+    """cookbook/transformers/dpo.py as it is, but for ``twinkle.`` to ``twinkle_client.``."""
+    text = (ROOT / "cookbook/transformers/dpo.py").read_text()
+    text = re.sub(r"^from twinkle\.", "from twinkle_client.", text, flags=re.MULTILINE)
+    text = re.sub(r"^import twinkle$", "import twinkle_client as twinkle", text, flags=re.MULTILINE)
+    assert "twinkle_client.model" in text
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/dpo.py").write_text(text)
+    (tmp_path / "data").symlink_to(ROOT / "cookbook/data")
+    command = [sys.executable, "scripts/dpo.py", "--model", TINY, "--epochs", "1", "--batch-size", "16"]
+    variables = {**environment(), "TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": "a-script"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"twinkle://session_\w+-emoji/weights/dpo", done.stdout)
+
+
+def test_mistakes_are_said_in_the_servers_words(tiny):
+    with pytest.raises(NotFoundError, match="nothing"):
+        MultiLoraTransformersModel("nothing", client=tiny)
+    model = adapter(tiny)
+    with pytest.raises(InvalidRequestError, match=r"SomeLoss.*CrossEntropyLoss"):
+        model.set_loss("SomeLoss")
+    with pytest.raises(InvalidRequestError, match="no_such_argument"):
+        model.forward_backward(inputs=[feature(1, 2)], no_such_argument=1)
+    with pytest.raises(NotFoundError):
+        tiny.list_checkpoints("session_x-default")
+    model.forward_backward(inputs=[feature(1, 2)])  # and it goes on
+    model.clip_grad_and_step()
+
+
+def test_the_tinker_protocol_takes_any_key_of_init_tinker_client(server):
+    """The header that it sends beside the key is what makes the difference."""
+    url, key = f"{server.url}/api/v1/get_server_capabilities", {"X-API-Key": "EMPTY_TOKEN"}
+    assert httpx.get(url, headers=key, trust_env=False).status_code == 401
+    ours = {**key, "Twinkle-Authorization": "Bearer EMPTY_TOKEN"}
+    assert httpx.get(url, headers=ours, trust_env=False).status_code == 200
+
+
+def test_a_session_that_was_finished_elsewhere(server, tiny):
+    model = adapter(tiny)
+    headers = {"Authorization": "Bearer a-token"}
+    body = {"session_id": tiny.session_id}
+    httpx.post(f"{server.url}/api/v1/twinkle/finish_session", json=body, headers=headers, trust_env=False)
+    with pytest.raises(SessionLostError, match="finished"):
+        model.step()
+    assert tiny.list_checkpoints(f"{tiny.session_id}-default")  # what was not saved was kept
+
+
+# --- a server that dies -----------------------------------------------------------------------------------------------
+
+
+def train(server, crash):
+    """The log-probabilities after four steps; ``crash`` is called with the number of each."""
+    with TwinkleClient(server.url, "a-token", 0.2, seed=3) as client:
+        model = MultiLoraTransformersModel("mock", client=client)
+        model.add_adapter_to_model("default", LoraConfig(r=4))
+        model.set_optimizer("AdamW", lr=1e-2)
+        for step in range(4):
+            crash(step)
+            model.forward_backward(inputs=[feature(step + 1, 2, 3, 4)])
+            model.clip_grad_and_step()
+        return model.forward_only(inputs=[feature(1, 2, 3, 4)])["logps"]
+
+
+@pytest.mark.slow
+def test_a_script_does_not_notice_that_the_server_was_killed(tmp_path):
+    server = Server(tmp_path, mock_config()).start()
+    reached, killed = threading.Event(), threading.Event()
+
+    def wait_for_the_end(step):
+        if step == 2:
+            reached.set()
+            assert killed.wait(60)
+
+    try:
+        undisturbed = train(server, lambda step: None)
+        # A server ends with the thread that started it, so the script is what runs in another one.
+        with ThreadPoolExecutor(1) as pool:
+            script = pool.submit(train, server, wait_for_the_end)
+            assert reached.wait(60)
+            server.kill()
+            killed.set()
+            server.start()
+            disturbed = script.result(120)
+    finally:
+        server.close()
+    assert disturbed == undisturbed

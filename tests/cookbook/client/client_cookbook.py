@@ -1,0 +1,6 @@
+"""Where the scripts are, and the model that tests run them on."""
+
+from tests.support.paths import ROOT
+
+CLIENT = ROOT / "cookbook" / "client"
+MODEL = "random://llama-tiny"

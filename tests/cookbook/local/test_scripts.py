@@ -1,0 +1,91 @@
+"""Every local script runs from top to bottom, on a small random model and a step or two; what it learns is in docs."""
+
+import json
+import runpy
+import sys
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.paths import ROOT
+from twinkle import hub
+from twinkle.advantage import GRPOAdvantage
+
+COOKBOOK = ROOT / "cookbook"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    """A folder with weights: the scripts also load it with plain Transformers."""
+    shape, folder = hub.resolve("random://llama-tiny").path, tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shape).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tiny, monkeypatch):
+    """Runs a script; returns its names."""
+    monkeypatch.setenv("TWINKLE_MODEL", tiny)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(script: str, *arguments: object) -> dict:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        return runpy.run_path(str(COOKBOOK / script), run_name="__main__")
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def test_sft_lora(run, tmp_path, capsys):
+    names = run("transformers/sft_lora.py", "--epochs", 2, "--batch-size", 24, "--output", tmp_path)
+    assert float(names["metrics"]["loss"]) < 6.3  # ln 512 = 6.24 before: a random model knows nothing
+    assert peft.PeftConfig.from_pretrained(tmp_path / "sft_lora").r == 16
+    assert "after, from" in capsys.readouterr().out
+
+
+def test_sft_full(run, tmp_path, tiny):
+    run("transformers/sft_full.py", "--epochs", 1, "--batch-size", 24, "--output", tmp_path)
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny, tmp_path / "sft_full"))
+    moved = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= moved
+
+
+def test_multi_lora(run, tmp_path):
+    names = run("transformers/multi_lora.py", "--epochs", 1, "--batch-size", 20, "--output", tmp_path)
+    assert names["losses"].keys() == {"identity", "pirate"}
+    ranks = {name: peft.PeftConfig.from_pretrained(tmp_path / f"multi_lora_{name}").r for name in names["losses"]}
+    assert ranks == {"identity": 16, "pirate": 8}
+
+
+def test_dpo_raises_margins(run, tmp_path):
+    run("transformers/dpo.py", "--epochs", 1, "--batch-size", 12, "--output", tmp_path, "--curve", tmp_path / "c.json")
+    curves = json.loads((tmp_path / "c.json").read_text())
+    margins = [margin for margin, _ in curves["train"]]
+    assert margins[0] == 0  # the adapter starts as the reference
+    assert margins[-1] > 0
+    assert len(curves["held_out"]) == 1
+
+
+def test_grpo(run, tmp_path, monkeypatch):
+    """A random model never adds right, so its answers are ranked by where they stand in the batch."""
+    monkeypatch.setattr(
+        GRPOAdvantage, "__call__", lambda _, rewards, num_generations: torch.linspace(-1, 1, len(rewards))
+    )
+    names = run("rl/grpo.py", "--steps", 2, "--prompts", 2, "--samples", 4, "--curve", tmp_path / "c.json")
+    assert len(names["useful"]) == 8
+    assert names["metrics"]["train/approx_kl"] < 0.01
+    assert names["metrics"]["iters"] == 1
+    assert json.loads((tmp_path / "c.json").read_text())["reward"] == [0.0, 0.0]
+
+
+def test_reward_of_addition(run):
+    names = run("rl/grpo.py", "--steps", 0)
+    trajectory = names["addition"](52, 34)
+    for text, expected in [(" 86\n", 1.0), (" 86", 1.0), (" 68\n", 0.0), (" 86.", 0.0), ("", 0.0), (" 8 6\n", 0.0)]:
+        completed = {**trajectory, "messages": [*trajectory["messages"], {"role": "assistant", "content": text}]}
+        assert names["RightAnswer"]()([completed]) == [expected]

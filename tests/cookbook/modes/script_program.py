@@ -1,0 +1,57 @@
+"""Runs scripts of the cookbook with small settings, one after another: by itself, under torchrun, or on a Ray cluster.
+
+python script_program.py local|ray OUTPUT SCRIPT…
+
+Each writes its curve to OUTPUT/NAME.json, and what it saves beside it. TWINKLE_MODEL is the model.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+import twinkle
+from twinkle.advantage import GRPOAdvantage
+
+COOKBOOK = Path(__file__).parents[3] / "cookbook"
+_TRAINING = ["--epochs", "1", "--batch-size", "16", "--precision", "fp32"]
+SETTINGS = {
+    "transformers/sft_lora.py": _TRAINING,
+    "transformers/sft_full.py": _TRAINING,
+    "transformers/multi_lora.py": _TRAINING,
+    "transformers/dpo.py": ["--epochs", "1", "--batch-size", "24"],
+    "rl/grpo.py": ["--steps", "2", "--prompts", "3", "--samples", "4"],
+}
+
+
+def ranked(_: GRPOAdvantage, rewards: list[float], num_generations: int) -> torch.Tensor:
+    """A random model never adds right: its answers are ranked by their places. The last sum teaches nothing."""
+    values = torch.linspace(-1, 1, len(rewards))
+    values[-num_generations:] = 0
+    return values
+
+
+def run(mode: str, output: Path, script: str) -> None:
+    arguments = [*SETTINGS[script], "--curve", str(output / f"{Path(script).stem}.json")]
+    if script.startswith("transformers/"):
+        arguments += ["--output", str(output)]
+    if mode == "ray":
+        arguments += ["--mode", "ray"]
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(COOKBOOK / script), run_name="__main__")
+    twinkle.shutdown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    GRPOAdvantage.__call__ = ranked
+    if sys.argv[1] == "ray":
+        import ray
+
+        ray.init(num_cpus=2, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+    mode, output, scripts = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    for each in scripts:
+        run(mode, output, each)
+    if mode == "ray":
+        ray.shutdown()

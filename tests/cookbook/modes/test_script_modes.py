@@ -1,0 +1,86 @@
+"""The cookbook's scripts in two processes, under torchrun and on Ray: what comes out is what one process computes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.cookbook.modes.script_program import SETTINGS
+from twinkle import exists
+
+SCRIPTS = list(SETTINGS)
+# Where the same rows go into the same sums, whoever computes them. What they save, by script:
+WEIGHTS = {
+    "sft_lora": ["sft_lora/adapter_model"],
+    "sft_full": ["sft_full/model"],
+    "multi_lora": ["multi_lora_identity/adapter_model", "multi_lora_pirate/adapter_model"],
+}
+STEPS = 3  # 48 rows, 16 a step; the pirate's are fewer: two
+
+
+@pytest.fixture(scope="session")
+def alone(run_scripts) -> Path:
+    return run_scripts("local", *SCRIPTS)
+
+
+@pytest.fixture(scope="session")
+def torchrun(run_scripts) -> Path:
+    return run_scripts("torchrun", *SCRIPTS)
+
+
+@pytest.fixture(scope="session")
+def ray(run_scripts) -> Path:
+    if not exists("ray"):
+        pytest.skip("Ray is not installed; `make test-ray` does that")
+    return run_scripts("ray", *SCRIPTS)
+
+
+def curve(folder: Path, name: str):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def assert_same(one: Path, other: Path, name: str) -> None:
+    """Losses are told with four digits, weights are whole; Adam magnifies what sums in another order differ by."""
+    steps = 2 if name == "multi_lora" else STEPS
+    losses, expected = curve(one, name), curve(other, name)
+    assert len(losses) == len(expected) == steps
+    for loss, value in zip(losses, expected, strict=True):
+        assert loss == pytest.approx(value, abs=1.5e-4)
+    assert losses[0] != losses[-1]
+    for file in WEIGHTS[name]:
+        found, wanted = (load_file(folder / f"{file}.safetensors") for folder in (one, other))
+        assert found.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            assert (found[key] - tensor).norm() <= 1e-4 * tensor.norm(), key
+
+
+def assert_runs(folder: Path) -> None:
+    """What these draw or average depends on who computes what; they run, and say as much as in one process."""
+    preferences = curve(folder, "dpo")
+    assert [len(preferences["train"]), len(preferences["held_out"])] == [2, 1]
+    assert preferences["held_out"][0][0] > 0  # the margin of pairs that were not trained on
+    rewards = curve(folder, "grpo")
+    assert rewards == {"reward": [0.0, 0.0], "accuracy": [0.0, 0.0]}  # one of each step; a random model is never right
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_torchrun_is_one_process(torchrun, alone, name):
+    assert_same(torchrun, alone, name)
+
+
+@pytest.mark.parallel
+def test_dpo_and_grpo_under_torchrun(torchrun):
+    assert_runs(torchrun)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_ray_is_one_process(ray, alone, name):
+    assert_same(ray, alone, name)
+
+
+@pytest.mark.ray
+def test_dpo_and_grpo_on_ray(ray):
+    assert_runs(ray)

@@ -1,0 +1,196 @@
+"""The library's models as every rank runs them: the same program with a mesh and, in one process, without."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.model.parallel.lora_programs import Sizes, llama, mesh, rank_and_size, share
+from twinkle.errors import TwinkleError
+from twinkle.model import MultiLoraTransformersModel, TransformersModel
+
+Feature = dict[str, Any]
+
+# Adam divides by gradients: where they are near zero it magnifies the noise of adding them up in another order.
+EPS = 1e-4
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+# Lengths of the sequences of each forward pass, and whose they are: uneven, and in turn nothing for some.
+PASSES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((9, 17, 4), (0, 1, 1)),
+    ((6, 23), (1, 1)),
+    ((12, 5, 8, 3), (0, 1, 2, 3)),
+    ((14, 7), (0, 0)),
+    ((10,), (1,)),
+    ((11, 4, 6), (2, 1, 0)),
+)
+
+
+def feature(length: int, seed: int, prompt: int = 2) -> Feature:
+    tokens = np.random.default_rng(seed).integers(0, 90, length)
+    labels = np.append(tokens[1:], -100)
+    labels[:prompt] = -100
+    return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+
+
+def own_batch(number: int) -> list[Feature]:
+    lengths, owners = PASSES[number]
+    return share([feature(length, 1000 * number + k) for k, length in enumerate(lengths)], owners)
+
+
+def save_model(name: str, folder: str, *, tied: bool = False) -> str:
+    llama(name, tied=tied).save_pretrained(folder)
+    return folder
+
+
+def full_model(sizes: Sizes, model_id: str, **options: Any) -> TransformersModel:
+    model = TransformersModel(model_id=model_id, mixed_precision="no", device="cpu", device_mesh=mesh(sizes), **options)
+    model.set_optimizer("AdamW", lr=1e-3, eps=EPS)
+    return model
+
+
+def train_full(sizes: Sizes, model_id: str, passes: Sequence[int] = range(6), window: int = 2) -> dict[str, Any]:
+    return _trained(full_model(sizes, model_id), passes, window)
+
+
+def train_checkpointed(sizes: Sizes, model_id: str) -> dict[str, Any]:
+    return _trained(full_model(sizes, model_id, gradient_checkpointing=True), range(4), 2)
+
+
+def train_mean(sizes: Sizes, model_id: str) -> dict[str, Any]:
+    """A loss that is a mean counts once for every rank that has data."""
+    model = full_model(sizes, model_id)
+    model.set_loss("CrossEntropyLoss", reduction="mean")
+    return _trained(model, (0, 1), 1)
+
+
+def _trained(model: TransformersModel, passes: Sequence[int], window: int, **names: str) -> dict[str, Any]:
+    norms, metrics = [], []
+    for number in passes:
+        model.forward_backward(inputs=own_batch(number), gradient_accumulation_steps=window, **names)
+        norm = model.clip_grad_and_step(0.5, **names)
+        if norm is not None:
+            norms.append(norm)
+            metrics.append(_timeless(model.calculate_metric(True, **names)))
+    evaluated = model.forward_only(inputs=own_batch(2), **names)
+    model.calculate_loss(**names)
+    return {
+        "weights": _arrays(model.get_state_dict(**names)),
+        "norms": norms,
+        "metrics": metrics,
+        "logps": evaluated["logps"].shape[0],
+        "evaluation": _timeless(model.calculate_metric(False, **names)),
+    }
+
+
+def train_peft(sizes: Sizes, model_id: str) -> dict[str, Any]:
+    torch.manual_seed(5 + (0 if not sizes else torch.distributed.get_rank()))  # rank 0's adapter is everybody's
+    model = TransformersModel(model_id=model_id, mixed_precision="no", device="cpu", device_mesh=mesh(sizes))
+    model.add_adapter_to_model("tenant", LORA)
+    model.set_optimizer("AdamW", lr=1e-3, eps=EPS)
+    return _trained(model, range(4), 2)
+
+
+def train_multi_lora(sizes: Sizes, model_id: str) -> dict[str, Any]:
+    model = _multi_lora(sizes, model_id)
+    return {name: _trained(model, range(6), 2, adapter_name=name) for name in ("a", "b")}
+
+
+def _multi_lora(sizes: Sizes, model_id: str) -> MultiLoraTransformersModel:
+    model = MultiLoraTransformersModel(
+        model_id=model_id, mixed_precision="no", device="cpu", device_mesh=mesh(sizes), max_tokens_per_batch=24
+    )
+    for name in ("a", "b"):
+        model.add_adapter_to_model(name, LORA, seed=len(name))
+        model.set_optimizer("AdamW", lr=5e-4, eps=EPS, adapter_name=name)
+    model.set_loss("CrossEntropyLoss", reduction="sum", dft=True, adapter_name="b")
+    return model
+
+
+def _arrays(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.detach().numpy().copy() for name, tensor in state.items()}
+
+
+def _timeless(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name not in ("total time elapse", "speed")}
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------------
+
+
+def resume_full(sizes: Sizes, folder: str) -> dict[str, Any]:
+    model = full_model(sizes, str(Path(folder) / "state"), tokenizer_id="random://llama-tiny")
+    summary = model.resume_from_checkpoint(str(Path(folder) / "state"))
+    return {"summary": summary, **_trained(model, range(3, 6), 2)}
+
+
+def save_and_go_on_full(sizes: Sizes, model_id: str, folder: str) -> dict[str, Any]:
+    """Saving changes nothing."""
+    model = full_model(sizes, model_id)
+    _train_on(model, range(3))
+    model.save("state", folder, save_optimizer=True, consumed_train_samples=7)
+    return _trained(model, range(3, 6), 2)
+
+
+def _train_on(model: Any, passes: Sequence[int], **names: str) -> None:
+    for number in passes:
+        model.forward_backward(inputs=own_batch(number), gradient_accumulation_steps=2, **names)
+        model.clip_grad_and_step(0.5, **names)
+
+
+def multi_lora_and_back(sizes: Sizes, model_id: str, folder: str) -> dict[str, Any]:
+    """Three passes of windows of two, saved; then another model goes on from there."""
+    saved = _multi_lora(sizes, model_id)
+    _train_on(saved, range(3), adapter_name="a")
+    saved.save("adapter", folder, adapter_name="a", save_optimizer=True)
+    return multi_lora_goes_on(sizes, model_id, folder)
+
+
+def multi_lora_goes_on(sizes: Sizes, model_id: str, folder: str) -> dict[str, Any]:
+    model = _multi_lora(sizes, model_id)
+    model.resume_from_checkpoint(str(Path(folder) / "adapter"), adapter_name="a")
+    return _trained(model, range(3, 6), 2, adapter_name="a")
+
+
+def loss_by_hand(sizes: Sizes, model_id: str) -> dict[str, Any]:
+    """forward, calculate_loss and backward one by one, with ranks that have nothing."""
+    model = full_model(sizes, model_id)
+    lora = _multi_lora(sizes, model_id)
+    for number in (0, 1, 3):
+        for each, names in ((model, {}), (lora, {"adapter_name": "a"})):
+            each.forward(inputs=own_batch(number), **names)
+            each.calculate_loss(**names)
+            each.backward(**names)
+            each.clip_grad_and_step(**names)
+    return {"full": _arrays(model.get_state_dict()), "lora": _arrays(lora.get_state_dict(adapter_name="a"))}
+
+
+def one_rank_has_nonsense(sizes: Sizes, model_id: str) -> list[str]:
+    """What is wrong on one rank is refused on all, and all can go on."""
+    model, told = full_model(sizes, model_id), []
+    last = rank_and_size()[0] == rank_and_size()[1] - 1
+    wrong: list[Any] = [{"input_ids": [1, 10**6], "labels": [2, 3]}]
+    for inputs, loss in ((wrong if last else own_batch(0), None), (own_batch(0), _nan if last else _one)):
+        if loss is not None:
+            model.set_loss(loss)
+        try:
+            model.forward_backward(inputs=inputs)
+        except TwinkleError as error:
+            told.append(str(error))
+    model.set_loss(_one)
+    model.forward_backward(inputs=own_batch(0))
+    told.append(f"{model.clip_grad_and_step():.3f}")
+    return told
+
+
+def _nan(inputs: Any, outputs: Any, **_: Any) -> dict[str, Any]:
+    return {"loss": outputs["logps"].sum() * float("nan"), "num_tokens": 1}
+
+
+def _one(inputs: Any, outputs: Any, **_: Any) -> dict[str, Any]:
+    return {"loss": outputs["logps"].sum(), "num_tokens": 1}
+
+
+Program = Callable[..., dict[str, Any]]

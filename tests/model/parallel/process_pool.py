@@ -1,0 +1,83 @@
+"""Processes that train together: each runs the functions it is sent, and answers what they return."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT = 240  # seconds: longer than any program here takes on a busy machine
+
+
+class ProcessPool:
+    """``size`` processes on gloo. They serve many programs; one that fails ends them, and the next starts others."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``program(*args)`` returns on each rank."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((program, args))
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(_TIMEOUT):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer: {program.__name__}{args}")
+            answers.append(connection.recv())
+        failed = [text for text, _ in answers if text is not None]
+        if failed:
+            self.close()
+            raise RuntimeError("\n".join(failed))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._connections, self._processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        programs = ["tests.model.parallel.lora_programs", "tests.model.parallel.full_programs"]
+        context.set_forkserver_preload(programs)  # the imports are paid for once
+        meeting = Path(tempfile.mkdtemp()) / "meeting"
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, str(meeting)), daemon=True)
+            process.start()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+
+def _serve(connection: Connection, rank: int, size: int, meeting: str) -> None:
+    import torch
+    import torch.distributed
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_TIMEOUT),
+    )
+    while True:
+        try:
+            program, args = connection.recv()
+        except EOFError:  # the tests are over
+            return
+        try:
+            answer = None, program(*args)
+        except Exception:  # noqa: BLE001 (it is told to the tests)
+            answer = f"rank {rank}: {traceback.format_exc()}", None
+        connection.send(answer)

@@ -1,0 +1,65 @@
+"""What a device mesh and the options about it may say. One process is enough to be told."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.model.parallel.lora_programs import llama
+from twinkle.errors import InvalidInputError, UnknownNameError, UnsupportedError
+from twinkle.infra.device_mesh import DeviceMesh
+from twinkle.model import MultiLoraTransformersModel, Trainer, TransformersModel, adopt_model, parallel
+from twinkle.model.parallel import ALONE
+
+MODEL = "random://llama-tiny"
+SHARDED = DeviceMesh.from_sizes(dp_size=1, fsdp_size=2, device_type="cpu")
+
+
+@pytest.mark.parametrize("model", [TransformersModel, MultiLoraTransformersModel, Trainer.from_pretrained])
+@pytest.mark.parametrize("size", ["tp_size", "pp_size", "cp_size", "ulysses_size", "ep_size"])
+def test_other_kinds_of_parallelism_are_refused(model: Any, size: str) -> None:
+    mesh = DeviceMesh.from_sizes(**{"dp_size": 2, size: 2}, device_type="cpu")
+    with pytest.raises(UnsupportedError, match=f"{size}=2.*dp_size and fsdp_size"):
+        model(model_id=MODEL, device="cpu", device_mesh=mesh)
+
+
+def test_a_mesh_without_names_does_not_say_who_shares_the_data() -> None:
+    mesh = DeviceMesh(np.arange(2), device_type="cpu")
+    with pytest.raises(InvalidInputError, match="mesh_dim_names"):
+        Trainer.from_pretrained(MODEL, device="cpu", device_mesh=mesh)
+
+
+@pytest.mark.parametrize("model", [TransformersModel, MultiLoraTransformersModel])
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"strategy": "native_fsdp"}, UnsupportedError, "fsdp_size > 1"),
+        ({"fsdp_config": {"reshard_after_forward": True}}, UnsupportedError, "fsdp_size > 1"),
+        ({"device_mesh": SHARDED, "fsdp_config": {"cpu_offload": True}}, UnknownNameError, "cpu_offload"),
+        ({"device_mesh": SHARDED, "fsdp_config": {"reshard_after_forward": 2}}, InvalidInputError, "True or False"),
+        ({"ddp_config": {"bucket_cap_mb": 1}}, UnsupportedError, "ddp_config"),
+        ({"memory_efficient_init": True}, UnsupportedError, "memory_efficient_init"),
+        ({"strategy": "zero"}, UnknownNameError, "native_fsdp"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(model: Any, options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        model(model_id=MODEL, device="cpu", **options)
+
+
+def test_a_mesh_of_one_process_is_none() -> None:
+    trainer = Trainer(adopt_model(llama("toy")), model_id="test", device_mesh=DeviceMesh.from_sizes(device_type="cpu"))
+    assert trainer.ranks is ALONE
+
+
+def test_processes_wait_for_each_other_as_long_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda backend, **options: told.update(options))
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(parallel.atexit, "register", lambda function: None)
+    for value, seconds in (("", 7200), ("12.5", 12.5)):
+        monkeypatch.setenv("TWINKLE_DIST_TIMEOUT_SECONDS", value)
+        parallel._ensure_processes(torch.device("cpu"), 2)
+        assert told["timeout"].total_seconds() == seconds

@@ -1,0 +1,58 @@
+"""One Ray cluster and one program for all tests here: two CPUs, and four GPUs that Ray only believes in.
+
+Where Ray is not installed everything here is skipped.
+"""
+
+import os
+
+import pytest
+
+import twinkle
+from tests.on_ray.ray_components import GROUPS, Rows, Source
+from tests.support.paths import ROOT, SOURCE
+
+# Clusters of tests and of the servers that they start are on the loopback address: see running.py.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    if not twinkle.exists("ray"):
+        pytest.skip("Ray is not installed; `make test-ray` does that")
+    import ray
+
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SOURCE)])  # workers import components from here
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TWINKLE_CPU_PG_CPUS_PER_PROC"] = "0.25"
+    ray.init(
+        num_cpus=2,
+        num_gpus=4,
+        resources={"sampling": 1},
+        object_store_memory=100_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def program(cluster):
+    twinkle.initialize("ray", groups=GROUPS, seed=7, name="tests")
+    yield
+    twinkle.shutdown()
+
+
+@pytest.fixture(scope="session")
+def rows(program):
+    """On two workers."""
+    return Rows(remote_group="work")
+
+
+@pytest.fixture(scope="session")
+def source(program):
+    """On one worker of another group."""
+    return Source([[1, 2, 3], [4, 5]], remote_group="data", instance_id="the source")

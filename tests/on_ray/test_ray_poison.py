@@ -1,0 +1,65 @@
+"""An op that kills its replica, or a process of its replica's group, is run twice and no more, on Ray as elsewhere."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import twinkle
+
+if not twinkle.exists("ray"):
+    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
+
+import httpx
+
+from tests.support.servers.running import Server, Tenant, datum, mock_config
+
+pytestmark = pytest.mark.ray
+
+POISON = 13_131
+SECONDS = 240.0  # Serve takes its time to replace a replica
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    running = Server(tmp_path, mock_config(), poison=POISON, snapshot=600.0, **{"pass": 0.1}).start()
+    yield running
+    running.stop()
+
+
+def fetched(tenant: Tenant, request: str) -> bytes:
+    """The result, however long the replica is away: the client asks again as the SDK would."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            answer = tenant.poll(request)
+        except httpx.TransportError:
+            answer = None
+        if answer is not None and answer.status_code == 200:
+            return answer.content
+        assert time.monotonic() < deadline, "no answer" if answer is None else answer.text
+        time.sleep(0.5)
+
+
+def train(tenant: Tenant, model: str) -> list[str]:
+    steps = [(tenant.forward_backward(model, 2 * i + 1), tenant.optim_step(model, 2 * i + 2)) for i in range(4)]
+    return [request for step in steps for request in step]
+
+
+def test_a_replica_dies_twice_of_an_op_and_then_goes_on(server: Server) -> None:
+    culprit, innocent = Tenant(server.url, "tml-culprit"), Tenant(server.url, "tml-innocent")
+    bad, good = culprit.model(), innocent.model()
+    requests = train(innocent, good)
+    poison = culprit.forward_backward(bad, 1, [datum([1, POISON, 2])])
+
+    outcome = json.loads(fetched(culprit, poison))
+    assert outcome["category"] == "server"
+    assert outcome["error"] == f"request {poison}: the server died twice while running it; it was not run again"
+    results = [fetched(innocent, request) for request in requests]
+    again = innocent.model()
+    assert results == [fetched(innocent, request) for request in train(innocent, again)]
+    assert "forward_backward 1 " in json.loads(fetched(culprit, culprit.optim_step(bad, 2)))["error"]

@@ -1,0 +1,118 @@
+"""A model whose trainer is a group of processes: numbers as one process has them, and a process that dies."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+import numpy as np
+import pytest
+
+import twinkle
+
+if not twinkle.exists("ray"):
+    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+os.environ["TWINKLE_TEST_RUNTIME"] = "ray"
+
+import ray
+import tinker
+from tinker import types
+
+from tests.on_ray.ray_processes import descendants
+from tests.support.servers.running import Server
+from tests.support.servers.serving import key_of, logprobs_of, sequences, tinker_data, trainer_data
+from twinkle.errors import UserError
+from twinkle.model import AdamParams, LoraSpec, Trainer, TrainItem, TrainResult
+from twinkle.server.runtime.ray import trainer_group
+from twinkle.server.runtime.ray.replica import Failure
+
+pytestmark = pytest.mark.ray
+
+MODEL = "random://llama-tiny"
+ADAM = {"learning_rate": 5e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    args = {
+        "model_id": MODEL,
+        "backend": "transformers",
+        "dtype": "fp32",
+        "device_group": {"name": "model", "ranks": 2, "device_type": "cpu"},
+        "device_mesh": {"dp_size": 2},
+    }
+    light = [{"ray_actor_options": {"num_cpus": 0}}]
+    applications = [
+        {"name": "server", "import_path": "server", "deployments": light},
+        {"name": "model", "import_path": "model", "args": args, "deployments": light},
+    ]
+    running = Server(tmp_path_factory.mktemp("group"), {"runtime": "ray", "applications": applications}).start()
+    yield running
+    assert running.stop() == 0
+
+
+def test_two_processes_train_as_one_and_come_back_when_one_dies(server):
+    service = tinker.ServiceClient(base_url=server.url, api_key=key_of("group"))
+    client = service.create_lora_training_client(base_model=MODEL, rank=8, seed=3)
+    trainer = Trainer.from_pretrained(MODEL, device="cpu", dtype="fp32")
+    trainer.create_adapter("mine", LoraSpec(8, seed=3, train_unembed=True))
+    for step in range(4):
+        rows = sequences(step, count=3 if step else 1)  # the first one leaves a process without data
+        theirs = client.forward_backward(tinker_data(rows), "cross_entropy")
+        client.optim_step(types.AdamParams(**ADAM)).result()
+        (mine,) = trainer.forward_backward([TrainItem("mine", trainer_data(rows))])
+        trainer.optim_step("mine", AdamParams(**ADAM))
+        assert isinstance(mine, TrainResult)
+        for ours, found in zip(mine.logprobs, logprobs_of(theirs.result()), strict=True):
+            np.testing.assert_allclose(found, ours, atol=1e-5)
+        if step == 1:
+            (one, _) = descendants(server, "ray::_Rank")
+            os.kill(one, signal.SIGKILL)
+    path = client.save_state("last").result().path
+    again = service.create_training_client_from_state_with_optimizer(path)
+    before = client.forward(tinker_data(sequences(9)), "cross_entropy").result()
+    after = again.forward(tinker_data(sequences(9)), "cross_entropy").result()
+    for ours, found in zip(logprobs_of(before), logprobs_of(after), strict=True):
+        np.testing.assert_allclose(found, ours, atol=1e-5)
+
+
+@pytest.fixture
+def asked(server, monkeypatch):
+    """What becomes of a call whose ranks answer like this, (answer, seconds) each."""
+    ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
+
+    class Scripted:
+        """A rank that does as it is told."""
+
+        def call(self, answer: object, seconds: float) -> object:
+            time.sleep(seconds)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def end(why: str) -> NoReturn:
+        raise SystemExit(why)
+
+    monkeypatch.setattr(trainer_group, "end_process", end)
+    monkeypatch.setattr(trainer_group, "_GRACE_SECONDS", 1.0)
+
+    def ask(*script: tuple[object, float]) -> object:
+        ranks = [ray.remote(Scripted).options(num_cpus=0).remote() for _ in script]
+        return trainer_group._answers([rank.call.remote(*each) for rank, each in zip(ranks, script, strict=True)])
+
+    yield ask
+    ray.shutdown()
+
+
+def test_an_error_of_all_is_raised_and_one_of_some_ends_the_group(asked):
+    failed = Failure(UserError("rank"))
+    assert asked(("a", 0.0), ("b", 0.2)) == ["a", "b"]
+    with pytest.raises(UserError, match="rank"):
+        asked((failed, 0.0), (failed, 0.1))
+    with pytest.raises(SystemExit, match="another did not"):
+        asked((failed, 0.0), ("b", 0.1))
+    with pytest.raises(SystemExit, match="the others hang"):
+        asked(("a", 60.0), (failed, 0.0))
+    with pytest.raises(SystemExit, match="died"):
+        asked(("a", 60.0), (RuntimeError("outside of the trainer"), 0.0))

@@ -1,0 +1,135 @@
+"""What vLLM samples, and its log-probabilities, against transformers with PEFT and against the torch sampler.
+
+BOUND is the largest difference of a log-probability in fp32: both sides add up the same numbers in another order, and
+a log-probability loses some of its last bits on its way out of vLLM.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.sampler.vllm.vllm_model import SPECS, logprobs, peft_reference, prompt, request, run
+from twinkle.model import Trainer
+from twinkle.sampler import Finished, Progress, Sampler, SampleRequest
+
+pytestmark = pytest.mark.vllm
+
+BOUND = 3e-5
+VERSIONS = [None, *SPECS]
+DRAWS = [
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_p": 0.8},
+    {"temperature": 1.7, "top_k": 20},
+    {"temperature": 1.0, "top_k": 30, "top_p": 0.9},
+    {"temperature": 1e-9},
+]
+
+
+def requests() -> list[SampleRequest]:
+    """All versions with all ways to draw, to be sampled together."""
+    return [
+        request(f"{version}-{number}", version, prompt(5 + number, number), 2, max_tokens=9, seed=number, **draw)
+        for version in VERSIONS
+        for number, draw in enumerate(DRAWS)
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logprobs_are_of_the_tempered_distribution_over_the_whole_vocabulary(
+    version: str | None, sampler: Sampler, trainer: Trainer, model_dir: Path, tmp_path: Path
+) -> None:
+    adapter = None if version is None else tmp_path / "adapter"
+    if version is not None:
+        trainer.save(version, adapter, optimizer=False)
+    model = peft_reference(model_dir, adapter)
+    wanted = [replace(each, topk_sample_logprobs=6) for each in requests()]
+    outcomes = run(sampler, wanted)
+    for each in wanted:
+        if each.version_id != version:
+            continue
+        temperature = each.params.temperature or 1.0
+        for sequence in outcomes[each.request_id].sequences:
+            rows = logprobs(model, np.concatenate([each.prompt, sequence.tokens]), temperature)[
+                len(each.prompt) - 1 : -1
+            ]
+            expected = rows[np.arange(len(rows)), sequence.tokens]
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=BOUND)
+            likeliest = np.sort(rows, axis=1)[:, ::-1][:, :6]
+            if temperature > 1e-3:  # below, all but one are equally impossible
+                np.testing.assert_allclose(sequence.topk_logprobs.logprobs, likeliest, atol=BOUND)
+                named = np.take_along_axis(rows, sequence.topk_logprobs.token_ids, axis=1)
+                np.testing.assert_allclose(named, likeliest, atol=BOUND)
+
+
+def test_same_seed_same_tokens_as_the_torch_sampler(sampler: Sampler, torch_sampler: Sampler) -> None:
+    ours, theirs = run(sampler, requests()), run(torch_sampler, requests())
+    for name, expected in theirs.items():
+        for left, right in zip(ours[name].sequences, expected.sequences, strict=True):
+            np.testing.assert_array_equal(left.tokens, right.tokens, err_msg=name)
+            np.testing.assert_allclose(left.logprobs, right.logprobs, atol=BOUND)
+
+
+def test_samples_are_the_same_in_any_company(sampler: Sampler) -> None:
+    wanted = requests()
+    together = run(sampler, wanted)
+    for each in wanted[::5]:
+        alone = run(sampler, [each])[each.request_id]
+        for left, right in zip(alone.sequences, together[each.request_id].sequences, strict=True):
+            np.testing.assert_array_equal(left.tokens, right.tokens)
+    first, second = together["a-0"].sequences
+    assert first.tokens.tolist() != second.tokens.tolist()
+
+
+def test_all_that_can_be_asked_of_a_prompt(sampler: Sampler, torch_sampler: Sampler) -> None:
+    """Of several versions at once, together with samples."""
+    tokens = prompt(24, 7)
+    named = np.full((23, 3), -1)
+    named[4:9, 1] = 33
+    wanted = []
+    for version in VERSIONS:
+        plain = request(f"s-{version}", version, tokens, 2, max_tokens=6, seed=3, temperature=1.5)
+        options = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "prompt_alt_tokens": 3}
+        wanted += [replace(plain, **options, target_prompt_logprobs=named)]
+        wanted += [replace(plain, request_id=f"l-{version}", prompt_logprobs=True, prompt_logprobs_last_n=5)]
+    ours, theirs = run(sampler, wanted), run(torch_sampler, wanted)
+    for name, expected in theirs.items():
+        found = ours[name]
+        np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=BOUND)
+        np.testing.assert_array_equal(found.sequences[1].tokens, expected.sequences[1].tokens)
+        if name.startswith("s-"):
+            np.testing.assert_array_equal(found.topk_prompt_logprobs.token_ids, expected.topk_prompt_logprobs.token_ids)
+            np.testing.assert_allclose(found.target_prompt_logprobs, expected.target_prompt_logprobs, atol=BOUND)
+            np.testing.assert_array_equal(found.prompt_alt_tokens.tokens, expected.prompt_alt_tokens.tokens)
+        else:
+            assert np.isnan(found.prompt_logprobs[:-5]).all()
+
+
+def test_prompts_are_found_in_the_cache(sampler: Sampler) -> None:
+    """Not those of another version: its keys and values are others."""
+    tokens = prompt(200, 11)
+    first = run(sampler, [request("r", "a", tokens, max_tokens=2)])["r"]
+    again = run(sampler, [request("r", "a", tokens, max_tokens=2)])["r"]
+    other = run(sampler, [request("r", "b", tokens, max_tokens=2)])["r"]
+    assert first.cached_prompt_tokens == other.cached_prompt_tokens == 0
+    assert again.cached_prompt_tokens >= 128
+
+
+def test_scopes_share_nothing(sampler: Sampler) -> None:
+    """Neither what is generated nor what is scored tells by its time what others have asked."""
+    asked = replace(request("r", None, prompt(200, 12), max_tokens=2), prompt_logprobs=True, prompt_logprobs_last_n=1)
+    scored = []
+    step = sampler._scorer.step
+
+    def watching() -> list[Finished | Progress]:
+        events = step()
+        scored.extend(event.outcome.cached_prompt_tokens for event in events if isinstance(event, Finished))
+        return events
+
+    sampler._scorer.step = watching
+    hits = [run(sampler, [replace(asked, scope=scope)])["r"].cached_prompt_tokens for scope in ("x", "y", "x")]
+    sampler._scorer.step = step
+    assert hits[0] == hits[1] == 0 < hits[2]
+    assert scored[0] == scored[1] == 0 < scored[2]

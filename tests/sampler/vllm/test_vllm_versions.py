@@ -1,0 +1,207 @@
+"""Versions never change, are whole or refused, and leave no files behind."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from tests.sampler.vllm.vllm_model import events, logprobs, make_adapter, peft_reference, prompt, request, run
+from twinkle.errors import CapacityError, CheckpointError, InvalidInputError, TwinkleServerError, UnsupportedError
+from twinkle.model import AdamParams, Datum, LoraSpec, Trainer, TrainItem
+from twinkle.sampler.received_weights import as_tensors
+
+if TYPE_CHECKING:
+    from twinkle.sampler.vllm import VllmSampler
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(10, 3)
+BOUND = 3e-5
+
+
+def greedy(sampler: "VllmSampler", version: str | None) -> np.ndarray:
+    one = request("r", version, PROMPT, max_tokens=8, temperature=0.0)
+    return run(sampler, [one])["r"].sequences[0].logprobs
+
+
+def files(sampler: "VllmSampler") -> set[str]:
+    return {path.name for path in sampler._files.root.iterdir()}
+
+
+def test_training_on_does_not_change_a_version(sampler: "VllmSampler", trainer: Trainer) -> None:
+    make_adapter(trainer, "trained", LoraSpec(rank=8, seed=9, train_unembed=True), seed=9)
+    before = files(sampler)
+    sampler.publish("one", "trained")
+    first = greedy(sampler, "one")
+    row = prompt(20, 5)
+    trainer.forward_backward([TrainItem("trained", [Datum(row[:-1], row[1:])])])
+    trainer.optim_step("trained", AdamParams(learning_rate=1e-2))
+    sampler.publish("two", "trained")
+    both = [request(name, name, PROMPT, max_tokens=8, temperature=0.0) for name in ("one", "two")]
+    together = run(sampler, both)
+    np.testing.assert_array_equal(together["one"].sequences[0].logprobs, first)
+    assert np.abs(together["two"].sequences[0].logprobs - first).max() > 1e-3
+    with pytest.raises(InvalidInputError, match="versions never change"):
+        sampler.publish("one", "trained")
+    for name in ("one", "two"):
+        sampler.retire(name)
+    trainer.remove_adapter("trained")
+    assert files(sampler) == before
+
+
+def test_weights_from_another_process(sampler: "VllmSampler", trainer: Trainer) -> None:
+    before = files(sampler)
+    sampler.receive_version("received", trainer.peft_config("a"), as_tensors(trainer.weights("a")))
+    np.testing.assert_array_equal(greedy(sampler, "received"), greedy(sampler, "a"))
+    sampler.retire("received")
+    assert files(sampler) == before
+
+
+def test_retired_while_in_use(sampler: "VllmSampler", trainer: Trainer, tmp_path: Path) -> None:
+    trainer.save("a", tmp_path / "a", optimizer=False)
+    before = files(sampler)
+    sampler.load_version("short-lived", str(tmp_path / "a"))
+    wanted = request("r", "short-lived", PROMPT, max_tokens=60, seed=1)
+    sampler.submit(wanted)
+    sampler.retire("short-lived")
+    sampler.retire("never was")
+    assert "short-lived" not in sampler.version_ids()
+    assert files(sampler) > before
+    (finished,) = events(sampler)
+    expected = run(sampler, [request("r", "a", PROMPT, max_tokens=60, seed=1)])["r"]
+    np.testing.assert_array_equal(finished.outcome.sequences[0].tokens, expected.sequences[0].tokens)
+    assert files(sampler) == before
+    with pytest.raises(InvalidInputError, match="version_id"):
+        sampler.submit(wanted)
+
+
+def test_retired_right_after_its_requests_were_cancelled(
+    sampler: "VllmSampler", trainer: Trainer, tmp_path: Path
+) -> None:
+    """vLLM has not heard of the cancellation then, and must not find the files gone: it would die of that."""
+    trainer.save("a", tmp_path / "a", optimizer=False)
+    before = files(sampler)
+    for number in range(6):  # more than vLLM holds at once
+        name = f"brief-{number}"
+        sampler.load_version(name, str(tmp_path / "a"))
+        sampler.submit(request(name, name, PROMPT, 40, max_tokens=200))
+    for number in range(6):
+        sampler.cancel(f"brief-{number}")
+        sampler.retire(f"brief-{number}")
+    assert not sampler.busy
+    run(sampler, [request("r", "a", PROMPT, max_tokens=40)])
+    while sampler._used:
+        assert sampler.step() == []
+    assert files(sampler) == before
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj"], ["down_proj", "lm_head"]])
+def test_an_adapter_of_pefts(sampler: "VllmSampler", model_dir: Path, tmp_path: Path, modules: list[str]) -> None:
+    """With what PEFT writes beside it where the head is among the modules."""
+    model = get_peft_model(peft_reference(model_dir, None), LoraConfig(r=4, lora_alpha=8, target_modules=modules))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.2)
+    model.eval().save_pretrained(tmp_path / "peft")
+    sampler.load_version("peft", str(tmp_path / "peft"))
+    one = request("r", "peft", PROMPT, max_tokens=8, seed=4)
+    (sequence,) = run(sampler, [one])["r"].sequences
+    rows = logprobs(model, np.concatenate([PROMPT, sequence.tokens]))[len(PROMPT) - 1 : -1]
+    np.testing.assert_allclose(sequence.logprobs, rows[np.arange(8), sequence.tokens], atol=BOUND)
+    sampler.retire("peft")
+
+
+def test_more_versions_than_fit_a_batch(sampler: "VllmSampler", trainer: Trainer) -> None:
+    """vLLM drops and reads them again; each answers as it did alone."""
+    names = [f"many-{number}" for number in range(9)]
+    for number, name in enumerate(names):
+        make_adapter(trainer, name, LoraSpec(rank=4, seed=number), seed=20 + number)
+        sampler.publish(name, name)
+    alone = {name: greedy(sampler, name) for name in names}
+    together = run(sampler, [request(name, name, PROMPT, max_tokens=8, temperature=0.0) for name in names])
+    for name in names:
+        np.testing.assert_allclose(together[name].sequences[0].logprobs, alone[name], atol=BOUND)
+        sampler.retire(name)
+        trainer.remove_adapter(name)
+    assert len({tuple(value.tolist()) for value in alone.values()}) == len(names)
+
+
+def test_a_head_that_vllm_would_not_apply(
+    sampler: "VllmSampler", trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused, by name and with what to do; left out where it changes nothing."""
+    assert sampler._unapplied == frozenset()
+    monkeypatch.setattr(sampler, "_unapplied", frozenset({"lm_head"}))
+    before = files(sampler)
+    with pytest.raises(UnsupportedError, match=r"lm_head.*train_unembed=False.*sampler_type torch"):
+        sampler.publish("headed", "b")
+    assert "headed" not in sampler.version_ids()
+    assert files(sampler) == before
+    trainer.create_adapter("fresh", LoraSpec(rank=4, seed=1, train_unembed=True))
+    sampler.publish("headed", "fresh")
+    np.testing.assert_allclose(greedy(sampler, "headed"), greedy(sampler, None), atol=BOUND)
+    sampler.retire("headed")
+    trainer.remove_adapter("fresh")
+
+
+def test_an_adapter_that_vllm_computes_otherwise(sampler: "VllmSampler", trainer: Trainer) -> None:
+    """As if it had ignored one of the modules: no version comes of it."""
+    before = files(sampler)
+    make_adapter(trainer, "whole", LoraSpec(rank=4, seed=5), seed=5)
+    make_adapter(trainer, "part", LoraSpec(rank=4, seed=5, train_mlp=False), seed=5)
+    sampler._scorer.publish("wrong", "whole")
+    with pytest.raises(TwinkleServerError, match="does not compute this adapter as the trainer does"):
+        sampler._install("wrong", 0, lambda path: trainer.save("part", path, optimizer=False))
+    assert "wrong" not in sampler.version_ids()
+    assert "wrong" not in sampler._scorer.version_ids()
+    assert files(sampler) == before
+    for name in ("whole", "part"):
+        trainer.remove_adapter(name)
+
+
+def test_what_cannot_be_published(sampler: "VllmSampler", trainer: Trainer, tmp_path: Path) -> None:
+    trainer.create_adapter("wide", LoraSpec(rank=64, seed=1))
+    with pytest.raises(UnsupportedError, match=r"rank: the adapter has 64.*32 at most.*engine_args.max_lora_rank"):
+        sampler.publish("wide", "wide")
+    trainer.remove_adapter("wide")
+    with pytest.raises(CheckpointError):
+        sampler.load_version("nothing", str(tmp_path))
+    with pytest.raises(CapacityError, match=r"MiB left for versions.*memory_dir"):
+        sampler._files.write(2**60, lambda path: None, frozenset())
+
+
+def test_a_version_that_could_not_be_written_can_be_tried_again(
+    sampler: "VllmSampler", trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    before = files(sampler)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler._files, "write", full)
+        with pytest.raises(OSError, match="no space"):
+            sampler.publish("again", "a")
+        patch.undo()
+        patch.setattr(sampler._scorer, "step", full)
+        with pytest.raises(OSError, match="no space"):
+            sampler.publish("again", "a")
+    assert files(sampler) == before
+    sampler.publish("again", "a")
+    np.testing.assert_array_equal(greedy(sampler, "again"), greedy(sampler, "a"))
+    sampler.retire("again")
+
+
+def test_where_versions_lie(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from twinkle.sampler.vllm.versions import VersionFiles
+
+    with pytest.raises(InvalidInputError, match="memory_dir"):
+        VersionFiles(tmp_path / "missing")
+    left_behind = tmp_path / f"twinkle-vllm-{2**30}-x"
+    left_behind.mkdir()
+    files = VersionFiles(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [files.root.name]
+    assert VersionFiles(tmp_path).root != files.root
+    assert files.root.exists()

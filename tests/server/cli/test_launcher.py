@@ -1,0 +1,82 @@
+"""launch_server and ServerLauncher: what is served, and a configuration with little or nothing in it."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.servers.running import environment
+from twinkle.server import ServerLauncher, launch_server
+from twinkle.server.cli import command_line as cli
+from twinkle.server.cli import launch
+from twinkle.server.config import DEFAULT_MODEL, ServerConfig, default_config
+from twinkle.server.runtime.process import announcement
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[tuple[ServerConfig, Sequence[str]]]:
+    """What would have been served."""
+    calls: list[tuple[ServerConfig, Sequence[str]]] = []
+    monkeypatch.setattr(launch, "run_server", lambda config, notes=(): calls.append((config, notes)))
+    return calls
+
+
+def test_the_configuration_comes_first(served, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("http_options: {port: 1234}\nmax: {}")
+    config = default_config("m", backend="mock")
+    launch_server(config, config_path=file)
+    assert served == [(config, ())]
+    ServerLauncher(config, ray_namespace="ours").launch()
+    assert served[1][0].ray_namespace == "ours"
+
+
+def test_a_file_and_the_demo(served, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("server_type: tinker\nray_namespace: theirs")
+    launch_server(config_path=str(file), ray_namespace="ours")
+    config, notes = served[0]
+    assert config.ray_namespace == "ours"
+    assert "server_type: dropped, one server speaks both protocols" in notes
+    launch_server()
+    assert served[1][0].served_models[0].name == DEFAULT_MODEL
+
+
+@pytest.mark.parametrize("wrong", [{"runtime": "embedded"}, "server.yaml", Path("server.yaml")])
+def test_only_a_server_config_is_one(served, wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"ServerConfig.*config_path="):
+        launch_server(wrong)  # type: ignore[arg-type]
+    assert served == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--no-wait"]])
+def test_without_applications_there_is_nothing_to_serve(tmp_path: Path, arguments, capsys) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("")
+    assert cli.main(["launch", "-c", str(file), *arguments]) == 0
+    said = capsys.readouterr()
+    assert "nothing to serve: the configuration has no applications" in said.err
+    assert said.out == ""
+    launch_server(ServerConfig())
+
+
+def test_a_server_without_models(own_server) -> None:
+    """Sessions are served, and nothing else."""
+    server = own_server({"applications": [{"name": "server", "import_path": "server"}]})
+    answer = httpx.get(f"{server.url}/api/v1/get_server_capabilities", headers={"X-API-Key": "tml-a"}, trust_env=False)
+    assert answer.json()["supported_models"] == []
+    assert "serving no model" in server.log()
+    assert "create_lora_training_client" not in server.log()
+
+
+def test_the_announcement_names_a_model() -> None:
+    said = announcement(default_config("m", backend="mock"), [], [], "http://x")
+    assert 'create_lora_training_client(base_model="m")' in said
+
+
+def test_it_is_light() -> None:
+    code = "import sys, twinkle.server; sys.exit('pydantic' in sys.modules or 'fastapi' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)

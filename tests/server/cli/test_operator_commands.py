@@ -1,0 +1,261 @@
+"""What operators do beside a running server: usage, evicting, backups; and what Tinker's own command line shows."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.running import (
+    MODEL,
+    Server,
+    Tenant,
+    environment,
+    key_for,
+    mock_config,
+    sample_body,
+    training_request,
+)
+from twinkle.server.state.backup import back_up
+from twinkle.server.wire import tinker_pb2 as pb
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Keeps house all the time."""
+    server = Server(tmp_path_factory.mktemp("watched"), housekeeping=0.1, snapshot=0.05, **{"pass": 0.005}).start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def user(watched: Server, request: pytest.FixtureRequest) -> Tenant:
+    return Tenant(watched.url, key_for(request.node.nodeid))
+
+
+def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    where = ["-c", str(server.directory / "config.yaml")]
+    return subprocess.run(
+        [sys.executable, "-m", "twinkle.server", *arguments, *where],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(),
+    )
+
+
+def owner(tenant: Tenant, model: str) -> str:
+    return str(tenant.get(f"training_runs/{model}").json()["model_owner"])
+
+
+def train(tenant: Tenant, model: str, first: int, steps: int) -> list[float]:
+    """Losses of as many steps, two numbers each."""
+    losses = []
+    for seq in range(first, first + 2 * steps, 2):
+        losses.append(tenant.loss(tenant.forward_backward(model, seq)))
+        tenant.json(tenant.optim_step(model, seq + 1))
+    return losses
+
+
+# --- usage ------------------------------------------------------------------------------------------------------------
+
+
+def used(server: Server, tenant_id: str) -> dict[str, int]:
+    listed = command(server, "usage", "--tenant", tenant_id, "--format", "json")
+    assert listed.returncode == 0, listed
+    rows = json.loads(listed.stdout)
+    assert {row["tenant"] for row in rows} <= {tenant_id}
+    return {name: sum(row[name] for row in rows) for name in rows[0] if name not in ("day", "tenant")} if rows else {}
+
+
+def test_usage_counts_what_ended_well(watched: Server, user: Tenant) -> None:
+    model = user.model()
+    train(user, model, 1, 3)  # five tokens each
+    assert "nonsense" in user.error(user.forward_backward(model, 7, loss="nonsense"))
+    sampler = user.json(user.publish(model, 8))["sampling_session_id"]
+    body = sample_body(sampler, 0, num_samples=2)
+    sampled = pb.SampleResponse.FromString(user.result(user.submit("asample", body)))
+    tokens = sum(len(sequence.tokens) // 4 for sequence in sampled.sequences)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    told = user.http.post("chat/completions", json=chat).json()["usage"]
+    expected = {
+        "trained_tokens": 15,
+        "sampled_tokens": tokens + told["completion_tokens"],
+        "prompt_tokens": 3 + told["prompt_tokens"],
+        "optim_steps": 3,
+        "requests": 1 + 6 + 1 + 1 + 1,
+    }
+    deadline = time.monotonic() + 60
+    while (found := used(watched, owner(user, model))).items() < expected.items() or not found:
+        assert time.monotonic() < deadline, found
+    assert {name: found[name] for name in expected} == expected
+    table = command(watched, "usage").stdout.splitlines()
+    assert table[0].split()[:2] == ["day", "tenant"]
+    assert any(owner(user, model) in line for line in table[1:])
+    assert command(watched, "usage", "--until", "2001-01-01").stdout.splitlines()[1:] == []
+    assert "a day such as" in command(watched, "usage", "--since", "yesterday").stderr
+
+
+def tinker_cli(server: Server, tenant: Tenant, *arguments: str) -> str:
+    environ = {**environment(), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": tenant.key, "COLUMNS": "300"}
+    run = [str(Path(sys.executable).with_name("tinker")), *arguments]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=240, env=environ)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def test_tinkers_command_line_shows_usage_and_storage(watched: Server, user: Tenant) -> None:
+    model = user.model()
+    train(user, model, 1, 2)
+    user.json(user.save(model, 5, "kept"))
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    window = [(today + timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%SZ") for days in (-1, 2)]
+    usage = user.get("billing/usage/events", starting_on=window[0], ending_before=window[1]).json()
+    trained = [each for each in usage["data"] if each["event_info"]["type"] == "training"]
+    assert sum(each["event_info"]["token_count"] for each in trained) == 10
+    table = tinker_cli(watched, user, "billing", "usage", *window)
+    assert "training" in table
+    assert " 10 " in table
+    stored = json.loads(tinker_cli(watched, user, "-f", "json", "billing", "checkpoint-storage"))
+    (kept,) = user.get("checkpoints").json()["checkpoints"]
+    assert [(each["checkpoint_count"], each["size_bytes"]) for each in stored["data"]] == [(1, kept["size_bytes"])]
+
+
+def test_a_window_must_be_one(user: Tenant) -> None:
+    for query in (
+        {"starting_on": "2026-01-02T00:00:00Z", "ending_before": "2026-01-01T00:00:00Z"},
+        {"starting_on": "2026-01-02T00:00:00Z", "ending_before": "2036-01-01T00:00:00Z"},
+        {"starting_on": "soon", "ending_before": "2036-01-01T00:00:00Z"},
+        {"starting_on": "0001-01-01T00:00:00+23:00", "ending_before": "0001-01-01T00:00:00Z"},
+    ):
+        answer = user.get("billing/usage/events", **query)
+        assert answer.status_code == 400, answer.text
+        assert "allowed" in answer.json()["detail"]
+
+
+# --- evict ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_evicted_adapter_goes_on_from_its_checkpoint(watched: Server, user: Tenant) -> None:
+    model, same = user.model(), user.model()
+    train(user, model, 1, 3)
+    undisturbed = train(user, same, 1, 5)[3:]
+    evicted = command(watched, "evict", model)
+    assert evicted.returncode == 0, evicted
+    assert "was evicted by the operator" in evicted.stdout
+    assert "weights/parked" in user.error(user.forward_backward(model, 7))
+    again = user.model()
+    user.json(user.load(again, 1, f"tinker://{model}/weights/parked"))
+    # The rows of a step depend on its number: the same ones once more.
+    losses = []
+    for seq in (7, 9):
+        request = user.submit("forward_backward", _renumbered(again, seq, seq - 5))
+        losses.append(user.loss(request))
+        user.json(user.optim_step(again, seq - 4))
+    assert losses == undisturbed
+    twice = command(watched, "evict", model)
+    assert twice.returncode == 1
+    assert "unknown model that is live here" in twice.stderr
+    both = command(watched, "evict", "--tenant", owner(user, same))
+    assert both.returncode == 0, both
+    assert same in both.stdout
+    assert again in both.stdout
+    assert "unknown tenant with live adapters" in command(watched, "evict", "--tenant", "nobody").stderr
+
+
+def _renumbered(model: str, rows_of: int, seq: int) -> bytes:
+    request = training_request(model, rows_of)
+    request.seq_id = seq
+    return request.SerializeToString()
+
+
+# --- backup and restore -----------------------------------------------------------------------------------------------
+
+
+def test_a_backup_of_a_server_at_work_goes_on_elsewhere(own_server: Callable[..., Server], tmp_path: Path) -> None:
+    """Training goes on while the copy is made. The copy goes on with the same ids and comes to the same numbers."""
+    server = own_server(housekeeping=0.1, snapshot=0.05, **{"pass": 0.005})
+    user = Tenant(server.url, "tml-user")
+    model = user.model()
+    sampler = user.json(user.publish(model, 1))["sampling_session_id"]
+    before = user.tokens(user.sample(sampler))
+    saved = user.json(user.save(model, 2, "kept"))["path"]
+    losses: dict[int, float] = {}
+    done = threading.Event()
+
+    def work() -> None:
+        tenant = Tenant(server.url, "tml-user")
+        for seq in range(3, 10_000, 2):
+            (losses[seq],) = train(tenant, model, seq, 1)
+            if done.is_set():
+                return
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        while len(losses) < 5:
+            time.sleep(0.01)
+        backups = [tmp_path / f"backup{number}" for number in range(4)]
+        for backup in backups[:3]:  # at different moments between snapshots, prunings and steps
+            back_up(server.data_dir, server.data_dir / "state.db", backup)
+        made = command(server, "backup", str(backups[3]))
+        assert made.returncode == 0, made
+        assert "files" in made.stdout
+    finally:
+        done.set()
+        worker.join()
+    assert not list(server.data_dir.glob(".backup-*"))
+    refused = command(server, "backup", str(backups[3]))
+    assert refused.returncode == 1
+    assert "is not empty" in refused.stderr
+    server.stop()
+
+    assert "is not empty" in command(server, "restore", str(backups[0])).stderr
+    for backup in (backups[1], backups[3]):
+        copy = Server(_directory(tmp_path / f"of {backup.name}"), housekeeping=0.1, snapshot=0.05)
+        try:
+            assert command(copy, "restore", str(backup)).returncode == 0
+            copy.start()
+            _goes_on(Tenant(copy.url, "tml-user"), model, losses)
+            again = Tenant(copy.url, "tml-user")
+            assert again.tokens(again.sample(sampler, 1)) == before
+            assert again.json(again.load(again.model(), 1, saved))
+        finally:
+            copy.close()
+
+
+def _directory(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def _goes_on(user: Tenant, model: str, losses: dict[int, float]) -> None:
+    """All that was acknowledged before the copy is there, and the rest comes out as it did."""
+    last = max(losses)
+    assert len(losses) >= 5
+    for seq in range(3, last + 1, 2):  # those that are done answer as before, those after it are done now
+        assert user.loss(user.forward_backward(model, seq)) == losses[seq]
+        user.json(user.optim_step(model, seq + 1))
+
+
+def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
+    server = Server(_directory(tmp_path / "server"))
+    nothing = command(server, "backup", str(tmp_path / "b"))
+    assert nothing.returncode == 1
+    assert "no server has kept its state" in nothing.stderr
+    unfinished = command(server, "restore", str(_directory(tmp_path / "unfinished")))
+    assert unfinished.returncode == 1
+    assert "no backup.json" in unfinished.stderr
+
+
+def test_a_state_on_postgresql_is_backed_up_otherwise(tmp_path: Path) -> None:
+    server = Server(tmp_path, mock_config(persistence={"url": "postgresql://me:hush@host/db"}))
+    refused = command(server, "backup", str(tmp_path / "b"))
+    assert refused.returncode == 1
+    assert "pg_dump" in refused.stderr
+    assert "hush" not in refused.stderr

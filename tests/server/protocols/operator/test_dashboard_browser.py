@@ -1,0 +1,308 @@
+"""The dashboard in a real browser, view by view, as somebody who clicks through it (make test-dashboard)."""
+
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.chromium import Page
+from tests.support.servers.running import Server, Tenant, datum, mock_config
+from twinkle.server.cli import command_line as cli
+
+pytestmark = pytest.mark.browser
+
+EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    page = Page(tmp_path_factory.mktemp("downloads"))
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("browsed"), sample=0.3).start()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_complaints(page: Page) -> Iterator[None]:
+    """Neither scripts that fail nor anything that the page's policy forbids."""
+    yield
+    assert page.complaints() == []
+
+
+class Trainer:
+    """A client that trains in the background, a step every now and then, and logs a reward."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.model = tenant.model()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def __enter__(self) -> "Trainer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _train(self) -> None:
+        seq = 1
+        while not self._stop.wait(0.2):
+            self.tenant.result(self.tenant.forward_backward(self.model, seq, [datum([1, 2, 3, 4])]))
+            self.tenant.json(self.tenant.optim_step(self.model, seq + 1))
+            reward = {"values": {"reward": 1 - 1 / seq}}
+            assert self.tenant.post(f"twinkle/training_runs/{self.model}/metrics", reward).status_code == 200
+            seq += 2
+
+
+def points_of(page: Page, name: str) -> int:
+    return int(page.find(f'.chart[data-name="{name}"]').get_attribute("data-points") or 0)
+
+
+def test_a_wrong_key_and_a_right_one(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server(tmp_path, mock_config(auth={"mode": "keys"})).start()
+    try:
+        page.open(server.url)
+        page.enter_key("tml-wrong")
+        assert "a key of this server" in page.text("#problem")
+        assert page.script("return sessionStorage.length") == 0
+        assert not page.find("#views").is_displayed()
+        assert all("401" in complaint for complaint in page.complaints())
+        capsys.readouterr()
+        assert cli.main(["keys", "create", "-c", str(server.directory / "config.yaml")]) == 0
+        page.enter_key(capsys.readouterr().out.strip())
+        assert page.text("#runs") == "No runs yet."
+        assert not page.find("#problem").is_displayed()
+        page.click("#forget-key")
+        assert page.find("#key-form").is_displayed()
+        assert page.script("return sessionStorage.length + localStorage.length") == 0
+        assert page.script("return document.cookie") == ""
+    finally:
+        server.close()
+
+
+def test_curves_grow_while_a_client_trains(page: Page, server: Server) -> None:
+    tenant = Tenant(server.url, "tml-curves")
+    with Trainer(tenant) as trainer:
+        page.open(server.url)
+        page.enter_key(tenant.key)
+        page.until(lambda: trainer.model in page.text("#runs"))
+        page.click("#runs a")
+        assert page.text("#run-detail h2") == trainer.model
+        seen = page.until(lambda: points_of(page, "loss"))
+        page.until(lambda: points_of(page, "loss") >= seen + 3)
+        page.until(lambda: points_of(page, "reward") >= 3)
+    names = [chart.get_attribute("data-name") for chart in page.all(".chart")]
+    assert names == ["loss", "reward", "learning_rate", "grad_norm", "tokens"]
+    assert "logged by the client" in page.text('.chart[data-name="reward"]')
+    assert "at step" in page.text('.chart[data-name="loss"] output')
+    drawn = page.find('.chart[data-name="loss"] polyline').get_attribute("points") or ""
+    assert len(drawn.split()) == points_of(page, "loss")
+
+
+def test_nobody_is_asked_while_nobody_looks(page: Page, server: Server) -> None:
+    tenant = Tenant(server.url, "tml-hidden")
+    tenant.model()
+    page.open(server.url)
+    page.enter_key(tenant.key)
+    page.find("#runs a")
+    asked = "return performance.getEntriesByType('resource').filter(e => e.name.includes('/adapters')).length"
+    hide = (
+        "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    before = page.script(asked)
+    page.until(lambda: page.script(asked) != before)
+    page.driver.execute_script(hide, True)
+    time.sleep(2.5)  # what was on its way is answered
+    before = page.script(asked)
+    time.sleep(4.5)
+    assert page.script(asked) == before
+    page.driver.execute_script(hide, False)
+    page.until(lambda: page.script(asked) != before)
+
+
+def test_a_model_that_is_away_leaves_dashes(page: Page, server: Server) -> None:
+    """On Ray: its queue is listed, and of its numbers none, or nothing at all is known of it."""
+    away = """
+        const asked = window.fetch, numbers = arguments[0];
+        window.fetch = async (url, ...more) => {
+          const response = await asked(url, ...more);
+          if (!String(url).endsWith("/api/v1/status")) return response;
+          return new Response(JSON.stringify({ ...(await response.json()), models: numbers }));
+        };
+    """
+    tenant = Tenant(server.url, "tml-away")
+    model = tenant.model()
+    for numbers in ({}, {"mock": {}}):
+        page.open(server.url)
+        page.driver.execute_script(away, numbers)
+        page.enter_key(tenant.key)
+        page.view("Adapters")
+        page.until(lambda: model in page.text("#adapters"))
+        assert page.until(lambda: page.text("#queue .tiles")).count("–") == 4
+        assert not page.find("#problem").is_displayed()
+
+
+def test_adapters_and_the_queue(page: Page, server: Server) -> None:
+    tenant = Tenant(server.url, "any key will do")  # as our own client sends them
+    native = tenant.http
+    native.headers["Twinkle-Authorization"] = "Bearer any key will do"
+    session = tenant.session()
+    live, parked = tenant.model(session), tenant.model()
+    tenant.forward_backward(live, 2)  # waits for number 1
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert tenant.post(f"sessions/{parked.split(':')[0]}/finish", finish).status_code == 200
+    page.open(server.url)
+    page.enter_key("any key will do")
+    page.view("Adapters")
+    rows = {row.text.split()[0]: row.text for row in page.until(lambda: page.all("#adapters tbody tr"))}
+    assert "device" in rows[live]
+    assert "parked" in rows[parked]
+    assert "create_training_client_from_state_with_optimizer" in rows[parked]
+    tiles = page.text("#queue")
+    assert "merge ratio" in tiles
+    assert "own ops waiting\n1" in tiles
+    tenant.result(tenant.forward_backward(live, 1))
+    page.until(lambda: "own ops waiting\n0" in page.text("#queue"))
+
+
+def test_sessions(page: Page, server: Server) -> None:
+    tenant = Tenant(server.url, "tml-sessions")
+    body = {"tags": ["one", "two"], "sdk_version": "0.36.0", "display_name": "my experiment"}
+    session = tenant.post("create_session", body).json()["session_id"]
+    tenant.model(session)
+    page.open(server.url)
+    page.enter_key(tenant.key)
+    page.view("Sessions")
+    row = page.text("#sessions tbody tr")
+    for text in (session, "my experiment", "active", "0.36.0", "one, two"):
+        assert text in row
+
+
+def test_checkpoints_are_downloaded_and_deleted(page: Page, server: Server, tmp_path: Path) -> None:
+    tenant = Tenant(server.url, "tml-checkpoints")
+    model = tenant.model()
+    path = tenant.json(tenant.save(model, 1, "first"))["path"]
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.open(server.url, "#checkpoints")
+    page.enter_key(tenant.key)
+    assert page.text("#checkpoints code") == path
+
+    page.click("#checkpoints button:not(.danger)")
+    file = page.until(lambda: next(tmp_path.glob("*.tar")))
+    assert file.name == f"{model.replace(':', '-')}-weights-first.tar"
+    with tarfile.open(file) as tar:
+        assert {Path(name).name for name in tar.getnames()} == {"adapter.npz", "state.json"}
+
+    page.click("#checkpoints .danger")
+    assert path in page.text("dialog")
+    page.click("dialog button:not(.danger)")
+    assert not page.all("dialog")
+    assert tenant.get("checkpoints").json()["cursor"]["total_count"] == 1
+    page.click("#checkpoints .danger")
+    page.click("dialog .danger")
+    page.until(lambda: page.text("#checkpoints") == "No checkpoints yet.")
+    assert tenant.get("checkpoints").json()["cursor"]["total_count"] == 0
+
+
+def test_a_chat_with_a_checkpoint_beside_the_base_model(page: Page, server: Server) -> None:
+    tenant = Tenant(server.url, "tml-playground")
+    model = tenant.model()
+    tenant.result(tenant.forward_backward(model, 1))
+    tenant.json(tenant.optim_step(model, 2))
+    path = tenant.json(tenant.save(model, 3, "tuned"))["path"]
+    page.open(server.url, "#checkpoints")
+    page.enter_key(tenant.key)
+    page.click("#checkpoints .actions a")  # "Chat" chooses this checkpoint
+    page.until(lambda: path in page.text("#tuned h3"))
+    page.until(lambda: "mock" in page.text("#base h3"))
+    options = [option.text for option in page.all("#model option")]
+    assert options == [path, f"{model} as it is now"]
+
+    page.find("#prompt").send_keys("hello")
+    page.script("document.getElementById('max-tokens').value = '3'")
+    page.until(lambda: _answered(page))
+
+    page.script("document.getElementById('max-tokens').value = '4000'")
+    page.until(lambda: _stopped_halfway(page))
+    page.until(lambda: tenant.get("status").json()["models"]["mock"]["waiting_samples"] == 0)
+    assert page.find("#send").is_enabled()
+
+
+def _answered(page: Page) -> bool:
+    """Send, and both say something; the mock may end an answer with its first token."""
+    page.click("#clear")
+    page.click("#send")
+    for column in ("#base", "#tuned"):
+        page.find(f"{column} .assistant.done")
+        assert page.text(f"{column} .user") == "hello"
+    page.until(lambda: page.find("#send").is_enabled())
+    return all(each.text for each in page.all(".assistant.done"))
+
+
+def _stopped_halfway(page: Page) -> bool:
+    """Send and stop; the mock may end an answer at any token, and has then been faster."""
+    page.click("#clear")
+    page.click("#send")
+    page.until(lambda: all(each.text or "done" in str(each.get_attribute("class")) for each in page.all(".assistant")))
+    if not page.find("#stop").is_enabled():
+        return False
+    page.click("#stop")
+    page.until(lambda: page.find("#send").is_enabled())
+    assert not page.all(".assistant.failed")
+    return len(page.all(".assistant.stopped")) == 2
+
+
+def test_what_tenants_write_is_never_markup(page: Page, server: Server) -> None:
+    tenant = Tenant(server.url, "tml-evil")
+    session = tenant.post("create_session", {"tags": [EVIL], "display_name": EVIL, "sdk_version": EVIL}).json()
+    lora = {"rank": 8, "seed": 1}
+    body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "mock", "lora_config": lora}
+    created = tenant.submit("create_model", {**body, "user_metadata": {EVIL: EVIL}, "type": "create_model"})
+    model = tenant.json(created)["model_id"]
+    name = EVIL[:64]
+    tenant.post(f"twinkle/training_runs/{model}/metrics", {"values": {name: 1.0, "__proto__": 2.0}})
+    for number in range(2):
+        tenant.post(f"twinkle/training_runs/{model}/metrics", {"step": 9 - number, "values": {name: 1e300 * number}})
+    page.open(server.url)
+    page.enter_key(tenant.key)
+    page.click("#runs a")
+    page.until(lambda: len(page.all(".chart")) == 2)
+    assert EVIL in page.text("#run-detail dl")
+    assert name in page.text(".charts")
+    page.view("Sessions")
+    assert EVIL in page.text("#sessions")
+    page.driver.get(f"{server.url}/dashboard#runs/{EVIL}%22%3E")
+    page.driver.refresh()
+    assert "unknown" in page.text("#problem")
+    page.complaints()  # of the 404
+    assert page.script("return window.hacked === undefined")
+    assert not page.all("main img, main script")
+
+
+def test_a_server_that_goes_away_and_comes_back(page: Page, tmp_path: Path) -> None:
+    server = Server(tmp_path).start()
+    try:
+        tenant = Tenant(server.url, "tml-away")
+        tenant.model()
+        page.open(server.url)
+        page.enter_key(tenant.key)
+        page.find("#runs a")
+        server.kill()
+        page.until(lambda: "cannot be reached" in page.text("#problem"))
+        server.start()
+        page.until(lambda: not page.find("#problem").is_displayed())
+        page.complaints()  # of requests without an answer
+    finally:
+        server.close()

@@ -1,0 +1,160 @@
+"""API keys: whose they are, and that they are stored nowhere."""
+
+import asyncio
+import re
+
+import pytest
+
+from tests.support.servers.state_samples import opened, query, with_store
+from twinkle.server.state.errors import DamagedStateError
+from twinkle.server.state.integrity.copies import read_secret
+from twinkle.server.state.records import keys as keys_module
+from twinkle.server.state.store import Store
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+async def tenant_of(store: Store, key: str) -> str | None:
+    record = await store.keys.find(key)
+    return None if record is None else record.tenant_id
+
+
+def test_a_key_belongs_to_its_tenant_until_it_is_revoked(tmp_path):
+    async def check(store: Store):
+        alice, key = await store.keys.create("alice", "laptop", now=5.0)
+        new, other = await store.keys.create(None, "cluster", now=6.0)
+        assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key)
+        assert (alice.tenant_id, alice.name, alice.created_at, alice.revoked_at) == ("alice", "laptop", 5.0, None)
+        assert new.tenant_id not in ("alice", "")
+        assert await tenant_of(store, key) == "alice"
+        assert await tenant_of(store, other) == new.tenant_id
+        for wrong in ("", "tml-", key[:-1], key + "x", key.upper(), "ключ"):
+            assert await tenant_of(store, wrong) is None
+        assert await store.keys.list() == (alice, new)
+
+        assert await store.keys.revoke(alice.key_id, now=7.0)
+        assert not await store.keys.revoke(alice.key_id, now=8.0)
+        assert not await store.keys.revoke("key-unknown", now=8.0)
+        assert await tenant_of(store, key) is None
+        assert await tenant_of(store, other) == new.tenant_id
+        assert [record.revoked_at for record in await store.keys.list()] == [7.0, None]
+
+    with_store(tmp_path, check)
+
+
+def test_keys_survive_and_are_stored_nowhere(tmp_path):
+    made: list[str] = []
+
+    async def make(store: Store):
+        made.append((await store.keys.create("alice", "laptop", now=5.0))[1])
+        made.append("tml-open-mode-key-" + "z" * 29)
+        made.append(store.keys.open_tenant(made[1]))
+        assert await tenant_of(store, made[0]) == "alice"
+        search()
+
+    def search() -> None:
+        for path in filter(lambda path: path.is_file(), tmp_path.rglob("*")):
+            content = path.read_bytes()
+            for key in made[:2]:
+                assert key.encode() not in content, path
+                assert key.removeprefix("tml-").encode() not in content, path
+        for row in query(tmp_path, "SELECT * FROM api_keys"):
+            assert not any(key.removeprefix("tml-") in str(row) for key in made[:2])
+
+    async def look(store: Store):
+        assert await tenant_of(store, made[0]) == "alice"
+        assert store.keys.open_tenant(made[1]) == made[2]
+
+    with_store(tmp_path, make)
+    search()
+    with_store(tmp_path, look)
+
+
+def test_in_open_mode_a_key_is_a_tenant(tmp_path):
+    async def check(store: Store):
+        tenants = {store.keys.open_tenant(f"tml-{number}") for number in range(1000)}
+        assert len(tenants) == 1000
+        assert store.keys.open_tenant("tml-1") == store.keys.open_tenant("tml-1")
+        return store.keys.open_tenant("tml-1")
+
+    assert with_store(tmp_path / "one", check) != with_store(tmp_path / "two", check)  # secrets differ
+
+
+def test_a_request_costs_no_query(tmp_path, monkeypatch):
+    async def check(store: Store):
+        _, key = await store.keys.create("alice", "laptop", now=5.0)
+        assert await tenant_of(store, key) == "alice"
+
+        async def no_query(work):
+            raise AssertionError("queried")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.keys._database, "read", no_query)
+            assert await tenant_of(store, key) == "alice"
+            with pytest.raises(AssertionError, match="queried"):
+                await tenant_of(store, "tml-unknown")
+
+    with_store(tmp_path, check)
+
+
+def test_a_tool_makes_and_revokes_keys_beside_the_server(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+
+    async def main():
+        nonlocal now
+        async with opened(tmp_path) as server, opened(tmp_path, lock=False) as tool:
+            record, key = await tool.keys.create("alice", "laptop", now=5.0)
+            assert await tenant_of(server, key) == "alice"
+            await tool.keys.revoke(record.key_id, now=6.0)
+            now += 11.0
+            assert await tenant_of(server, key) is None
+
+    asyncio.run(main())
+
+
+def test_the_cache_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys_module, "_CACHE_SIZE", 3)
+
+    async def check(store: Store):
+        for _ in range(10):
+            _, key = await store.keys.create("alice", "laptop", now=5.0)
+            assert await tenant_of(store, key) == "alice"
+        assert len(store.keys._found) <= 3
+
+    with_store(tmp_path, check)
+
+
+def test_whoever_comes_second_reads_the_first_ones_secret(tmp_path):
+    first = read_secret(tmp_path, may_make=True)
+    assert read_secret(tmp_path, may_make=True) == first
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["copies", "secret"]
+    assert len(first) == 64
+
+
+def test_a_secret_is_put_back_from_its_copy_and_never_made_anew_in_silence(tmp_path, caplog):
+    first = read_secret(tmp_path, may_make=True)
+    file, copy = tmp_path / "secret", tmp_path / "copies" / "secret"
+    for content in (None, b"", first[:10], bytes([first[0] ^ 1]) + first[1:]):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        caplog.clear()
+        assert read_secret(tmp_path, may_make=False) == first == file.read_bytes()
+        assert str(file) in caplog.text
+    copy.write_bytes(copy.read_bytes()[:30])
+    assert read_secret(tmp_path, may_make=False) == first
+    copy.unlink()
+    assert read_secret(tmp_path, may_make=False) == first
+    for content in (b"", first[:-1], first.upper() + b"\n"):
+        copy.unlink()
+        file.write_bytes(content)
+        with pytest.raises(DamagedStateError, match=r"secret .*64 hexadecimal.*check-data"):
+            read_secret(tmp_path, may_make=True)
+        read_back = file.read_bytes()
+        assert read_back == content
+        copy.write_bytes(b"")
+    copy.unlink()
+    file.unlink()
+    with pytest.raises(DamagedStateError, match="secret is missing"):
+        read_secret(tmp_path, may_make=False)

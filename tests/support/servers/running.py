@@ -1,0 +1,324 @@
+"""Real server processes for tests, and tenants who talk to them over HTTP.
+
+    def test_something(server, tenant):            # one mock server for all tests, a tenant of its own for each
+        model = tenant.model()
+        tenant.result(tenant.forward_backward(model, 1))
+
+    def test_crash(own_server):                    # a server with its own data directory, which may be killed
+        server = own_server(**{"pass": 0.5})       # settings of tuned_launch.py
+        server.kill()
+        server.start()
+
+Where TWINKLE_TEST_POSTGRES names a cluster (make test-postgres), servers keep their state in databases there; with
+TWINKLE_TEST_RUNTIME=ray (make test-ray) each is a Ray cluster of its own.
+
+Answers are plain httpx responses; requests are dictionaries, and protobuf where the protocol wants that.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from tests.support.paths import PROGRAMS, ROOT
+from tests.support.servers.postgres_cluster import cluster_url, new_database
+from twinkle.server.wire import tinker_pb2 as pb
+
+MODEL = "mock"
+CHECKS = {"TWINKLE_CHECK_THREADS": "1"}
+_START_SECONDS = 120.0
+RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
+
+
+def free_port() -> int:
+    """Below the ports that the system gives to clients: one of them may not take it while our server is down."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def mock_config(**sections: Any) -> dict[str, Any]:
+    """A server with the mock model; ``sections`` are further keys of the configuration."""
+    return {
+        "applications": [
+            {"name": "server", "import_path": "server"},
+            {"name": "model", "import_path": "model", "args": {"model_id": MODEL, "backend": "mock"}},
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": "mock"}},
+        ],
+        **sections,
+    }
+
+
+class Server:
+    """A server process on a port of its own: start it, kill it, start it again on the same data and port.
+
+    ``directory`` gets config.yaml, server.log and the data; ``tuning`` is for tuned_launch.py.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any] | None = None, **tuning: float) -> None:
+        self.directory = directory
+        self.data_dir = directory / "data"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.tuning = tuning
+        self.process: subprocess.Popen[bytes] | None = None
+        self._said_before = 0
+        cluster = cluster_url()
+        self.database = None if cluster is None else new_database(cluster)  # None: SQLite's default
+        self.configure(config or mock_config())
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """What the next start reads."""
+        http = {"host": "127.0.0.1", "port": self.port}
+        content = {"runtime": RUNTIME, "data_dir": str(self.data_dir), "http_options": http, **config}
+        if self.database is not None:
+            content = {"persistence": {"url": self.database}, **content}
+        (self.directory / "config.yaml").write_text(json.dumps(content))  # JSON is YAML
+
+    @property
+    def config(self) -> dict[str, Any]:
+        content: dict[str, Any] = yaml.safe_load((self.directory / "config.yaml").read_text())
+        return content
+
+    def command(self, *arguments: str) -> list[str]:
+        """``twinkle-server`` with this server's tuning."""
+        tuning = [f"{name}={seconds}" for name, seconds in self.tuning.items()]
+        return [sys.executable, str(PROGRAMS / "tuned_launch.py"), *tuning, "--", *arguments]
+
+    def spawn(self) -> "Server":
+        """Start the process and do not wait."""
+        assert self.process is None or self.process.poll() is not None, "it runs already"
+        with (self.directory / "server.log").open("ab") as log:
+            self._said_before = log.tell()
+            self.process = subprocess.Popen(
+                self.command("launch", "-c", str(self.directory / "config.yaml")),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(),
+            )
+        return self
+
+    def start(self) -> "Server":
+        """Start the process and wait until it answers."""
+        self.spawn()
+        assert self.process is not None
+        deadline = time.monotonic() + _START_SECONDS
+        while not self.is_healthy():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise AssertionError(f"the server did not start\n{self.log()}")
+            time.sleep(0.02)
+        return self
+
+    def is_healthy(self) -> bool:
+        try:
+            answer = httpx.get(f"{self.url}/api/v1/healthz", timeout=5, trust_env=False, verify=False)
+            return answer.status_code == 200 and bool(answer.json() == {"status": "ok"}) and self._announced()
+        except httpx.HTTPError:
+            return False
+
+    def _announced(self) -> bool:
+        """On Ray the gateway may answer before a model is there."""
+        said = (self.directory / "server.log").read_bytes()[self._said_before :]
+        return RUNTIME != "ray" or b"listening on" in said
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(30)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+    def log(self) -> str:
+        """All that this and earlier processes here said."""
+        files = [self.directory / "server.log", *sorted(self.data_dir.glob("logs/*.log"))]
+        return "".join(file.read_text(errors="replace") for file in files)
+
+
+def environment() -> dict[str, str]:
+    """For processes that talk to 127.0.0.1 or compute beside other tests."""
+    local = "127.0.0.1,localhost"
+    alone = {"RAY_ADDRESS": "local"} if RUNTIME == "ray" else {}
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # programs import tests.…
+    return {**os.environ, **path, "NO_PROXY": local, "no_proxy": local, "OMP_NUM_THREADS": "1", **CHECKS, **alone}
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def tensor(values: Any, dtype: str = "f4", shape: Sequence[int] | None = None) -> pb.Tensor:
+    """Dense; ``shape`` may lie. dtype: f4, i8 or i4."""
+    array = np.asarray(values, f"<{dtype}")
+    number = {"f4": pb.DTYPE_FLOAT32, "i8": pb.DTYPE_INT64, "i4": pb.DTYPE_INT32}[dtype]
+    return pb.Tensor(dense=array.tobytes(), dtype=number, shape=array.shape if shape is None else shape)
+
+
+def datum(tokens: Sequence[int] = (1, 2, 3, 4), **inputs: pb.Tensor) -> pb.Datum:
+    """A row to train on: each token's target is the next one, unless ``inputs`` has other target_tokens."""
+    text = pb.EncodedTextChunk(tokens=np.asarray(tokens[:-1], "<i4").tobytes())
+    targets = {"target_tokens": tensor(tokens[1:], "i8")}
+    return pb.Datum(model_input=[pb.Chunk(encoded_text=text)], loss_fn_inputs={**targets, **inputs})
+
+
+def training_request(
+    model_id: str,
+    seq_id: int,
+    data: Sequence[pb.Datum] | None = None,
+    loss: str = "cross_entropy",
+    **fields: Any,
+) -> pb.ForwardBackwardRequest:
+    """A forward_backward; without ``data`` one row that depends on ``seq_id``."""
+    rows = [datum([seq_id % 97 + n for n in range(6)])] if data is None else data
+    return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=rows, loss_fn=loss, **fields)
+
+
+def training_body(model_id: str, seq_id: int, data: Sequence[pb.Datum] | None = None, **fields: Any) -> bytes:
+    """:func:`training_request` as it goes over the wire."""
+    return training_request(model_id, seq_id, data, **fields).SerializeToString()
+
+
+class Tenant:
+    """One API key. Methods that submit something return the id of its future, or fail the test."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.key = key
+        self.http = httpx.Client(
+            base_url=f"{url}/api/v1/",
+            headers={"X-API-Key": key},
+            timeout=60,
+            trust_env=False,
+            verify=False,  # there is no TLS here, and reading all certificates takes longer than most tests
+        )
+
+    def post(self, path: str, content: Mapping[str, Any] | bytes, **headers: str) -> httpx.Response:
+        """JSON, or a body as it is."""
+        if isinstance(content, bytes):
+            given = {"Content-Type": "application/x-protobuf", **headers}
+            return self.http.post(path, content=content, headers=given)
+        return self.http.post(path, json=content, headers=headers)
+
+    def get(self, path: str, **query: Any) -> httpx.Response:
+        return self.http.get(path, params=query)
+
+    def session(self) -> str:
+        return str(_good(self.post("create_session", {"tags": [], "type": "create_session"}))["session_id"])
+
+    def model(self, session_id: str | None = None, number: int = 0, rank: int = 8, seed: int = 1) -> str:
+        """A new adapter, created; its id."""
+        session_id = session_id or self.session()
+        body = {
+            "session_id": session_id,
+            "model_seq_id": number,
+            "base_model": MODEL,
+            "lora_config": {"rank": rank, "seed": seed},
+            "type": "create_model",
+        }
+        return str(self.json(_good(self.post("create_model", body))["request_id"])["model_id"])
+
+    def forward_backward(self, model_id: str, seq_id: int, data: Sequence[pb.Datum] | None = None, **kw: Any) -> str:
+        return self.submit("forward_backward", training_body(model_id, seq_id, data, **kw))
+
+    def optim_step(self, model_id: str, seq_id: int, **adam: float) -> str:
+        params = {"learning_rate": 0.1, **adam}
+        return self.submit("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": params})
+
+    def save(self, model_id: str, seq_id: int, name: str, **more: Any) -> str:
+        return self.submit("save_weights", {"model_id": model_id, "seq_id": seq_id, "path": name, **more})
+
+    def load(self, model_id: str, seq_id: int, path: str, optimizer: bool = True) -> str:
+        body = {"model_id": model_id, "seq_id": seq_id, "path": path, "optimizer": optimizer}
+        return self.submit("load_weights", body)
+
+    def publish(self, model_id: str, seq_id: int, number: int = 0) -> str:
+        """For sampling, unnamed."""
+        body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": number}
+        return self.submit("save_weights_for_sampler", body)
+
+    def sample(self, sampling_session_id: str, seq_id: int = 0, seed: int = 7) -> str:
+        return self.submit("asample", sample_body(sampling_session_id, seq_id, seed))
+
+    def submit(self, path: str, content: Mapping[str, Any] | bytes) -> str:
+        return str(_good(self.post(path, content))["request_id"])
+
+    def poll(self, request_id: str) -> httpx.Response:
+        """One retrieve_future, whatever it says."""
+        return self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": False})
+
+    def result(self, request_id: str, seconds: float = 60) -> bytes:
+        """The result's bytes, once it is there; failed futures have bytes too."""
+        deadline = time.monotonic() + seconds
+        answer = self.poll(request_id)
+        while answer.status_code == 408:
+            assert time.monotonic() < deadline, f"{request_id} has no result after {seconds} s"
+            answer = self.poll(request_id)
+        assert answer.status_code == 200, answer.text
+        return answer.content
+
+    def json(self, request_id: str) -> dict[str, Any]:
+        """A result that is JSON and no failure."""
+        result: dict[str, Any] = json.loads(self.result(request_id))
+        assert "error" not in result, result
+        return result
+
+    def error(self, request_id: str, seconds: float = 60) -> str:
+        """The message of a future that failed by the user's mistake."""
+        result = json.loads(self.result(request_id, seconds))
+        assert result["category"] == "user", result
+        return str(result["error"])
+
+    def training(self, request_id: str) -> pb.ForwardBackwardOutput:
+        return pb.ForwardBackwardOutput.FromString(self.result(request_id))
+
+    def loss(self, request_id: str) -> float:
+        return float(self.training(request_id).metrics["loss:sum"])
+
+    def tokens(self, request_id: str) -> list[int]:
+        """What the first sequence of a sample holds."""
+        response = pb.SampleResponse.FromString(self.result(request_id))
+        return np.frombuffer(response.sequences[0].tokens, "<i4").tolist()
+
+
+def sample_body(sampling_session_id: str, seq_id: int = 0, seed: int = 7, **more: Any) -> dict[str, Any]:
+    return {
+        "sampling_session_id": sampling_session_id,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        "sampling_params": {"max_tokens": 12, "seed": seed, "stop": []},
+        **more,
+    }
+
+
+def key_for(name: str) -> str:
+    """An API key for a test of this name, the same whenever it is asked for."""
+    return "tml-" + re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+def _good(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content

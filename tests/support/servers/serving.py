@@ -1,0 +1,93 @@
+"""A server process for tests, and the data they train on."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+
+from tests.support.servers.running import Server
+from twinkle.model import Datum
+
+# With which sampler these tests run: torch, vllm (make test-vllm) or mock (made-up numbers: some are skipped).
+SAMPLER = os.environ.get("TWINKLE_TEST_SAMPLER", "torch")
+MODEL = "random://llama-tiny-wide" if SAMPLER == "vllm" else "random://llama-tiny"
+ALIAS = "org/tiny"
+
+
+class SdkServer(Server):
+    """A server with a tiny model, and the SDK's clients for it. Its log names every device batch."""
+
+    def __init__(
+        self, directory: Path, sampler: str = SAMPLER, sections: Mapping[str, Any] | None = None, **tuning: float
+    ) -> None:
+        """sections: more of the configuration; tuning: of tuned_launch.py."""
+        real = {"backend": "transformers", "device": "cpu", "dtype": "fp32"}
+        model = {"model_id": MODEL, "aliases": [ALIAS], **({"backend": "mock"} if sampler == "mock" else real)}
+        applications = [
+            {"name": "server", "import_path": "server"},
+            {"name": "model", "import_path": "model", "args": model},
+            {"name": "sampler", "import_path": "sampler", "args": {"model_id": MODEL, "sampler_type": sampler}},
+        ]
+        super().__init__(directory, {"applications": applications, **(sections or {})}, **tuning)
+
+    def command(self, *arguments: str) -> list[str]:
+        return super().command(*arguments, "--log-level", "debug")
+
+    def service(self, tenant: str) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=key_of(tenant))
+
+    def rest(self, tenant: str) -> tinker.RestClient:
+        return tinker.RestClient(base_url=self.url, api_key=key_of(tenant))
+
+    def batches(self) -> list[list[str]]:
+        """The request ids of every device batch so far, in order."""
+        lines = [line.partition(" batch: ")[2] for line in self.log().splitlines() if " batch: " in line]
+        return [line.split() for line in lines]
+
+
+def key_of(tenant: str) -> str:
+    return "tml-" + re.sub(r"[^a-z0-9]", "", tenant.lower())
+
+
+def sequences(seed: int, count: int = 3, length: int = 12, vocab: int = 256) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab, length + 1) for _ in range(count)]
+
+
+def tinker_data(rows: list[np.ndarray], weights: float = 1.0) -> list[types.Datum]:
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": row[1:].tolist(), "weights": [weights] * (len(row) - 1)},
+        )
+        for row in rows
+    ]
+
+
+def trainer_data(rows: list[np.ndarray], weights: float = 1.0) -> list[Datum]:
+    return [Datum(row[:-1], row[1:], np.full(len(row) - 1, weights, np.float32)) for row in rows]
+
+
+def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
+    return [np.array(entry["logprobs"].data, np.float32) for entry in output.loss_fn_outputs]
+
+
+def waiting_samples(server: SdkServer) -> int:
+    """Of the only model."""
+    status = httpx.get(f"{server.url}/api/v1/status", trust_env=False).json()
+    (model,) = status["models"].values()
+    return int(model["waiting_samples"])
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,30 @@
+"""``twinkle-server`` with some of its constants changed, on Ray in its workers too.
+
+Arguments before ``--`` are ``name=seconds`` with the names of tuning.py, those after it are twinkle-server's own.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+from tests.support.paths import PROGRAMS
+from tests.support.servers.tuning import tune
+from twinkle.server.cli import command_line as cli
+
+_PARENT_DIED = 1  # prctl(2): PR_SET_PDEATHSIG
+
+
+def end_with_parent() -> None:
+    """A test that is killed leaves no server behind."""
+    ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    split = sys.argv.index("--")
+    tune(sys.argv[1:split])
+    if sys.argv[1:split]:
+        os.environ["TWINKLE_TEST_TUNING"] = " ".join(sys.argv[1:split])
+        os.environ["PYTHONPATH"] = f"{PROGRAMS / 'on_workers'}:{os.environ.get('PYTHONPATH', '')}"
+    sys.exit(cli.main(sys.argv[split + 1 :]))
