@@ -34,11 +34,13 @@ import numpy as np
 import yaml
 
 from tests.support.paths import PROGRAMS, ROOT
+from tests.support.servers.forked_servers import ForkedProcess, fork_server
 from tests.support.servers.postgres_cluster import cluster_url, new_database
 from twinkle.server.wire import tinker_pb2 as pb
 
 MODEL = "mock"
 CHECKS = {"TWINKLE_CHECK_THREADS": "1"}
+_LAUNCH = [sys.executable, str(PROGRAMS / "tuned_launch.py")]
 _START_SECONDS = 120.0
 RUNTIME = os.environ.get("TWINKLE_TEST_RUNTIME", "embedded")
 
@@ -76,7 +78,7 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.tuning = tuning
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._said_before = 0
         cluster = cluster_url()
         self.database = None if cluster is None else new_database(cluster)  # None: SQLite's default
@@ -98,19 +100,19 @@ class Server:
     def command(self, *arguments: str) -> list[str]:
         """``twinkle-server`` with this server's tuning."""
         tuning = [f"{name}={seconds}" for name, seconds in self.tuning.items()]
-        return [sys.executable, str(PROGRAMS / "tuned_launch.py"), *tuning, "--", *arguments]
+        return [*_LAUNCH, *tuning, "--", *arguments]
 
     def spawn(self) -> "Server":
         """Start the process and do not wait."""
         assert self.process is None or self.process.poll() is not None, "it runs already"
         with (self.directory / "server.log").open("ab") as log:
             self._said_before = log.tell()
-            self.process = subprocess.Popen(
-                self.command("launch", "-c", str(self.directory / "config.yaml")),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(),
+            command = self.command("launch", "-c", str(self.directory / "config.yaml"))
+            forked = None
+            if RUNTIME == "embedded" and command[:2] == _LAUNCH:
+                forked = fork_server(command[2:], environment(), log)
+            self.process = forked or subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment()
             )
         return self
 

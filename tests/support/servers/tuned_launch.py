@@ -20,11 +20,16 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGKILL)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
     end_with_parent()
-    split = sys.argv.index("--")
-    tune(sys.argv[1:split])
-    if sys.argv[1:split]:
-        os.environ["TWINKLE_TEST_TUNING"] = " ".join(sys.argv[1:split])
+    split = arguments.index("--")
+    tuning = arguments[:split]
+    tune(tuning)
+    if tuning:
+        os.environ["TWINKLE_TEST_TUNING"] = " ".join(tuning)
         os.environ["PYTHONPATH"] = f"{PROGRAMS / 'on_workers'}:{os.environ.get('PYTHONPATH', '')}"
-    sys.exit(cli.main(sys.argv[split + 1 :]))
+    sys.exit(cli.main(arguments[split + 1 :]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,176 @@
+"""Server processes that start in a fraction of a second: forks of one process that has imported everything already.
+
+Importing torch and the server takes seconds, and the tests start several hundred servers. So one process imports it all
+once and then forks a child for each server. A child is a process like any other: it can be killed, stopped and waited
+for; it has its own environment, log file and interpreter exit.
+
+    process = fork_server(["pass=0.5", "--", "launch", "-c", "config.yaml"], environment, log)   # like Popen
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+# Libraries read these variables when they are imported: a server that needs other values cannot be forked.
+_READ_BY_IMPORTS = (
+    "HF_",
+    "LD_",
+    "MKL_",
+    "MODELSCOPE_",
+    "OMP_",
+    "PYTHON",
+    "RAY_",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS_",
+)
+_POLL_SECONDS = 0.005
+
+
+class ForkedProcess:
+    """The part of ``subprocess.Popen`` that tests use; the process is a child of the one that forks."""
+
+    def __init__(self, forker: "_Forker", pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._forker = forker
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forker.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(f"server process {self.pid}", timeout)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_server(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> ForkedProcess | None:
+    """Start ``tuned_launch.py`` with these arguments; return None if the environment needs imports of its own."""
+    if not _FORKERS:
+        _FORKERS.append(_Forker(environment))
+    forker = _FORKERS[0]
+    if _read_by_imports(forker.environment) != _read_by_imports(environment):
+        return None
+    request = {"arguments": list(arguments), "environment": dict(environment), "cwd": os.getcwd()}
+    return ForkedProcess(forker, forker.ask(request, log))
+
+
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORTS)}
+
+
+class _Forker:
+    """The process that forks, as the tests see it. Its answers come one at a time, whoever asks."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def ask(self, request: Mapping[str, Any], log: IO[bytes] | None = None) -> Any:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [] if log is None else [log.fileno()])
+            answer = self._socket.recv(2**16)
+        if not answer:
+            raise AssertionError("the process that forks servers has ended")
+        return json.loads(answer)
+
+
+_FORKERS: list[_Forker] = []  # the one of this test run, once there is one
+
+
+# --- in the process that forks ----------------------------------------------------------------------------------------
+
+
+def _serve(connection: socket.socket) -> list[str] | None:
+    """Fork a child for each request; return its arguments in the child, and None when the tests have ended."""
+    codes: dict[int, int] = {}
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, 2**20, 1)
+        if not message:
+            return None
+        request = json.loads(message)
+        if "poll" in request:
+            pid = request["poll"]
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            connection.send(json.dumps(codes.get(pid)).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(request, files[0])
+            return list(request["arguments"])
+        os.close(files[0])
+        connection.send(json.dumps(pid).encode())
+
+
+def _become(request: Mapping[str, Any], log: int) -> None:
+    """Take over the environment, the working directory and the log file of the server that was asked for."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _import_everything() -> None:
+    """Import what servers with the mock and with small models need, and leave it out of garbage collections."""
+
+    import twinkle.model.trainer.trainer
+    import twinkle.sampler.torch_sampler.sampler
+    import twinkle.server.cli.command_line
+    import twinkle.server.cli.launch
+    import twinkle.server.processors.service
+    import twinkle.server.runtime.embedded  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    from tests.support.servers.tuned_launch import end_with_parent, main
+
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
+    _import_everything()
+    arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if arguments is not None:
+        sys.argv = [str(Path(__file__).with_name("tuned_launch.py")), *arguments]
+        main(arguments)
