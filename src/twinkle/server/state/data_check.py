@@ -1,6 +1,7 @@
-"""A walk over everything that a server has on disk: what is damaged, whose it is, and what can be done about it.
+"""The check behind ``twinkle-server check-data``: what is damaged on disk, who owns it, and how it can be repaired.
 
-Nothing is changed. On PostgreSQL the database looks after its own structure; rows and files are checked all the same.
+Nothing is changed. With the records on PostgreSQL only the secret is checked: rows are then checked when a server
+starts, and PostgreSQL maintains its own structure.
 """
 
 import sqlite3
@@ -28,7 +29,10 @@ _REPAIR = "twinkle-server check-data --repair puts back the copy in copies/, twi
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is damaged. ``remedy``: what can be restored, and how. ``is_fatal``: no server starts with it."""
+    """One damaged thing.
+
+    ``what`` names it. ``remedy`` says what can be restored, and how. ``is_fatal``: a server refuses to start with it.
+    """
 
     what: str
     tenant_id: str | None
@@ -41,7 +45,7 @@ class Finding:
 
 
 def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
-    """Yield all that is damaged. ``database``: SQLite's file; None: the records are on PostgreSQL, not looked at."""
+    """Yield all damage. ``database`` is the SQLite file; with None (PostgreSQL) only the secret is checked."""
     problem = secret_problem(data_dir) if (data_dir / "secret").exists() or (data_dir / "copies").exists() else None
     if problem is not None:
         yield Finding(problem, None, None, "see there", is_fatal="there is no copy" in problem)
@@ -119,7 +123,7 @@ def _directories(
 
 
 def _directory(place: Path, about: Finding) -> Iterator[Finding]:
-    """Yield what is wrong with the files of a directory; ``about`` says what it is, and whose."""
+    """Yield a finding for each damaged file of a directory: ``about``, with the file added to its ``what``."""
     problems: list[str]
     if not place.is_dir():
         problems = [f"{place} is missing"]
