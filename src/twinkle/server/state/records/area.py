@@ -53,7 +53,7 @@ class Area:
         return await self._database.write(lambda cursor: cursor.execute(statement, parameters))
 
     async def _execute_many(self, statement: UpdateBase, parameters: Sequence[Row]) -> int:
-        """Run a statement once for each set of parameters, all in one transaction; return the number of rows changed."""
+        """Run a statement once for each set of parameters, in one transaction; return the number of rows changed."""
         return await self._database.write(lambda cursor: cursor.execute_many(statement, parameters))
 
 

@@ -57,7 +57,7 @@ class RunMetrics(Area):
 
     @in_write
     def add_steps(self, cursor: Cursor, steps: Sequence[MeasuredStep]) -> None:
-        """Add optimizer steps in the order in which they were taken. Steps on record from before a replay are skipped."""
+        """Add optimizer steps in the order in which they were taken. Replayed steps that are on record are skipped."""
         run_of = attrgetter("run_id")
         by_run = {run_id: tuple(group) for run_id, group in groupby(sorted(steps, key=run_of), key=run_of)}
         for run_id, taken in by_run.items():

@@ -97,7 +97,10 @@ class SamplingSessions(Area):
         return await self._all(_SAMPLING, _OF_SESSION, session_id=session_id)
 
     async def abandoned(self, before: float) -> tuple[SamplingSessionRecord, ...]:
-        """Return the unnamed versions, which own their files, of sessions that have ended and were last seen before then."""
+        """Return the unnamed versions of sessions that have ended and were last seen before that time.
+
+        An unnamed version owns its files, so they can be deleted with it.
+        """
         return await self._all(_SAMPLING, _ABANDONED, before=before)
 
     async def refer_to(self, directory: str) -> bool:
