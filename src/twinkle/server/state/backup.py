@@ -145,7 +145,7 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     summary, _ = _read_manifest(source)
     damaged = check_backup(source)
     if damaged:
-        raise TwinkleServerError(f"{source} is damaged, nothing was restored: {', '.join(damaged)} not as written")
+        raise TwinkleServerError(f"{source} is damaged, nothing was restored; wrong files: {', '.join(damaged)}")
     _check_empty(data_dir, "a backup is restored into an empty data directory")
     if database.exists():
         raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
@@ -189,11 +189,11 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
         content = json.loads((source / _MANIFEST).read_bytes())
         form = content["format"]
     except FileNotFoundError:
-        raise TwinkleServerError(f"{source} is not a backup, or one that was not finished: no {_MANIFEST}") from None
+        raise TwinkleServerError(f"{source} is not a backup, or an unfinished one: it has no {_MANIFEST}") from None
     except (ValueError, KeyError, TypeError):
         raise damaged from None
     if form not in (1, _FORMAT):
-        raise TwinkleServerError(f"{source} was made by another version of Twinkle, in a format that this one lacks")
+        raise TwinkleServerError(f"{source} was made by another version of Twinkle, in an unknown format")
     try:
         summary = BackupSummary(content["created_at"], content["files"], content["size_bytes"])
         sums = None
@@ -206,7 +206,7 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
     files = [path for path in source.rglob("*") if path.is_file() and path.name != _MANIFEST]
     found = len(files), sum(path.stat().st_size for path in files)
     if sums is None and found != (summary.files, summary.size_bytes):
-        raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as it was written")
+        raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as in its manifest")
     return summary, sums
 
 

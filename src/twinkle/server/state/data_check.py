@@ -23,7 +23,7 @@ from twinkle.server.state.records.ops import OPS_WITH_BODIES
 from twinkle.server.types import BlobRef
 
 _RUN_IS_FAILED = "the next start fails this run and goes on; its checkpoints can be loaded into a new one"
-_FROM_COPY = "the next start puts it back from the copy, or says what it cost"
+_FROM_COPY = "the next start puts it back from the copy, or logs what is lost"
 _REPAIR = "twinkle-server check-data --repair puts back the copy in copies/, twinkle-server restore a backup"
 
 
@@ -48,7 +48,7 @@ def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
     """Yield all damage. ``database`` is the SQLite file; with None (PostgreSQL) only the secret is checked."""
     problem = secret_problem(data_dir) if (data_dir / "secret").exists() or (data_dir / "copies").exists() else None
     if problem is not None:
-        yield Finding(problem, None, None, "see there", is_fatal="there is no copy" in problem)
+        yield Finding(problem, None, None, "as the description says", is_fatal="there is no copy" in problem)
     if database is None:
         return
     if not database.exists() or database.stat().st_size == 0:
@@ -65,7 +65,7 @@ def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
                 yield Finding(f"{database}: {structure.broken}", None, None, _REPAIR, is_fatal=True)
                 return
             if structure.indexes:
-                yield Finding(f"{database}: an index", None, None, "the next start makes it again; nothing is lost")
+                yield Finding(f"{database}: an index", None, None, "the next start rebuilds it; nothing is lost")
             yield from _rows(connection)
             yield from _files(connection, data_dir)
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -95,7 +95,7 @@ def _files(connection: sqlite3.Connection, data_dir: Path) -> Iterator[Finding]:
             try:
                 journal.read(BlobRef(op[f"{place}_segment"], op[f"{place}_offset"], op[f"{place}_length"]))
             except (JournalError, OSError) as error:
-                remedy = _RUN_IS_FAILED if kind == "bodies" else "the request is to be sent again"
+                remedy = _RUN_IS_FAILED if kind == "bodies" else "the client must send the request again"
                 what = f"{place} of request {op['adapter_id']}:{op['seq']} ({error})"
                 yield Finding(what, owners.get(op["adapter_id"], {}).get("tenant_id"), op["adapter_id"], remedy)
     yield from _directories(connection, data_dir, owners)

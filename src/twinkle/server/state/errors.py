@@ -60,8 +60,8 @@ class DamagedStateError(TwinkleError, OSError):
 
     def __init__(self, file: Path, what: str, data_dir: Path) -> None:
         super().__init__(
-            f"{file} {what}. Nothing was changed. `twinkle-server check-data --data-dir {data_dir}` says what "
-            "is there; with --repair it puts back the copy that the server keeps and says what is lost by that; "
+            f"{file} {what}. Nothing was changed. `twinkle-server check-data --data-dir {data_dir}` lists "
+            "the damage; with --repair it puts back the server's own copy and says what is lost by that; "
             "`twinkle-server restore` makes a new data directory from a backup"
         )
 

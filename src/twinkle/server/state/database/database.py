@@ -442,7 +442,7 @@ class Database:
             except DatabaseConnectionError as reason:
                 if time.monotonic() - since > _OUTAGE_SECONDS:
                     if not self._is_missed:
-                        _logger.error("the database is away for too long, requests fail: %s", reason)
+                        _logger.error("the database does not answer, requests are refused: %s", reason)
                     self._is_missed = True
                     raise DatabaseUnavailableError from reason
             time.sleep(_RECONNECT_PAUSE)

@@ -42,7 +42,7 @@ class SqliteDriver:
         self.after_maintenance: Callable[[], None] = lambda: None
         if url.database in (None, "", ":memory:"):
             raise UnsupportedError(
-                f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must outlive us)"
+                f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must survive the process)"
             )
         self.engine: Engine = _open_engine(url.set(drivername="sqlite"))
 

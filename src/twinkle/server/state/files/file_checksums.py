@@ -54,7 +54,7 @@ def check_files(directory: Path) -> None:
     try:
         damaged = damaged_files(directory)
         if damaged:
-            raise CheckpointError(f"{directory} is damaged: {', '.join(damaged)} not as written")
+            raise CheckpointError(f"{directory} is damaged: {', '.join(damaged)} missing or changed")
     except CheckpointError as error:
         _logger.error("damaged: %s", error)
         raise

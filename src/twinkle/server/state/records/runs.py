@@ -20,7 +20,7 @@ from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 RunState = Literal["live", "failed", "parked"]
 
 _DELETE_CHECKPOINTS = (
-    "runs of sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
+    "runs of sessions that ended are deleted once they have no checkpoints: delete checkpoints that you do not need"
 )
 _RUN = RecordMapper(RunRecord, RUNS)
 _OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")

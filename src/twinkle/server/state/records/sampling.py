@@ -12,7 +12,7 @@ from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
 SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
-_END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
+_END_SESSIONS = "those of sessions that ended are deleted: end sessions that you do not need, or reuse a sampler"
 
 _SAMPLING = RecordMapper(SamplingSessionRecord, SAMPLING_SESSIONS)
 

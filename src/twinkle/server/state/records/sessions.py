@@ -17,7 +17,7 @@ from twinkle.server.types import CustomLossRecord, FinishReason, SessionRecord
 
 SESSION_ROWS = "max_session_rows_per_tenant"
 _DELETE_CHECKPOINTS = (
-    "sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
+    "sessions that ended are deleted once they have no checkpoints: delete checkpoints that you do not need"
 )
 _END_OF_TIME = 1e18  # seconds
 
