@@ -48,7 +48,7 @@ def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
     """Yield all damage. ``database`` is the SQLite file; with None (PostgreSQL) only the secret is checked."""
     problem = secret_problem(data_dir) if (data_dir / "secret").exists() or (data_dir / "copies").exists() else None
     if problem is not None:
-        yield Finding(problem, None, None, "as the description says", is_fatal="there is no copy" in problem)
+        yield Finding(problem, None, None, "see the description", is_fatal="there is no copy" in problem)
     if database is None:
         return
     if not database.exists() or database.stat().st_size == 0:

@@ -28,8 +28,8 @@ _COVERED = exists().where(SNAPSHOTS.c.adapter_id == OPS.c.adapter_id, SNAPSHOTS.
 _LIVE = exists().where(RUNS.c.run_id == OPS.c.adapter_id, RUNS.c.state == "live")
 _REPLAYED = and_(_LIVE, ~_COVERED)
 # A forward pass of Tinker's protocol leaves nothing behind, so it is not replayed once its outcome is on record. Only
-# its row stays until a snapshot covers it: it tells its sequence number from one that never arrived. Native forward
-# passes, whose run ids have no colon, are replayed: they leave behind what a loss and metrics are computed from.
+# its row stays until a snapshot covers it, so that recovery does not take its sequence number for a missing one. Native
+# forward passes, whose run ids have no colon, are replayed: losses and metrics are computed from their results.
 _FINAL = and_(
     OPS.c.kind == OpKind.FORWARD.value, OPS.c.outcome_segment.is_not(None), OPS.c.adapter_id.like("%:train:%")
 )
