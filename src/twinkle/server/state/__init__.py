@@ -1,5 +1,6 @@
-"""What the server must still know after it was killed: a database for records, a journal for bytes, and files.
+"""The server's durable state, which survives a kill: a database for records, a journal for bytes, and files.
 
-``records/`` has the areas of the state, ``database/`` the tables, the two databases they can be in, and the journal,
-``files/`` the data directory, ``integrity/`` what finds damage and puts it right. Nothing here knows a protocol.
+``records/`` has the areas of the state (sessions, runs, ops, …). ``database/`` has the tables, the drivers of the two
+databases that can hold them, and the journal. ``files/`` has the data directory, ``integrity/`` the code that finds and
+repairs damage. No module here depends on a protocol.
 """

@@ -1,13 +1,19 @@
-"""A copy of a server's state, made while it runs, and a data directory made from such a copy.
+"""Backup of a server's state while the server runs, and restore of a backup into a new data directory.
 
-A backup is consistent: the records are those of one moment, and every file that they name is in it, whole. SQLite
-copies a database as it is at one moment, beside whoever writes. The files that it names never change once they are
-there, but may be deleted meanwhile, which the server does only after their record is gone. So they are tied to a
-directory of ours by hard links, which takes no time worth mentioning; if the live records then still name all of them,
-none was being deleted meanwhile, and otherwise we begin again with a new copy of the database. Only then are the bytes
-copied. The last segment of the journal may grow while it is: nobody looks at what is beyond the records.
+A backup is consistent: its records are those of one moment, and it holds every file that they name, complete. This is
+how one is made:
 
-The manifest holds a checksum of every file, and one of its own: a backup of which one bit is wrong is not restored.
+1. SQLite copies the database as it is at one moment, also while other connections write.
+2. The files that this copy names never change once they exist, but the server may delete them meanwhile. It deletes
+   files only after their record is gone (or, for a checkpoint, expired). So all files are hard-linked into a staging
+   directory, which is fast.
+3. If the live records still name all of the linked directories, none of them was being deleted while it was linked
+   (except perhaps an expired checkpoint, which nobody can use). Otherwise the steps are repeated with a new copy of
+   the database.
+4. Only then are the bytes copied. The last segment of the journal may grow during that; no record of the backup points
+   to the bytes that were added.
+
+The manifest holds a checksum of every file and one of itself. A backup with a single wrong bit is not restored.
 """
 
 import json
@@ -42,13 +48,15 @@ _PAUSE_SECONDS = 0.1
 _STAGING = ".backup-"
 _RESTORING = ".restoring-"
 
-# Files that must be there. What else a sampler was made from may be gone: nobody samples from it any more.
+# Directories that must exist. The files of other sampler versions may be deleted: no active session samples from them.
 _DIRECTORIES = union(select(SNAPSHOTS.c.directory), select(CHECKPOINTS.c.directory), ACTIVE_DIRECTORIES)
 _VERSIONS = select(SAMPLING_SESSIONS.c.directory).where(SAMPLING_SESSIONS.c.directory.is_not(None)).distinct()
 
 
 @dataclass(frozen=True)
 class BackupSummary:
+    """The time of a backup, and the number and total size of its files."""
+
     created_at: float
     files: int
     size_bytes: int
@@ -56,7 +64,7 @@ class BackupSummary:
 
 @dataclass(frozen=True)
 class _Named:
-    """What the records name, relative to the data directory."""
+    """The paths that the records name, relative to the data directory."""
 
     directories: frozenset[str]
     old_versions: frozenset[str]
@@ -65,14 +73,17 @@ class _Named:
 
 @dataclass
 class _Staging:
-    """Hard links to what is to be copied."""
+    """A directory with hard links to the files that are to be copied."""
 
     data_dir: Path
     directory: Path
     linked: set[str] = field(default_factory=set)
 
     def link(self, name: str) -> bool:
-        """Link a file or directory; returns whether it was there. One that is being deleted may come out incomplete."""
+        """Link a file, or all files of a directory; return whether there were any.
+
+        A directory that is being deleted meanwhile may be linked incompletely.
+        """
         source = self.data_dir / name
         try:
             files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
@@ -105,12 +116,12 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
             _copy(staging.directory / name, target / name)
         _copy(staging.directory / _DATABASE, target / _DATABASE)
     _copy(data_dir / _SECRET, target / _SECRET)
-    for path in target.iterdir():  # the operator may have made the directory, open to all
+    for path in target.iterdir():  # the operator may have created ``target``, readable by everybody
         restrict(path)
     sums = sums_of(target, _MANIFEST)
     summary = BackupSummary(time.time(), len(sums), sum(size for size, _ in sums.values()))
     sync_all(target)
-    # Last: a backup without it was not finished.
+    # The manifest is written last: a backup without one is unfinished.
     write_private(target / _MANIFEST, _manifest(summary, sums))
     for directory in (target, target.parent, *(new.parent for new in new_parents)):
         sync(directory)
@@ -118,7 +129,10 @@ def back_up(data_dir: Path, database: Path, target: Path) -> BackupSummary:
 
 
 def check_backup(source: Path) -> list[str]:
-    """Return the files of a backup that are missing, damaged or not of it. TwinkleServerError: it cannot be read."""
+    """Return the names of files that are missing from the backup, are damaged, or do not belong to it.
+
+    Raises TwinkleServerError if the manifest cannot be read.
+    """
     _, sums = _read_manifest(source)
     if sums is None:
         return []
@@ -131,7 +145,7 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
     summary, _ = _read_manifest(source)
     damaged = check_backup(source)
     if damaged:
-        raise TwinkleServerError(f"{source} is damaged, nothing was restored: {', '.join(damaged)} not as written")
+        raise TwinkleServerError(f"{source} is damaged, nothing was restored; wrong files: {', '.join(damaged)}")
     _check_empty(data_dir, "a backup is restored into an empty data directory")
     if database.exists():
         raise TwinkleServerError(f"{database} exists: a backup does not replace the state of a server")
@@ -148,7 +162,7 @@ def restore(source: Path, data_dir: Path, database: Path) -> BackupSummary:
             data_dir.rmdir()
         if not inside:
             new_parents += make_parents(database, private=False)
-            shutil.move(partial / _DATABASE, database)  # on another disk it is a new copy
+            shutil.move(partial / _DATABASE, database)  # a copy if the database is on another file system
             sync(database)
             sync(database.parent)
         partial.rename(data_dir)
@@ -166,17 +180,20 @@ def _manifest(summary: BackupSummary, sums: Mapping[str, tuple[int, int]]) -> by
 
 
 def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int, int]] | None]:
-    """Return what the backup holds, and size and checksum of its files; None: an earlier version made it."""
+    """Return the summary of a backup, and (size, checksum) of its files by name.
+
+    The second value is None for a backup of format 1, which has no checksums.
+    """
     damaged = TwinkleServerError(f"{source / _MANIFEST} is damaged, nothing was restored")
     try:
         content = json.loads((source / _MANIFEST).read_bytes())
         form = content["format"]
     except FileNotFoundError:
-        raise TwinkleServerError(f"{source} is not a backup, or one that was not finished: no {_MANIFEST}") from None
+        raise TwinkleServerError(f"{source} is not a backup, or an unfinished one: it has no {_MANIFEST}") from None
     except (ValueError, KeyError, TypeError):
         raise damaged from None
     if form not in (1, _FORMAT):
-        raise TwinkleServerError(f"{source} was made by another version of Twinkle, in a format that this one lacks")
+        raise TwinkleServerError(f"{source} was made by another version of Twinkle, in an unknown format")
     try:
         summary = BackupSummary(content["created_at"], content["files"], content["size_bytes"])
         sums = None
@@ -189,7 +206,7 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
     files = [path for path in source.rglob("*") if path.is_file() and path.name != _MANIFEST]
     found = len(files), sum(path.stat().st_size for path in files)
     if sums is None and found != (summary.files, summary.size_bytes):
-        raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as it was written")
+        raise TwinkleServerError(f"{source} is damaged: {found[0]} files with {found[1]} bytes, not as in its manifest")
     return summary, sums
 
 
@@ -197,7 +214,7 @@ def _read_manifest(source: Path) -> tuple[BackupSummary, Mapping[str, tuple[int,
 
 
 def _stage(staging: _Staging, database: Path) -> _Named:
-    """Link all that the records of one moment name, and those records; returns the names."""
+    """Copy the database and link all files that the copy names; return their names."""
     copy = staging.directory / _DATABASE
     for _ in range(_ATTEMPTS):
         with closing(connect(database, read_only=True)) as live:
@@ -209,7 +226,7 @@ def _stage(staging: _Staging, database: Path) -> _Named:
         for name in named.old_versions - staging.linked:
             staging.link(name)
         still_named = _named(database).directories
-        for name in fresh - still_named:  # it may have been deleted while we looked at it
+        for name in fresh - still_named:  # it may have been deleted while it was linked
             staging.drop(name)
         if all(segments) and all(found) and fresh <= still_named:
             return named
@@ -233,7 +250,10 @@ def _named(database: Path) -> _Named:
 
 @contextmanager
 def _staging(data_dir: Path) -> Iterator[_Staging]:
-    """Make a directory for links, on the disk of the data; those of backups that were killed are removed first."""
+    """Make a staging directory inside the data directory, so that hard links into it work.
+
+    Staging directories of backups that were killed are removed first.
+    """
     directory = _own_directory(data_dir, _STAGING)
     directory.mkdir(mode=0o700)
     try:
@@ -243,7 +263,7 @@ def _staging(data_dir: Path) -> Iterator[_Staging]:
 
 
 def _own_directory(parent: Path, prefix: str) -> Path:
-    """Return a place for this process, by its number. What processes that were killed have left there is removed."""
+    """Return a path with this process's id in its name, and remove those of processes that do not run any more."""
     for leftover in parent.glob(f"{prefix}*"):
         pid = leftover.name.removeprefix(prefix)
         if pid.isdigit() and not _runs(int(pid)):
@@ -252,7 +272,7 @@ def _own_directory(parent: Path, prefix: str) -> Path:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether there is a process of this number, ours or another user's."""
+    """Return whether a process with this id runs, under any user."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -267,7 +287,7 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without links; copying takes longer, and the check afterwards is the same
+    except OSError:  # a file system without hard links: copying takes longer, and the check afterwards is the same
         shutil.copyfile(source, target)
 
 

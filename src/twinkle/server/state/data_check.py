@@ -1,6 +1,7 @@
-"""A walk over everything that a server has on disk: what is damaged, whose it is, and what can be done about it.
+"""The check behind ``twinkle-server check-data``: what is damaged on disk, who owns it, and how it can be repaired.
 
-Nothing is changed. On PostgreSQL the database looks after its own structure; rows and files are checked all the same.
+Nothing is changed. With the records on PostgreSQL only the secret is checked: rows are then checked when a server
+starts, and PostgreSQL maintains its own structure.
 """
 
 import sqlite3
@@ -22,13 +23,16 @@ from twinkle.server.state.records.ops import OPS_WITH_BODIES
 from twinkle.server.types import BlobRef
 
 _RUN_IS_FAILED = "the next start fails this run and goes on; its checkpoints can be loaded into a new one"
-_FROM_COPY = "the next start puts it back from the copy, or says what it cost"
+_FROM_COPY = "the next start puts it back from the copy, or logs what is lost"
 _REPAIR = "twinkle-server check-data --repair puts back the copy in copies/, twinkle-server restore a backup"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is damaged. ``remedy``: what can be restored, and how. ``is_fatal``: no server starts with it."""
+    """One damaged thing.
+
+    ``what`` names it. ``remedy`` says what can be restored, and how. ``is_fatal``: a server refuses to start with it.
+    """
 
     what: str
     tenant_id: str | None
@@ -41,10 +45,10 @@ class Finding:
 
 
 def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
-    """Yield all that is damaged. ``database``: SQLite's file; None: the records are on PostgreSQL, not looked at."""
+    """Yield all damage. ``database`` is the SQLite file; with None (PostgreSQL) only the secret is checked."""
     problem = secret_problem(data_dir) if (data_dir / "secret").exists() or (data_dir / "copies").exists() else None
     if problem is not None:
-        yield Finding(problem, None, None, "see there", is_fatal="there is no copy" in problem)
+        yield Finding(problem, None, None, "see the description", is_fatal="there is no copy" in problem)
     if database is None:
         return
     if not database.exists() or database.stat().st_size == 0:
@@ -61,7 +65,7 @@ def check_data(data_dir: Path, database: Path | None) -> Iterator[Finding]:
                 yield Finding(f"{database}: {structure.broken}", None, None, _REPAIR, is_fatal=True)
                 return
             if structure.indexes:
-                yield Finding(f"{database}: an index", None, None, "the next start makes it again; nothing is lost")
+                yield Finding(f"{database}: an index", None, None, "the next start rebuilds it; nothing is lost")
             yield from _rows(connection)
             yield from _files(connection, data_dir)
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -91,7 +95,7 @@ def _files(connection: sqlite3.Connection, data_dir: Path) -> Iterator[Finding]:
             try:
                 journal.read(BlobRef(op[f"{place}_segment"], op[f"{place}_offset"], op[f"{place}_length"]))
             except (JournalError, OSError) as error:
-                remedy = _RUN_IS_FAILED if kind == "bodies" else "the request is to be sent again"
+                remedy = _RUN_IS_FAILED if kind == "bodies" else "the client must send the request again"
                 what = f"{place} of request {op['adapter_id']}:{op['seq']} ({error})"
                 yield Finding(what, owners.get(op["adapter_id"], {}).get("tenant_id"), op["adapter_id"], remedy)
     yield from _directories(connection, data_dir, owners)
@@ -119,7 +123,7 @@ def _directories(
 
 
 def _directory(place: Path, about: Finding) -> Iterator[Finding]:
-    """Yield what is wrong with the files of a directory; ``about`` says what it is, and whose."""
+    """Yield a finding for each damaged file of a directory: ``about``, with the file added to its ``what``."""
     problems: list[str]
     if not place.is_dir():
         problems = [f"{place} is missing"]

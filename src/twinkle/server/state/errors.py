@@ -1,4 +1,4 @@
-"""What can go wrong with the server's own state: errors, each also a standard-library type, and damage on disk."""
+"""The errors of the server's own state, each also a standard-library type, and the record of damage on disk."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,32 +7,35 @@ from twinkle.errors import TwinkleError, UserError
 
 
 class StorageFullError(TwinkleError, OSError):
-    """The disk under the data directory is full (or its quota is). Nothing of the call was kept."""
+    """The disk under the data directory, or its quota, is full. Nothing of what the call wrote was stored."""
 
 
 class DataDirInUseError(TwinkleError, OSError):
-    """Another server works in this data directory."""
+    """Another server uses this data directory."""
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(f"data directory {data_dir} is in use by another server; stop it or choose another directory")
 
 
 class DatabaseInUseError(TwinkleError, OSError):
-    """Another server works with this database."""
+    """Another server uses this database."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"database {name} is in use by another server; stop it or choose another database")
 
 
 class DatabaseConnectionError(TwinkleError, OSError):
-    """The database does not answer, or does not let us in. Names machines of ours: not for clients."""
+    """The database does not answer or refuses the connection.
+
+    The message names internal machines, so clients must not see it.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"database {name} cannot be used: {reason}")
 
 
 class DatabaseUnavailableError(TwinkleError, OSError):
-    """The database has been away for too long. Nothing of the call was kept."""
+    """The database has been unreachable for too long. Nothing of what the call wrote was stored."""
 
     def __init__(self) -> None:
         super().__init__("the server's database does not answer: nothing was kept, send the request again")
@@ -53,26 +56,26 @@ class JournalError(TwinkleError, OSError):
 
 
 class DamagedStateError(TwinkleError, OSError):
-    """A file that all tenants depend on is damaged or missing, and the server cannot put it right by itself."""
+    """A file that all tenants depend on is damaged or missing, and the server cannot repair it by itself."""
 
     def __init__(self, file: Path, what: str, data_dir: Path) -> None:
         super().__init__(
-            f"{file} {what}. Nothing was changed. `twinkle-server check-data --data-dir {data_dir}` says what "
-            "is there; with --repair it puts back the copy that the server keeps and says what is lost by that; "
+            f"{file} {what}. Nothing was changed. `twinkle-server check-data --data-dir {data_dir}` lists "
+            "the damage; with --repair it puts back the server's own copy and says what is lost by that; "
             "`twinkle-server restore` makes a new data directory from a backup"
         )
 
 
 class DamagedRecordError(UserError):
-    """The record of what the client asks for was damaged on the server's disk."""
+    """The record that a client asks for was damaged on the server's disk."""
 
 
 class StoreClosedError(TwinkleError, RuntimeError):
-    """The store was closed, or was opened for reading what this call would write."""
+    """The store is closed, or it was opened read-only and this call would write."""
 
 
 class CheckpointExistsError(UserError):
-    """A checkpoint has this name already, and the request does not say that it may be replaced."""
+    """A checkpoint has this name already, and the request does not allow replacing it."""
 
     def __init__(self, run_id: str, kind: str, name: str) -> None:
         super().__init__(
@@ -83,7 +86,11 @@ class CheckpointExistsError(UserError):
 
 @dataclass(frozen=True)
 class Damage:
-    """``subject``: which kind of thing and which one. ``tenant_id``, ``run_id``: whose it is, where that is known."""
+    """One entry about damage that was found on disk.
+
+    ``subject`` names the kind and the id of the damaged thing, such as "run s-1:train:0". ``tenant_id`` and ``run_id``
+    are its owner, where the owner is known.
+    """
 
     subject: str
     message: str
@@ -93,5 +100,5 @@ class Damage:
 
 
 def lost_run(run_id: object, what: str) -> str:
-    """Return what the client of a run is told that cannot go on."""
+    """Return the message for the client of a run that cannot continue. ``what`` is the reason."""
     return f"model {run_id}: {what}; load one of its checkpoints into a new model"

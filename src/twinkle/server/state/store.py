@@ -1,11 +1,11 @@
-"""The state of a server: a data directory, opened.
+"""The state of a server: an opened data directory with these files.
 
-state.db      the database (SQLite, WAL), unless it is elsewhere (a file, or PostgreSQL)
+state.db      the database (SQLite in WAL mode), unless the configuration names another file or PostgreSQL
 journal/      bodies of requests and encoded outcomes, in segment files
-secret        under which API keys are hashed, and tokens and addresses signed
-copies/       of secret and database, for when they are damaged
-reserve       space for when the disk is full
-lock          held by the one server that works here, or shared by its processes
+secret        the key with which API keys are hashed, and tokens and addresses signed
+copies/       copies of the secret and the database, used when the originals are damaged
+reserve       a file that is deleted to free space when the disk is full
+lock          held by the one server that uses the directory, or shared by the processes of that server
 """
 
 import asyncio
@@ -40,27 +40,27 @@ from twinkle.server.state.records.sampling import SamplingSessions
 from twinkle.server.state.records.sessions import CustomLosses, Sessions
 from twinkle.server.state.records.usage import UsageRecords
 
-# How long a process of a server waits for another one, which may be bringing the tables forward.
+# Seconds that a process of a server waits for another process, which may be migrating the tables.
 _MEMBER_SECONDS = 60.0
 _PAUSE = 0.1
 
 
 class Store:
-    """The areas of the state, each with its own methods. Belongs to one event loop.
+    """All areas of the state, each with its own methods. A store belongs to one event loop.
 
-    Records are found by id alone: whoever asks checks their ``tenant_id``.
+    Records are looked up by id alone, for any tenant: the caller must check their ``tenant_id``.
     """
 
     def __init__(
         self, data_dir: Path, url: str | None, part: Part, segment_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Open the directory. It blocks: use :meth:`open`."""
+        """Open the directory. This blocks, so callers on an event loop use :meth:`open`."""
         database_url = default_url(data_dir) if url is None else _parsed(url)
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir = data_dir
         self._copies: DatabaseCopies | None = None
         file = Path(database_url.database or "") if database_url.get_backend_name() == "sqlite" else None
-        with ExitStack() as held:  # let go of at once where the rest fails, otherwise when the store is closed
+        with ExitStack() as held:  # released here if opening fails, otherwise by close()
             if part is Part.SERVER:
                 held.enter_context(DirectoryLock(data_dir))
             if file is not None and str(file) not in ("", ".", ":memory:"):
@@ -116,10 +116,10 @@ class Store:
     ) -> "Store":
         """Open the directory, creating or migrating what is in it.
 
-        A server takes the lock; a second one gets :class:`DataDirInUseError`, or :class:`DatabaseInUseError` if it has
-        another directory and the same PostgreSQL database. The processes of one server take it together (``shared``),
-        and each journals into segments of its own. Command-line tools open without it, also beside a running server:
-        they may do everything but journal and prune ops.
+        A server takes the lock of the directory (``lock``). A second server gets :class:`DataDirInUseError`, or
+        :class:`DatabaseInUseError` if it has another directory but the same database. The processes of one server share
+        the lock (``shared``), and each writes its own segments of the journal. Command-line tools open the store
+        without the lock, also while a server runs: they may do everything except journal and prune ops.
         """
         part = Part.TOOL if not lock else Part.MEMBER if shared else Part.SERVER
         opened = partial(cls, data_dir, url, part, segment_bytes, asyncio.get_running_loop())
@@ -132,11 +132,11 @@ class Store:
         return await asyncio.to_thread(opened)
 
     def keep_reserve(self) -> None:
-        """Hold some space in reserve, for when the disk is full. Blocks."""
+        """Create the reserve file, whose space is freed when the disk is full, if it is missing. Blocks."""
         keep_reserve(self.data_dir)
 
     async def close(self) -> None:
-        """Finish what was asked for, and release the lock for the next server."""
+        """Commit all pending writes, and release the lock for the next server."""
         await self._database.close()
         self._bodies.close()
         self._outcomes.close()
@@ -160,14 +160,14 @@ def _driver(url: URL, part: Part) -> Driver:
     if url.get_backend_name() == "sqlite":
         return SqliteDriver(url)
     try:
-        from twinkle.server.state.database.postgres import PostgresDriver  # needs a package that SQLite does not
+        from twinkle.server.state.database.postgres import PostgresDriver  # imports psycopg, which is optional
     except ImportError as error:
         raise MissingDependencyError("psycopg[binary]", "postgres", "a state on PostgreSQL") from error
     return PostgresDriver(url, part)
 
 
 def _database_lock(data_dir: Path, database: Path, part: Part) -> AbstractContextManager[object]:
-    """Lock a database file outside of the data directory, which servers with other data directories may name too."""
+    """Lock a database file outside the data directory, because servers with other data directories may use it too."""
     if part is Part.TOOL or database.absolute() == (data_dir / "state.db").absolute():
         return nullcontext()
     database.parent.mkdir(parents=True, exist_ok=True)
@@ -178,23 +178,26 @@ def _database_lock(data_dir: Path, database: Path, part: Part) -> AbstractContex
 
 
 def _examine(data_dir: Path, database: Path, part: Part) -> None:
-    """Look for damage before anything is opened. Of several processes of a server the first one looks."""
+    """Look for damage before the database is opened. If a server has several processes, the first one does this."""
     check_before_opening(database, data_dir, has_lock=part is Part.SERVER)
     if part is not Part.TOOL:
-        # In use: another process of the server has looked.
+        # If the directory is in use, another process of this server has examined the database already.
         with suppress(DataDirInUseError), DirectoryLock(data_dir) if part is Part.MEMBER else nullcontext():
             examine(database, data_dir)
 
 
 def _is_unused(connection: Connection) -> bool:
-    """Return whether nothing in the database depends on the secret."""
+    """Return whether the database holds no session and no API key, which depend on the secret."""
     return not any(
         connection.exec_driver_sql(f"SELECT 1 FROM {table} LIMIT 1").all() for table in ("sessions", "api_keys")
     )
 
 
 def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
-    """Bring the tables forward. They never change under a running server: only who has the lock alone may do it."""
+    """Migrate the tables to the newest schema version.
+
+    Tables never change while a server runs, so only a process that holds the exclusive lock migrates them.
+    """
     deadline = time.monotonic() + (_MEMBER_SECONDS if part is Part.MEMBER else 0)
     while _is_outdated(driver):
         try:
@@ -202,7 +205,7 @@ def _update_schema(data_dir: Path, driver: Driver, part: Part) -> None:
                 driver.begin_migration(connection)
                 migrate(connection)
                 driver.finish_migration(connection)
-        except (DataDirInUseError, DatabaseInUseError):  # of a member: another one may be doing it now
+        except (DataDirInUseError, DatabaseInUseError):  # another process of this server may be migrating now
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE)

@@ -1,4 +1,4 @@
-"""The tables, the two databases they can be in (SQLite and PostgreSQL), records as rows, and the journal beside them.
+"""The tables, the drivers of SQLite and PostgreSQL, the mapping of records to rows, and the journal.
 
-It imports ``integrity/`` for the checksum of every row and of SQLite's schema, and nothing of ``records/``.
+This package imports ``integrity/`` for the checksums of rows and of SQLite's schema, and nothing from ``records/``.
 """

@@ -1,23 +1,23 @@
-"""One writer thread with group commit, a few reader threads, and statements compiled once.
+"""Access to the database: one writer thread with group commit, a few reader threads, and statements compiled once.
 
-Why not SQLAlchemy's asyncio engine: it hops to the driver's thread and back for every statement, and runs SQLAlchemy
-itself on the event loop. Accepting one op (look up, insert, write the body, commit) on two cores:
+SQLAlchemy's asyncio engine is not used, because it switches to the driver's thread and back for every statement, and
+runs SQLAlchemy itself on the event loop. Accepting one op (look up, insert, write the body, commit) takes on two cores:
 
                                                    one, p50   300 at once   300 at once, busy loop [1]
     asyncio engine, aiosqlite                       0.63 ms         60 ms                    1504 ms
     SQLAlchemy Core in one thread                   0.16 ms         29 ms                      58 ms
     compiled once, driver's cursor in one thread    0.05 ms          7 ms                    6-29 ms
 
-    [1] the event loop works in slices of 0.5 ms: whoever gives up the interpreter lock waits to get it back
+    [1] the event loop works in slices of 0.5 ms: a thread that releases the interpreter lock waits to get it back
 
-So SQLAlchemy declares the tables, writes the SQL for the dialect and opens the connections; statements run on the
-driver's cursor. A caller hands a function to the writer's queue; the thread takes all functions that wait, runs them in
-one transaction, commits, and wakes their callers with a single call into the event loop. Commits happen in the order of
-the calls.
+So SQLAlchemy declares the tables, compiles the SQL for the dialect and opens the connections; statements run on the
+driver's cursor. A caller puts a function into the writer's queue. The writer thread takes all functions from the queue,
+runs them in one transaction, commits, and wakes their callers with a single call into the event loop. Writes are
+committed in the order of the calls.
 
-A connection that is lost is made again, and what ran on it runs again: reads, and transactions that did not take place.
-Callers wait that long, up to half a minute; then they hear that the database is unavailable. Only a transaction that
-may have taken place or not holds on to its callers until the database can say.
+When a connection is lost, a new one is opened and the work is run again: reads, and transactions that were not
+committed. Callers wait up to half a minute for that; then they get DatabaseUnavailableError. There is one exception:
+while it is unknown whether a transaction was committed, its callers wait until the database can be asked.
 """
 
 import asyncio
@@ -62,19 +62,19 @@ Row = dict[str, Any]
 Statement = Select[Any] | UpdateBase
 Parameters = Mapping[str, object]
 
-_GROUP = 512  # most writes of one transaction
+_GROUP = 512  # most calls of write() that share one transaction
 _READERS = 4
-_MAINTENANCE_WRITES = 256  # each changes a few pages of 4 KiB
-_OUTAGE_SECONDS = 30.0  # how long callers wait for a database that is away
+_MAINTENANCE_WRITES = 256  # calls of write() between two maintenances; each changes a few pages of 4 KiB
+_OUTAGE_SECONDS = 30.0  # how long callers wait for a database that is unreachable
 _RECONNECT_PAUSE = 0.2
-_ATTEMPTS = 3  # of something on whose way the connection is lost each time
+_ATTEMPTS = 3  # how often work is tried that loses its connection each time
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """A part of a list, and how long the list is."""
+    """A part of a list, and the length of the whole list."""
 
     items: tuple[T, ...]
     total: int
@@ -82,11 +82,13 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True)
 class _Compiled:
+    """A statement as SQL text, with what is needed to bind its parameters and to name the columns of its result."""
+
     sql: str
-    names: tuple[str, ...]  # of the parameters, in order
-    constants: Parameters  # those that are part of the statement
+    names: tuple[str, ...]  # of the parameters, in the order of their placeholders
+    constants: Parameters  # parameters whose value is part of the statement
     columns: tuple[str, ...]  # of the result
-    checksum: Callable[[Parameters], int] | None = None  # computes the parameter of that name from the others
+    checksum: Callable[[Parameters], int] | None = None  # computes the parameter ``checksum`` from the others
 
     def values(self, parameters: Parameters) -> list[object]:
         if self.constants:
@@ -97,7 +99,10 @@ class _Compiled:
 
 
 class Cursor:
-    """Runs statements in one transaction. It belongs to the function that was given it, in that function's thread."""
+    """Runs statements in the current transaction of one connection.
+
+    It is valid only inside the function that it was passed to, and in the thread that runs that function.
+    """
 
     def __init__(self, driver_cursor: Any, engine: Engine, compiled: dict[Statement, _Compiled]) -> None:
         self.driver_cursor = driver_cursor
@@ -110,7 +115,7 @@ class Cursor:
         return [dict(zip(compiled.columns, row, strict=True)) for row in self.driver_cursor.fetchall()]
 
     def row(self, statement: Select[Any], parameters: Parameters) -> Row | None:
-        """Return the only row, or None where there is none."""
+        """Return the only row, or None."""
         rows = self.rows(statement, parameters)
         return rows[0] if rows else None
 
@@ -121,37 +126,37 @@ class Cursor:
         return int(next(iter(row.values())))
 
     def execute(self, statement: UpdateBase, parameters: Parameters) -> int:
-        """Run a statement; returns the number of rows it changed."""
+        """Run a statement; return the number of rows it changed."""
         compiled = self._compile(statement)
         self.driver_cursor.execute(compiled.sql, compiled.values(parameters))
         return int(self.driver_cursor.rowcount)
 
     def execute_many(self, statement: UpdateBase, parameters: Iterable[Parameters]) -> int:
-        """Run a statement once for each set of parameters; returns the number of rows they changed together."""
+        """Run a statement once for each set of parameters; return the total number of rows changed."""
         compiled = self._compile(statement)
         self.driver_cursor.executemany(compiled.sql, [compiled.values(each) for each in parameters])
         return int(self.driver_cursor.rowcount)
 
-    # Statements about the rows of one table that have certain values in certain columns:
+    # Shortcuts for statements on one table. ``key``: columns and the values that they must have.
 
     def find(self, table: Table, **key: object) -> Row | None:
-        """Return the only row with these values, or None where there is none."""
+        """Return the only row with these values, or None."""
         return self.row(_find(table, tuple(key)), key)
 
     def count(self, table: Table, **key: object) -> int:
         return self.number(_count(table, tuple(key)), key)
 
     def insert(self, table: Table, **row: object) -> None:
-        """Insert a row, which has a value for every column."""
+        """Insert a row. ``row`` must have a value for every column."""
         self.execute(_insert(table), row)
 
     def update(self, table: Table, key: Parameters, **values: object) -> int:
-        """Set ``values`` in the rows with this key; returns how many there are."""
+        """Set ``values`` in the rows with this key; return the number of rows."""
         wanted = {f"its_{name}": value for name, value in key.items()}
         return self.execute(_update(table, tuple(key), tuple(values)), wanted | values)
 
     def delete(self, table: Table, **key: object) -> int:
-        """Delete the rows with these values; returns how many there were."""
+        """Delete the rows with these values; return the number of rows."""
         return self.execute(_delete(table, tuple(key)), key)
 
     def _compile(self, statement: Statement) -> _Compiled:
@@ -161,7 +166,7 @@ class Cursor:
         return known
 
 
-# Each is made once for a table and the names of columns: statements are compiled by identity.
+# Each statement is made once for a table and a set of columns: compiled statements are looked up by identity.
 
 
 @cache
@@ -179,7 +184,7 @@ _insert = cache(insert)
 
 @cache
 def _update(table: Table, key: tuple[str, ...], values: tuple[str, ...]) -> UpdateBase:
-    """Make an UPDATE. Parameters of the key have names of their own: SQLAlchemy names values after their columns."""
+    """Make an UPDATE. Parameters of the key get a prefix: SQLAlchemy names those of the values after their columns."""
     return update(table).where(*_equal(table, key, "its_")).values({name: bindparam(name) for name in values})
 
 
@@ -211,12 +216,14 @@ def _compile(statement: Statement, engine: Engine) -> _Compiled:
 
 @dataclass(frozen=True)
 class _Write:
+    """One call of :meth:`Database.write` in the writer's queue."""
+
     work: Callable[[Cursor], Any]
     future: asyncio.Future[Any]
 
 
 class _Line:
-    """A connection and the cursor on it, both made anew when they were lost."""
+    """A connection and its cursor. Both are replaced when the connection is lost."""
 
     def __init__(self, connect: Callable[[], PoolProxiedConnection], cursor: Callable[[Any], Cursor]) -> None:
         self._connect = connect
@@ -225,7 +232,7 @@ class _Line:
 
     def connect_again(self) -> None:
         if self.connection.is_valid:
-            self.connection.invalidate()  # a lost one that is merely dropped is a complaint in the log
+            self.connection.invalidate()  # without this, SQLAlchemy logs an error about the lost connection
         self._open()
 
     def _open(self) -> None:
@@ -234,20 +241,23 @@ class _Line:
 
 
 class Database:
-    """The connections. Made in any thread (it blocks), used from one event loop."""
+    """The connections to the database, with the writer thread and the reader threads.
+
+    The constructor blocks and may run in any thread. All public methods belong to the event loop ``loop``.
+    """
 
     def __init__(self, driver: Driver, loop: asyncio.AbstractEventLoop) -> None:
-        self.transactions = 0  # committed by the writer
-        self._writes = 0  # since the last maintenance
-        self._away_since: float | None = None  # the database
-        self._is_missed = False  # for longer than callers wait
+        self.transactions = 0  # how many the writer has committed
+        self._writes = 0  # calls of write() since the last maintenance
+        self._away_since: float | None = None  # since when the database is unreachable; None: it is reachable
+        self._is_missed = False  # whether the outage lasts longer than callers wait, and was logged
         self._loop = loop
         self._driver = driver
         self._compiled: dict[Statement, _Compiled] = {}
-        self._idle: queue.SimpleQueue[_Line] = queue.SimpleQueue()  # one for each reader
+        self._idle: queue.SimpleQueue[_Line] = queue.SimpleQueue()  # connections of readers that are not in use
         for _ in range(_READERS):
             self._idle.put(_Line(driver.connect_reader, self._cursor))
-        self._written = _Line(driver.connect_writer, self._cursor)  # last: it may hold a lock on the database
+        self._written = _Line(driver.connect_writer, self._cursor)  # opened last: it may take a lock on the database
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="state-reader")
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closed = False
@@ -255,17 +265,20 @@ class Database:
         self._writer.start()
 
     async def read(self, work: Callable[[Cursor], T]) -> T:
-        """Run ``work`` in a reader's thread, again if its connection is lost. It sees all writes awaited before."""
+        """Run ``work`` in a reader's thread, and again if its connection is lost.
+
+        It sees all writes that were awaited before this call.
+        """
         self._check_open()
         return await self._loop.run_in_executor(self._readers, self._read, work)
 
     async def write(self, work: Callable[[Cursor], T | QuotaError]) -> T:
-        """Run ``work`` in the writer's thread and return when it is committed.
+        """Run ``work`` in the writer's thread and return its result when it is committed.
 
-        If it raises, what it wrote is undone and the error is this caller's alone. It may be run several times, all but
-        the last without effect on the database. A caller that is cancelled stops waiting; its work is done all the
-        same. A QuotaError that ``work`` returns is raised here: raised there, it would have the transaction, which
-        other callers share, done again.
+        If ``work`` raises, its changes are rolled back and only this caller gets the error. ``work`` may be run several
+        times, because a failed transaction is repeated; only the last run has an effect on the database. If the caller
+        is cancelled, it stops waiting, but ``work`` is still committed. A QuotaError that ``work`` returns is raised to
+        the caller. If ``work`` raised it instead, the transaction, which other callers share, would be repeated.
         """
         self._check_open()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -273,7 +286,7 @@ class Database:
         return await future
 
     async def close(self) -> None:
-        """Commit what waits and let go of the files."""
+        """Commit all writes in the queue, end the threads and close the connections."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -286,7 +299,7 @@ class Database:
     def _join(self) -> None:
         self._writer.join()
         self._readers.shutdown()
-        with suppress(Exception):  # a database that is away hears it from the next writer
+        with suppress(Exception):  # if the database is unreachable, the next server removes what this one registered
             self._driver.leave(self._written.cursor.driver_cursor)
         for line in (self._written, *(self._idle.get() for _ in range(_READERS))):
             if line.connection.is_valid and self._driver.is_lost(line.connection):
@@ -318,6 +331,7 @@ class Database:
             self._idle.put(line)
 
     def _write_groups(self) -> None:
+        """Run the writer thread: commit groups of writes until the store is closed."""
         last = False
         while not last:
             group, last = self._next_group(_GROUP)
@@ -327,9 +341,10 @@ class Database:
                 self._maintain(len(group))
 
     def _next_group(self, most: int | None = None) -> tuple[list[_Write], bool]:
-        """Return the writes that wait, and whether the store is being closed.
+        """Return writes from the queue, and whether the store is being closed.
 
-        With ``most``, not more than so many, and at least one: it waits for the first. Otherwise all, perhaps none.
+        With ``most``, wait for the first write and return at most that many. Without it, return all writes that are in
+        the queue, without waiting; there may be none.
         """
         group: list[_Write] = []
         with suppress(queue.Empty):
@@ -341,13 +356,14 @@ class Database:
         return group, False
 
     def _commit(self, group: Sequence[_Write]) -> list[Any]:
-        """Return the results in order. One that is an exception is raised by the caller whose write it was.
+        """Commit a group and return the results in order. A result that is an exception is raised to its caller.
 
-        Hardly ever does one fail. If one does, nothing of the transaction is left, and each gets one of its own.
+        Failures are rare. If a write fails, the whole transaction is rolled back, and each write of the group is run
+        again in a transaction of its own.
         """
         try:
             return self._transact(group)
-        except (DatabaseInUseError, DatabaseUnavailableError) as error:  # nobody's own fault
+        except (DatabaseInUseError, DatabaseUnavailableError) as error:  # not caused by one of the writes
             return [error] * len(group)
         except Exception as error:  # noqa: BLE001
             if len(group) == 1:
@@ -355,6 +371,7 @@ class Database:
         return [result for write in group for result in self._commit([write])]
 
     def _transact(self, group: Sequence[_Write]) -> list[Any]:
+        """Run a group in one transaction. If the connection is lost and nothing was committed, try again."""
         attempts = 0
         while True:
             attempts += 1
@@ -365,10 +382,10 @@ class Database:
                 self._driver.commit(line.cursor.driver_cursor)
             except BaseException as error:
                 if not self._driver.is_lost(line.connection):
-                    with suppress(Exception):  # if the transaction is still there, the next BEGIN fails
+                    with suppress(Exception):  # if the rollback fails, the next BEGIN fails too
                         line.connection.rollback()
                     raise
-                # With results, the commit was under way.
+                # If there are results, COMMIT was sent and may have succeeded.
                 if not self._took_place(error, results is not None):
                     if attempts == _ATTEMPTS:
                         raise
@@ -378,7 +395,11 @@ class Database:
             return results
 
     def _took_place(self, error: BaseException, maybe: bool) -> bool:
-        """Connect again, and say whether the transaction that lost its connection was committed; ``maybe`` it was."""
+        """Connect again, and return whether the transaction that lost its connection was committed.
+
+        ``maybe``: COMMIT was sent, so this must be asked, however long the database is unreachable. Without it, nothing
+        was committed.
+        """
         while True:
             try:
                 self._reconnect(self._written, error)
@@ -395,6 +416,7 @@ class Database:
                 error = again
 
     def _refuse_waiting(self, error: DatabaseUnavailableError) -> None:
+        """Fail all writes in the queue, so that their callers do not wait for the end of the outage."""
         refused, is_closing = self._next_group()
         if is_closing:
             self._queue.put(None)
@@ -402,7 +424,10 @@ class Database:
         time.sleep(_RECONNECT_PAUSE)
 
     def _reconnect(self, line: _Line, error: BaseException) -> None:
-        """Connect until it works, or until the database has been away for too long: then once."""
+        """Try to connect until it works or the outage has lasted too long (DatabaseUnavailableError).
+
+        When the outage has lasted too long already, try once.
+        """
         since = self._away_since
         if since is None:
             since = self._away_since = time.monotonic()
@@ -417,7 +442,7 @@ class Database:
             except DatabaseConnectionError as reason:
                 if time.monotonic() - since > _OUTAGE_SECONDS:
                     if not self._is_missed:
-                        _logger.error("callers are turned away: %s", reason)
+                        _logger.error("the database does not answer, requests are refused: %s", reason)
                     self._is_missed = True
                     raise DatabaseUnavailableError from reason
             time.sleep(_RECONNECT_PAUSE)
@@ -436,7 +461,7 @@ class Database:
             self._loop.call_soon_threadsafe(_resolve, group, results)
 
     def _maintain(self, writes: int) -> None:
-        """After every few hundred writes, let a reader's thread do what would otherwise delay a commit."""
+        """After every few hundred writes, start maintenance in a reader's thread, where it does not delay commits."""
         self._writes += writes
         if self._writes >= _MAINTENANCE_WRITES:
             self._writes = 0
@@ -445,11 +470,12 @@ class Database:
     def _maintain_now(self) -> None:
         try:
             self._read(lambda cursor: self._driver.maintain(cursor.driver_cursor))
-        except Exception:  # nothing is lost: the next one does the work of this one
+        except Exception:  # nothing is lost: the next maintenance does the same work
             _logger.exception("maintenance of the database failed")
 
 
 def _resolve(group: Sequence[_Write], results: Sequence[Any]) -> None:
+    """Wake the callers of a group. Runs on the event loop."""
     for write, result in zip(group, results, strict=True):
         if write.future.done():
             continue

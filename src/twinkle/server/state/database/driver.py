@@ -1,4 +1,4 @@
-"""What differs between databases, for the code that works with any of them."""
+"""The interface to one kind of database: everything in which SQLite and PostgreSQL differ."""
 
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -8,51 +8,60 @@ from sqlalchemy import Connection, Engine, PoolProxiedConnection
 
 
 class Part(Enum):
-    """What a process is to the state that it opens."""
+    """The role of a process that opens the state."""
 
-    SERVER = "server"  # the only one that serves from it
-    MEMBER = "member"  # one of several that serve from it together
-    TOOL = "tool"  # beside a server, or without one
+    SERVER = "server"  # a server with one process
+    MEMBER = "member"  # one of several processes of a server
+    TOOL = "tool"  # a command-line tool, with or without a running server
 
 
 class Driver(Protocol):
-    """Connections to one database, and what is said on them. All methods block; ``cursor`` is the driver's own."""
+    """Opens connections to one database, and runs the statements that depend on its kind.
+
+    All methods block. ``cursor`` is a cursor of the database driver (``sqlite3`` or ``psycopg``).
+    """
 
     @property
     def engine(self) -> Engine: ...
 
     def connect(self) -> AbstractContextManager[Connection]:
-        """Return SQLAlchemy's connection, for migrations."""
+        """Return a connection of SQLAlchemy, for migrations and checks at the start."""
 
     def begin_migration(self, connection: Connection) -> None:
-        """Begin a transaction in which nobody else can write."""
+        """Begin a transaction during which no other connection can write."""
 
     def finish_migration(self, connection: Connection) -> None:
-        """Make what this database needs beside the tables, and commit."""
+        """Create what this kind of database needs besides the tables, and commit."""
 
     def fail_damaged_rows(self) -> None:
-        """Compare every row with its checksum where nobody has done so before the database was opened."""
+        """Compare every row with its checksum, and fail the runs of damaged rows.
+
+        SQLite does nothing here: its file is examined before it is opened.
+        """
 
     def connect_reader(self) -> PoolProxiedConnection: ...
 
     def connect_writer(self) -> PoolProxiedConnection: ...
 
     def begin(self, cursor: Any) -> None:
-        """Begin a transaction of the writer. Others that write, in this process or elsewhere, wait for its end."""
+        """Begin a transaction of the writer. Other writers, in this process or another, wait until it ends."""
 
     def commit(self, cursor: Any) -> None: ...
 
     def is_committed(self, cursor: Any) -> bool:
-        """Return whether the last transaction, whose connection was lost, took place. ``cursor`` is of a new one."""
+        """Return whether the writer's last transaction, which lost its connection, was committed.
+
+        ``cursor`` belongs to a new connection.
+        """
 
     def is_lost(self, connection: PoolProxiedConnection) -> bool:
-        """Return whether a connection is of no use any more."""
+        """Return whether a connection is broken and must be opened again."""
 
     def typed(self, error: Exception) -> Exception:
-        """Return one of our errors where we have a type for what the driver's says; otherwise the same error."""
+        """Return the error of ``state.errors`` that corresponds to a driver's error, or else the same error."""
 
     def maintain(self, cursor: Any) -> None:
-        """Do what is to be done now and then, in a reader's thread."""
+        """Do periodic maintenance. Called in a reader's thread, after every few hundred writes."""
 
     def leave(self, cursor: Any) -> None:
-        """Tell the database that the writer ends."""
+        """Remove what the writer has registered in the database, when the store is closed."""

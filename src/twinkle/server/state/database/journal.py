@@ -1,16 +1,17 @@
 """Append-only segment files for bytes that are too large for a database row: request bodies and encoded outcomes.
 
-A blob is a 16-byte header (magic, CRC-32 seeded with the length, length) and its data. Its place is a
-:class:`~twinkle.server.types.BlobRef`, whose ``offset`` is that of the header. One thread appends, any thread reads.
-A blob is in the page cache when ``append`` returns: it survives the death of the process, not that of the machine.
+A blob is a 16-byte header (magic, CRC-32 seeded with the length, length) followed by its data. A
+:class:`~twinkle.server.types.BlobRef` says where it is; its ``offset`` is that of the header. One thread appends, any
+thread reads. When ``append`` returns, the blob is in the page cache: it survives the death of the process, not of the
+machine.
 
-A segment is closed for good when it is full or when the process ends, so an append that a SIGKILL cut short is always
-at the end of a segment, where no record points to it: it is left alone. Nobody ever walks from blob to blob, so a
-damaged blob, header or data, costs nobody but the op whose blob it is.
+A segment is closed for good when it is full or when the process ends. So an append that was interrupted by SIGKILL is
+always at the end of a segment. No record points to it, and it is left there. Blobs are read only through their
+``BlobRef``, never one after the other, so a damaged header or damaged data affects only the op that owns the blob.
 
-The processes of one server may share a journal (:class:`JournalWriters`): then a segment's number begins with its
-writer's. A process holds a lock on the file of its number. Segments of a number whose lock is free belong to nobody any
-more: whatever their writer had committed is committed, and nothing will be added to them.
+The processes of one server may share a journal (:class:`JournalWriters`). Each process then has a writer number, which
+is the upper part of the number of its segments, and holds a lock on the file of that number. If the lock is free, the
+process has ended: what it committed is committed, and nothing will be appended to its segments any more.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ _MAGIC = b"TWJ1"
 _HEADER = struct.Struct("<4sIQ")  # magic, crc32, length of the data
 _SUFFIX = ".journal"
 _WRITER_SUFFIX = ".writer"
-_ALONE = 0  # the number of a writer that shares its journals with nobody
-_SEGMENTS_OF_WRITER = 2**32
-_MAX_PARTS = 1000  # of one writev: IOV_MAX is 1024 on Linux
+_ALONE = 0  # the writer number of a server with one process
+_SEGMENTS_OF_WRITER = 2**32  # segment number = writer number * this + count
+_MAX_PARTS = 1000  # buffers for one writev: IOV_MAX is 1024 on Linux
 
 
 class JournalWriters:
-    """The writers of one data directory; we are number :attr:`own` until :meth:`close`."""
+    """The writer numbers of one data directory. This process holds number :attr:`own` until :meth:`close`."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -45,7 +46,7 @@ class JournalWriters:
         self._fd, self.own = self._claim()
 
     def is_dead(self, writer: int) -> bool:
-        """Return whether no process writes under this number any more."""
+        """Return whether the process with this writer number has ended."""
         try:
             fd = os.open(self._path(writer), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -56,7 +57,7 @@ class JournalWriters:
             os.close(fd)
 
     def forget_dead(self, with_segments: set[int]) -> None:
-        """Remove the files of dead writers of which no segment is left."""
+        """Remove the number files of dead writers, except those in ``with_segments``, whose segments still exist."""
         for path in self._directory.glob(f"*{_WRITER_SUFFIX}"):
             writer = int(path.stem)
             if writer not in with_segments and self.is_dead(writer):
@@ -66,10 +67,10 @@ class JournalWriters:
         os.close(self._fd)
 
     def _claim(self) -> tuple[int, int]:
-        """Take a number that no process had. Its file is locked before it has its name: it is never seen unlocked."""
+        """Take a free writer number. Its file is locked before it gets its name, so nobody ever sees it unlocked."""
         unnamed = self._directory / f".{secrets.token_hex(8)}"
         fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try_lock(fd, shared=False)  # nobody else knows the file yet
+        try_lock(fd, shared=False)  # cannot fail: no other process knows the file yet
         highest = max((int(path.stem) for path in self._directory.glob(f"*{_WRITER_SUFFIX}")), default=_ALONE)
         try:
             while True:
@@ -85,7 +86,7 @@ class JournalWriters:
 
 
 class Journal:
-    """The segments of one directory. All methods block; call them off the event loop."""
+    """The segments of one directory. All methods block: call them outside the event loop."""
 
     def __init__(
         self,
@@ -94,15 +95,15 @@ class Journal:
         writable: bool = True,
         writers: JournalWriters | None = None,
     ) -> None:
-        """``writers``: who else appends here; None: nobody."""
+        """``writers``: the writer numbers, if several processes append here; None: only this process does."""
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._writable = writable
         self._writers = writers
         self._writer = _ALONE if writers is None else writers.own
-        self._segment = self._writer * _SEGMENTS_OF_WRITER  # the one appended to; none yet while _fd is None
-        self._fd: int | None = None
-        self._end = 0  # where the next blob of that segment goes
+        self._segment = self._writer * _SEGMENTS_OF_WRITER  # the last segment of this writer
+        self._fd: int | None = None  # of that segment while it is open; None: the next append opens a new one
+        self._end = 0  # offset of the next blob in the current segment
         if writable:
             directory.mkdir(mode=0o700, exist_ok=True)
             own = [number for number in self.segments() if _writer_of(number) == self._writer]
@@ -110,7 +111,7 @@ class Journal:
                 self._segment = own[-1]
 
     def append(self, blobs: Sequence[bytes]) -> list[BlobRef]:
-        """Write all blobs or none of them."""
+        """Write all blobs or none of them, and return their places. Call it in one thread only."""
         self._check_writable()
         parts: list[bytes] = []
         for blob in blobs:
@@ -130,7 +131,7 @@ class Journal:
         return refs
 
     def read(self, ref: BlobRef) -> bytes:
-        """Return a blob; JournalError where it is missing or does not have its checksum."""
+        """Return a blob; JournalError if it is missing or its checksum is wrong."""
         try:
             fd = os.open(self._path(ref.segment), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -149,12 +150,12 @@ class Journal:
         return sorted(int(path.stem) for path in self._directory.glob(f"*{_SUFFIX}"))
 
     def closed_segments(self) -> list[int]:
-        """Return the segments that nothing will be appended to any more."""
-        self._check_writable()  # a reader cannot know
+        """Return the numbers of the segments to which nothing will be appended any more."""
+        self._check_writable()  # a journal opened for reading does not know the current segment of the server
         return [number for number in self.segments() if self._is_closed(number)]
 
     def writers_left(self) -> set[int]:
-        """Return the numbers of all writers of which there is a segment."""
+        """Return the numbers of all writers that have a segment on disk."""
         return {_writer_of(number) for number in self.segments()}
 
     def _is_closed(self, number: int) -> bool:
@@ -163,14 +164,17 @@ class Journal:
         return self._writers is None or self._writers.is_dead(_writer_of(number))
 
     def delete_segments(self, segments: Iterable[int]) -> None:
-        """Remove closed segments. Naming what goes, not what stays, cannot hit a segment that is born meanwhile."""
+        """Delete these closed segments.
+
+        The caller lists the segments to delete, not those to retain, so a segment that is created meanwhile is safe.
+        """
         self._check_writable()
         for number in segments:
             assert self._fd is None or number != self._segment, f"segment {number} is being written"
             self._path(number).unlink(missing_ok=True)
 
     def size(self, segments: Iterable[int] | None = None) -> int:
-        """Return the bytes of these segments on disk; None: of all."""
+        """Return the total size of these segments in bytes; None: of all segments."""
         total = 0
         for number in self.segments() if segments is None else segments:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -189,10 +193,11 @@ class Journal:
         return self._directory / f"{segment:08d}{_SUFFIX}"
 
     def _segment_for(self, size: int) -> int:
+        """Return the file descriptor of a segment with room for ``size`` bytes, opening a new one if necessary."""
         if self._fd is not None and self._end > 0 and self._end + size > self._segment_bytes:
             self._close_segment()
         if self._fd is None:
-            # After a failed open the number is simply tried again; O_EXCL guards against a second writer.
+            # If this fails, the next append tries the same number again. O_EXCL protects against a second writer.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self._path(self._segment + 1), flags, 0o600)
             self._segment += 1
@@ -200,11 +205,11 @@ class Journal:
         return self._fd
 
     def _write(self, fd: int, parts: list[bytes], size: int) -> None:
-        """Write all parts with one system call: each gives up the interpreter lock, and may wait for it afterwards."""
+        """Write all parts, if possible with one system call: after each, the thread may wait for the interpreter."""
         try:
             written = os.writev(fd, parts[:_MAX_PARTS])
             if written < size:
-                # Very many parts, more than 2 GiB, or a full disk, which the next call reports.
+                # More than _MAX_PARTS parts, more than 2 GiB, or a full disk, which the next call reports.
                 rest = memoryview(b"".join(parts))[written:]
                 while rest:
                     rest = rest[os.write(fd, rest) :]
@@ -213,10 +218,11 @@ class Journal:
             raise
 
     def _take_back(self, fd: int) -> None:
+        """Remove the bytes of a failed append from the current segment."""
         try:
             os.ftruncate(fd, self._end)
         except OSError:
-            self._close_segment()  # its end is not where we think: go on in another one
+            self._close_segment()  # its end is unknown now: the next append opens a new segment
 
     def _close_segment(self) -> None:
         if self._fd is not None:

@@ -1,4 +1,4 @@
-"""Records as rows of a table: one mapper for all dataclasses of the state."""
+"""Conversion between records (dataclasses) and rows of a table: one mapper class for all records of the state."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ _Conversion = Callable[[Any], Any]
 
 
 class RecordMapper(Generic[R]):
-    """Makes rows of the records of one dataclass, and records of rows.
+    """Converts records of one dataclass to rows of one table, and rows to records.
 
-    A field lies in the column of its name, and its type says how: text, numbers and bytes as they are, a bool as 0 or
-    1, an enum as its value, a :class:`BlobRef` in three columns ``<field>_segment``, ``<field>_offset`` and
-    ``<field>_length``, everything else as JSON text. What is stored must never change by a byte: rows have checksums,
-    and the next version reads what this one wrote.
+    A field is stored in the column of the same name, in a form that depends on the field's type: text, numbers and
+    bytes unchanged, a bool as 0 or 1, an enum as its value, a :class:`BlobRef` in the three columns
+    ``<field>_segment``, ``<field>_offset`` and ``<field>_length``, everything else as JSON text. The stored form must
+    never change by a byte: rows have checksums, and the next version reads what this one wrote.
     """
 
     def __init__(self, record: type[R], table: Table) -> None:
@@ -35,12 +35,12 @@ class RecordMapper(Generic[R]):
         self._blobs = [(name, f"{name}_segment", f"{name}_offset", f"{name}_length") for name in blobs]
         self._names = [field.name for field in fields(record) if field.name not in blobs]  # type: ignore[arg-type]
         conversions = {name: _conversions(kinds[name]) for name in self._names}
-        # Most values are stored as they are: accepting an op comes here, and calls only what has something to do.
+        # Most values are stored unchanged. Only other conversions are listed, because accepting an op runs this code.
         self._stores = [(name, store) for name, (store, _) in conversions.items() if store is not _same]
         self._loads = [(name, load) for name, (_, load) in conversions.items() if load is not _same]
 
     def row(self, record: R) -> Row:
-        """Return the row of a record; columns that are no field are NULL in it."""
+        """Return the row of a record. Columns for which the record has no field are None (NULL)."""
         row = self._columns | vars(record)
         for name, store in self._stores:
             if row[name] is not None:
@@ -52,13 +52,13 @@ class RecordMapper(Generic[R]):
         return row
 
     def insert(self, cursor: Cursor, record: R, **others: object) -> None:
-        """Store a record as a new row, with the values of ``others`` in columns that are no field."""
+        """Insert a record as a new row. ``others``: values of columns for which the record has no field."""
         row = self.row(record)
         row.update(others)
         cursor.insert(self._table, **row)
 
     def record(self, row: Row) -> R:
-        """Return the record of a row, which may have more columns than the record has fields."""
+        """Return the record of a row. Columns for which the record has no field are ignored."""
         values = {name: row[name] for name in self._names}
         for name, load in self._loads:
             if values[name] is not None:
@@ -69,7 +69,7 @@ class RecordMapper(Generic[R]):
         return self._record(**values)
 
     def find(self, cursor: Cursor, **key: object) -> R | None:
-        """Return the only record with these values in its columns; None where there is none."""
+        """Return the only record with these values in these columns, or None."""
         row = cursor.find(self._table, **key)
         return None if row is None else self.record(row)
 
@@ -85,11 +85,11 @@ def _kind(hint: Any) -> Any:
 
 
 def _conversions(kind: Any) -> tuple[_Conversion, _Conversion]:
-    """Return what stores a value of this type in a column, and what loads it. None is stored as NULL by all."""
+    """Return the functions that store and load a value of this type. They are not called for None, stored as NULL."""
     if kind in (str, int, float) or get_origin(kind) is Literal:
         return _same, _same
     if kind is bytes:
-        return _same, bytes  # PostgreSQL's driver may return another kind of buffer
+        return _same, bytes  # PostgreSQL's driver may return a memoryview
     if kind is bool:
         return int, bool
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -107,7 +107,7 @@ def _to_json(value: Any) -> str:
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """Return what JSON made a list or an object of; sequences in records are tuples."""
+    """Convert a decoded JSON value to a field's type: a list to a tuple, an object to the dataclass ``kind``."""
     if isinstance(value, list):
         return tuple(value)
     if is_dataclass(kind) and isinstance(kind, type):

@@ -1,9 +1,9 @@
-"""The schema's versions. A new database gets the newest tables at once; an older one is brought forward step by step.
+"""The migrations of the database schema. A new database gets the newest tables; an older one is migrated step by step.
 
-``MIGRATIONS[n]`` leads from version ``n + 1`` to ``n + 2``. A migration works with plain SQL or with tables that it
-declares itself, never with those of ``state.database.tables``, which go on changing. Never edit one that was
-released. One that makes a table gives it the column ``checksum``, and one that changes a table calls
-:func:`~twinkle.server.state.integrity.row_checksums.fill_checksums` for it at its end.
+``MIGRATIONS[n]`` leads from version ``n + 1`` to ``n + 2``. A migration uses plain SQL or tables that it declares
+itself, never those of ``state.database.tables``, which keep changing. Never edit a migration that was released. A
+migration that creates a table gives it the column ``checksum``. A migration that changes a table calls
+:func:`~twinkle.server.state.integrity.row_checksums.fill_checksums` for that table at its end.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Migration = Callable[[Connection], None]
 
 
 def _run(connection: Connection, *statements: str) -> None:
-    """Run statements in which {double} and {without_rowid} stand for the words of the database for them."""
+    """Run statements, with {double} and {without_rowid} replaced by what they are called in this database."""
     is_sqlite = connection.dialect.name == "sqlite"
     double, without_rowid = ("DOUBLE", "WITHOUT ROWID") if is_sqlite else ("DOUBLE PRECISION", "")
     for statement in statements:
@@ -109,7 +109,7 @@ def _add_custom_losses(connection: Connection) -> None:
 
 
 def _add_usage(connection: Connection) -> None:
-    """And what operators ask of a running server. Versions that are on disk already count as if they were empty."""
+    """Add usage, requests of operators, and sizes of sampler versions. Versions that exist already count as 0 bytes."""
     counters = "trained_tokens", "sampled_tokens", "prompt_tokens", "optim_steps", "requests", "storage_bytes"
     columns = ", ".join(f"{name} BIGINT NOT NULL" for name in counters)
     _run(
@@ -153,8 +153,9 @@ def _add_audit_and_finish_reasons(connection: Connection) -> None:
 
 
 def _add_endings(connection: Connection) -> None:
-    """Record how ops ended, and forget failed passes of native adapters: only a lost number spoils their windows now.
+    """Add how ops ended, and clear the failed pass in snapshots of native adapters.
 
+    Since this version a failed pass does not spoil the window of a native adapter; only a missing sequence number does.
     Native run ids have no colon; Tinker's contain ``:train:``.
     """
     connection.exec_driver_sql("ALTER TABLE ops ADD COLUMN ending VARCHAR")
@@ -164,7 +165,7 @@ def _add_endings(connection: Connection) -> None:
 
 
 def _add_checksums_and_damage(connection: Connection) -> None:
-    """Add a checksum to every row of every table, and a table of what was found damaged."""
+    """Add a checksum to every row of every table, and a table of damage that was found."""
     tables = [name for name in inspect(connection).get_table_names() if name not in ("schema_version", "writers")]
     for name in tables:
         connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0")
@@ -197,7 +198,7 @@ MIGRATIONS: Sequence[Migration] = (
 
 
 def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Bring the database to the newest version. The caller holds the transaction: all of it happens or nothing."""
+    """Bring the database to the newest version. The caller has begun the transaction, so all steps apply or none."""
     version, known = _versions(connection, migrations)
     if version is None:
         METADATA.create_all(connection)
@@ -209,12 +210,16 @@ def migrate(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS
 
 
 def needs_migration(connection: Connection, migrations: Sequence[Migration] = MIGRATIONS) -> bool:
+    """Return whether the database is new or older than this version; SchemaVersionError if it is newer."""
     version, known = _versions(connection, migrations)
     return version != known
 
 
 def _versions(connection: Connection, migrations: Sequence[Migration]) -> tuple[int | None, int]:
-    """Return the version of the database, None of a new one, and the newest; SchemaVersionError: it is newer still."""
+    """Return the schema version of the database (None: it is new), and the newest version that is known.
+
+    Raises SchemaVersionError if the database is newer than that.
+    """
     known = 1 + len(migrations)
     if not inspect(connection).has_table(SCHEMA_VERSION.name):
         return None, known

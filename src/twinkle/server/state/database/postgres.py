@@ -1,15 +1,16 @@
-"""Everything that is true of PostgreSQL only.
+"""The driver of PostgreSQL.
 
-Two advisory locks, which PostgreSQL keeps for each database: the one server that works with it holds the first as long
-as its writer's connection lives, and the processes of a server that has several share it; every transaction that
-writes, a tool's too, holds the second until its end, as SQLite would have it.
+Two advisory locks of the database are used. The server lock is held by the server as long as its writer's connection
+lives; if a server has several processes, they share it. The write lock is held by every writing transaction, also of a
+tool, until its end: so there is one writer at a time, as with SQLite.
 
-A connection can be lost between our COMMIT and its answer. So that the next one can say what became of it, each writer
-has a row in ``writers`` that its every transaction numbers anew. A server that opens the database deletes the rows of
-servers before it: one that was cut off and believed dead finds its row gone and writes nothing any more.
+A connection can be lost after COMMIT was sent and before its answer arrived. To find out afterwards whether the
+transaction was committed, each writer has a row in the table ``writers``, and every transaction stores its own number
+in that row. A server that opens the database deletes the rows of earlier servers. So an earlier server that was only
+cut off from the network finds its row missing at its next transaction, and cannot write any more.
 
-PostgreSQL looks after its own structure, so a row whose checksum is wrong is not rewritten. A run whose own row,
-snapshot or op is damaged is failed; everything else is named in the log and in the table ``damage``.
+PostgreSQL maintains its own structure, so a row whose checksum is wrong is not repaired. A run whose own row, snapshot
+or op is damaged is failed. All damage is reported in the log and in the table ``damage``.
 """
 
 import errno
@@ -53,11 +54,12 @@ _logger = logging.getLogger(__name__)
 _SERVER_LOCK = int.from_bytes(b"twinkle\0")
 _WRITE_LOCK = int.from_bytes(b"twinkle\1")
 
-# A killed server's connection takes a moment to be noticed.
+# PostgreSQL needs a moment to notice that the connection of a killed server is gone.
 _LOCK_SECONDS = 2.0
 _LOCK_PAUSE = 0.05
 
-# Reading what is committed, whatever the default of the database is: the lock is waited for before anything is read.
+# READ COMMITTED, whatever the default of the database is: statements after the wait for the lock then see what the
+# previous holder of the lock committed.
 _BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED; SELECT pg_advisory_xact_lock({_WRITE_LOCK})"
 
 _WRITERS = """
@@ -68,7 +70,8 @@ CREATE TABLE IF NOT EXISTS writers (
 ) WITH (fillfactor = 10)
 """
 
-# How each side notices within half a minute that the other is gone without a word. Seconds, and milliseconds.
+# With these settings each side notices within half a minute that the other one has disappeared. Times are in seconds,
+# tcp_user_timeout in milliseconds.
 _CONNECT_DEFAULTS = {
     "application_name": "twinkle-server",
     "connect_timeout": "5",
@@ -85,20 +88,20 @@ SET idle_in_transaction_session_timeout = '60s'
 
 
 class PostgresDriver:
-    """A database of a PostgreSQL server."""
+    """The driver of one PostgreSQL database."""
 
     def __init__(self, url: URL, part: Part) -> None:
         self.name = f"{url.database!r} at {url.host or url.query.get('host', 'this machine')}"  # no user, no password
         self._part = part
         self._writer = secrets.token_hex(16)
         self._is_registered = False
-        self._number = 0  # of the transaction begun last
+        self._number = 0  # number of the last transaction that was begun
         options = {key: value for key, value in _CONNECT_DEFAULTS.items() if key not in url.query}
         self.engine: Engine = create_engine(
             url.set(drivername="postgresql+psycopg"),
-            paramstyle="format",  # parameters by position, as statements are compiled
+            paramstyle="format",  # positional parameters, as compiled statements need them
             poolclass=NullPool,
-            isolation_level="AUTOCOMMIT",  # transactions are ours
+            isolation_level="AUTOCOMMIT",  # begin() and commit() send BEGIN and COMMIT themselves
             use_native_hstore=False,
             connect_args=options,
         )
@@ -108,7 +111,7 @@ class PostgresDriver:
 
     @contextmanager
     def _connecting(self, *failures: type[Exception]) -> Iterator[None]:
-        """Raise DatabaseConnectionError, which names the database, in the place of these errors of drivers."""
+        """Convert these errors of the driver to DatabaseConnectionError, which names the database."""
         try:
             yield
         except failures as error:
@@ -148,7 +151,10 @@ class PostgresDriver:
             time.sleep(_LOCK_PAUSE)
 
     def _register(self, cursor: Any) -> None:
-        """Insert our row, once: when a later connection does not find it, another server has taken over."""
+        """Insert this writer's row on the first connection, and require it on later ones.
+
+        If a later connection does not find the row, another server has taken over: DatabaseInUseError.
+        """
         if self._is_registered:
             cursor.execute("SELECT FROM writers WHERE writer = %s", [self._writer])
             if cursor.fetchone() is None:
@@ -169,22 +175,23 @@ class PostgresDriver:
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def begin(self, cursor: Any) -> None:
-        """Begin a transaction and number it, in one round trip."""
+        """Begin a transaction and store its number in the writer's row, in one round trip."""
         self._number += 1
         number = f"UPDATE writers SET transactions = {self._number} WHERE writer = '{self._writer}'"
         cursor.execute(f"{_BEGIN_WRITE}; {number}", prepare=False)
-        while cursor.nextset():  # the last of its results is the update's
+        while cursor.nextset():  # skip to the result of the last statement, the UPDATE
             pass
         if cursor.rowcount != 1:
             raise DatabaseInUseError(self.name)
 
     def commit(self, cursor: Any) -> None:
         cursor.execute("COMMIT")
-        # Of a transaction in which a statement failed, COMMIT makes a ROLLBACK and no error.
+        # If a statement of the transaction failed, COMMIT rolls back without raising an error.
         assert cursor.statusmessage == "COMMIT", cursor.statusmessage
 
     def is_committed(self, cursor: Any) -> bool:
-        # The transaction in question holds the lock until its end: behind it, its number is there or never will be.
+        # The lost transaction holds the write lock until it ends. Once this one has the lock, the number is stored or
+        # never will be.
         cursor.execute(f"{_BEGIN_WRITE}; SELECT transactions FROM writers WHERE writer = '{self._writer}'")
         while cursor.nextset():
             pass
@@ -193,7 +200,7 @@ class PostgresDriver:
         return row is not None and row[0] == self._number
 
     def begin_migration(self, connection: Connection) -> None:
-        """Begin a transaction while no server works with the database: it would know the tables as they were."""
+        """Begin a transaction while no server uses the database: a running server would expect the old tables."""
         cursor = connection.connection.cursor()
         cursor.execute(_BEGIN_WRITE)
         self._take_lock(cursor, "pg_try_advisory_xact_lock")
@@ -222,7 +229,7 @@ class PostgresDriver:
                         _fail(connection, table.name, dict(row), key)
 
     def maintain(self, cursor: Any) -> None:
-        """Do nothing: PostgreSQL looks after itself."""
+        """Do nothing: PostgreSQL does its own maintenance."""
 
 
 def _configure(connection: Any, _record: object) -> None:
@@ -230,12 +237,13 @@ def _configure(connection: Any, _record: object) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what the driver says, on one line. libpq's messages never name a password."""
+    """Return the driver's message on one line. Messages of libpq never contain a password."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     return " ".join(str(cause).split())
 
 
 def _fail(connection: Connection, table: str, row: dict[str, Any], key: str) -> None:
+    """Report a damaged row in the log and in ``damage``, and fail its run if it is a run, a snapshot or an op."""
     run_id = row.get("adapter_id") or row.get("run_id")
     what = f"a row of the table {table} ({key}) is damaged in the server's database"
     is_run = table in ("runs", "snapshots", "ops")

@@ -1,4 +1,4 @@
-"""Everything that is true of SQLite only."""
+"""The driver of SQLite."""
 
 import errno
 import os
@@ -15,15 +15,16 @@ from twinkle.server.state.errors import StorageFullError
 from twinkle.server.state.integrity.row_checksums import SQL_FUNCTION, checksum_function
 from twinkle.server.state.integrity.sqlite_check import set_schema_sum
 
-# The default BEGIN takes the write lock at the first write, and fails there when another process wrote in between.
+# Takes the write lock at once. A plain BEGIN takes it at the first write, and fails there if another process wrote
+# in between.
 _BEGIN_WRITE = "BEGIN IMMEDIATE"
 
 _PRAGMAS = (
     "PRAGMA journal_mode=WAL",  # readers and the writer do not wait for each other
-    "PRAGMA synchronous=NORMAL",  # no fsync a commit: what is committed survives our death, not a power failure
+    "PRAGMA synchronous=NORMAL",  # no fsync per commit: commits survive the death of the process, not a power failure
     "PRAGMA busy_timeout=10000",  # ms: a command-line tool may be writing
     "PRAGMA foreign_keys=ON",
-    "PRAGMA wal_autocheckpoint=16384",  # pages of 4 KiB: a limit that checkpoint() keeps commits away from
+    "PRAGMA wal_autocheckpoint=16384",  # pages of 4 KiB: checkpoint() runs long before a commit reaches this limit
 )
 
 
@@ -32,16 +33,16 @@ def default_url(data_dir: Path) -> URL:
 
 
 class SqliteDriver:
-    """A file. There is no connection to lose.
+    """The driver of one SQLite file. Connections to a file are never lost.
 
-    ``after_maintenance`` is called now and then, in a reader's thread.
+    ``after_maintenance`` is called in a reader's thread after each :meth:`maintain`.
     """
 
     def __init__(self, url: URL) -> None:
         self.after_maintenance: Callable[[], None] = lambda: None
         if url.database in (None, "", ":memory:"):
             raise UnsupportedError(
-                f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must outlive us)"
+                f"database url: got {url!r}, allowed: sqlite:///path/to/file (the state must survive the process)"
             )
         self.engine: Engine = _open_engine(url.set(drivername="sqlite"))
 
@@ -56,7 +57,7 @@ class SqliteDriver:
         connection.commit()
 
     def fail_damaged_rows(self) -> None:
-        """Do nothing: ``state.integrity.examination`` looks at the file before it is opened."""
+        """Do nothing: ``state.integrity.examination`` checks the file before it is opened."""
 
     def connect_reader(self) -> PoolProxiedConnection:
         return self.engine.raw_connection()
@@ -91,20 +92,20 @@ class SqliteDriver:
 
 
 def as_sql(statement: SelectBase) -> str:
-    """Return a query with its constants in it, for a connection that is not the server's own."""
+    """Return a query as SQL text with its constants inlined, for a plain ``sqlite3`` connection."""
     return str(statement.compile(dialect=sqlite_dialect(), compile_kwargs={"literal_binds": True}))
 
 
 def checkpoint(cursor: Any) -> None:
-    """Copy what the WAL holds into the database, which takes some fsyncs, without getting in the writer's way."""
+    """Copy the content of the WAL into the database file, which takes some fsyncs, without blocking the writer."""
     cursor.execute("PRAGMA wal_checkpoint(PASSIVE)")
     cursor.fetchall()
 
 
 def _open_engine(url: URL) -> Engine:
-    """Connections that leave transactions to us and may move between threads (one at a time)."""
+    """Return an engine whose connections begin no transaction by themselves and may move between threads."""
     assert url.database is not None
-    # Created here for its mode, which SQLite gives to the WAL beside it too.
+    # The file is created here to set its mode; SQLite gives the same mode to the WAL.
     os.close(os.open(url.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     engine = create_engine(url, connect_args={"check_same_thread": False})
     event.listen(engine, "connect", _configure)
@@ -112,7 +113,7 @@ def _open_engine(url: URL) -> Engine:
 
 
 def _configure(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # the module would begin transactions of its own
+    connection.isolation_level = None  # otherwise the sqlite3 module begins transactions by itself
     for pragma in _PRAGMAS:
         connection.execute(pragma)
     connection.create_function(SQL_FUNCTION, -1, checksum_function, deterministic=True)

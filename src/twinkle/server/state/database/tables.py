@@ -1,10 +1,10 @@
 """The tables, at the newest schema version.
 
-Columns hold what every driver takes and returns as it is (text, integers, floats, bytes): statements are run on the
-driver's own cursor, without SQLAlchemy's conversion of values (see ``state.database.database``). Structured
+Columns have only types that every driver accepts and returns unchanged (text, integers, floats, bytes): statements run
+on the driver's own cursor, without SQLAlchemy's conversion of values (see ``state.database.database``). Structured
 values are JSON text; booleans are 0 and 1. Times are seconds since the epoch.
 
-Every table but ``schema_version`` has a column ``checksum`` too (``state.integrity.row_checksums``).
+Every table except ``schema_version`` also has a column ``checksum`` (``state.integrity.row_checksums``).
 
 A change here needs a migration in :mod:`twinkle.server.state.database.migrations`.
 """
@@ -31,7 +31,7 @@ METADATA = MetaData()
 
 
 def _table(name: str, *parts: Column[Any] | Index, sqlite_with_rowid: bool = True) -> Table:
-    """Make a table whose rows have a checksum, in the last column."""
+    """Declare a table and add the column ``checksum`` at its end."""
     checksum = Column(CHECKSUM, BigInteger, nullable=False, server_default="0")
     return Table(name, METADATA, *parts, checksum, sqlite_with_rowid=sqlite_with_rowid)
 
@@ -114,7 +114,8 @@ SAMPLING_SESSIONS = _table(
     Index("sampling_sessions_by_size", "tenant_id", "size_bytes"),
 )
 
-# The clients of a sampling session that have a number of their own or used sequence numbers; those in use lie between.
+# The clients that share a sampling session. A row exists for a client that was given its own number or that has used
+# sequence numbers; first_seq (inclusive) to next_seq (exclusive) may be in use.
 SAMPLING_CLIENTS = _table(
     "sampling_clients",
     Column("sampling_session_id", String, ForeignKey("sampling_sessions.sampling_session_id"), primary_key=True),
@@ -124,7 +125,7 @@ SAMPLING_CLIENTS = _table(
     sqlite_with_rowid=False,
 )
 
-# Losses of a session's own. A body is a few kilobytes, and is looked up with the first op that uses it.
+# Losses that sessions have defined. A body is a few kilobytes; it is read when the first op uses the loss.
 CUSTOM_LOSSES = _table(
     "custom_losses",
     Column("loss_id", String, primary_key=True),
@@ -138,8 +139,8 @@ CUSTOM_LOSSES = _table(
     Index("custom_losses_by_tenant", "tenant_id"),
 )
 
-# A row a request; the bytes of body and outcome are in the journal. One tree is all that accepting an op has to change:
-# SQLite keeps the rows in the primary key itself, and what pruning looks for it finds by reading the whole table.
+# One row for each op; the bytes of body and outcome are in the journal. Accepting an op changes a single B-tree: on
+# SQLite the rows are stored in the primary key (WITHOUT ROWID). There is no other index, so pruning scans the table.
 OPS = _table(
     "ops",
     Column("adapter_id", String, ForeignKey("runs.run_id"), primary_key=True),
@@ -170,7 +171,7 @@ SNAPSHOTS = _table(
     Column("taken_at", Double, nullable=False),
 )
 
-# Who of several processes does what only one may do.
+# Which process may do work that only one of several processes may do, and until when.
 LEASES = _table(
     "leases",
     Column("name", String, primary_key=True),
@@ -178,7 +179,7 @@ LEASES = _table(
     Column("until", Double, nullable=False),
 )
 
-# Points of a run's curves. Those of optimizer steps have the number of their op, those that a client logged none.
+# Points of the curves of runs. ``seq`` is the op of an optimizer step, and NULL in a point that a client logged.
 RUN_METRICS = _table(
     "run_metrics",
     Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
@@ -190,7 +191,7 @@ RUN_METRICS = _table(
     sqlite_with_rowid=False,
 )
 
-# What a client has called its values so far.
+# The names that a client has used so far for the values that it logs.
 RUN_METRIC_NAMES = _table(
     "run_metric_names",
     Column("run_id", String, ForeignKey("runs.run_id"), primary_key=True),
@@ -208,7 +209,7 @@ API_KEYS = _table(
     Column("revoked_at", Double),
 )
 
-# A day of a tenant; see twinkle.server.usage. ``storage_bytes``: the most that was on disk that day.
+# Usage of one tenant on one day; see twinkle.server.usage. ``storage_bytes``: the maximum on disk that day.
 USAGE = _table(
     "usage",
     Column("tenant_id", String, primary_key=True),
@@ -221,7 +222,7 @@ USAGE = _table(
     Column("storage_bytes", BigInteger, nullable=False),
 )
 
-# What an operator asks of the running server on the command line.
+# Requests that an operator sends to the running server with the command line.
 OPERATOR_REQUESTS = _table(
     "operator_requests",
     Column("request_id", String, primary_key=True),
@@ -243,7 +244,7 @@ AUDIT = _table(
     Index("audit_by_time", "at"),
 )
 
-# What was found damaged, and what it cost. ``subject``: of which kind and which one, such as "run s-1:train:0".
+# Damage that was found, and its consequences. ``subject``: kind and id of the damaged thing: "run s-1:train:0".
 DAMAGE = _table(
     "damage",
     Column("subject", String, primary_key=True),

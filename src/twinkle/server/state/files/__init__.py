@@ -1,4 +1,4 @@
-"""Files of the data directory: where they lie, how they are written whole, their checksums, lock, reserve and export.
+"""The data directory: paths, atomic writing of directories, file checksums, the lock, the reserve, and export.
 
-It imports no other folder of ``state/``, only ``errors.py``.
+Of ``state/`` this package imports only ``errors.py``.
 """

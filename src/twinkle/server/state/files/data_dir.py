@@ -1,18 +1,19 @@
-"""Where things lie under the data directory, and adapter snapshots as files.
+"""Paths under the data directory, and adapter snapshots as files.
 
-state.db, secret, lock                   the database and what guards it
-copies/, reserve                         of these, for when they are damaged; space for when the disk is full
+state.db, secret, lock                   the database, the server's secret, and the lock of the directory
+copies/                                  copies of the database and the secret, used when the originals are damaged
+reserve                                  a file that is deleted to free space when the disk is full
 journal/                                 bodies and outcomes of ops
-running/                                 which ops run now, a file for each model service
-snapshots/<run>/<seq>/                   adapters as they were after op <seq>, for recovery
-checkpoints/<run>/<kind>/<name>/<seq>/   what tenants saved, by op <seq>
-samplers/<session>-<run>-<seq>/          unnamed sampler versions, by op <seq> of the session's run <run>
-processors/<worker>/                     what a session's datasets keep on disk, as long as their process runs
-server.log                               what a server says that ``launch --no-wait`` started
-logs/<replica>.log                       what each process of a server on Ray says
+running/                                 the ops that run now, a file for each training service
+snapshots/<run>/<seq>-<random>/          adapters as they were after op <seq>, for recovery
+checkpoints/<run>/<kind>/<name>/<seq>/   checkpoints that tenants saved with op <seq>
+samplers/<session>-<run>-<seq>/          unnamed sampler versions, saved with op <seq> of the session's run <run>
+processors/<worker>/                     files of a session's datasets, deleted when their process ends
+server.log                               the log of a server that ``launch --no-wait`` started
+logs/<replica>.log                       the log of each process of a server on Ray
 
 Directories of snapshots, checkpoints and sampler versions hold a file ``checksums.json`` (:mod:`file_checksums`).
-Nobody but the server's user may read them, whatever the mode of the data directory is.
+Only the server's user may read them, whatever the mode of the data directory is.
 """
 
 import json
@@ -34,40 +35,51 @@ from twinkle.model.types import AdapterSnapshot, LoraSpec
 from twinkle.server.ids import CheckpointPath, directory_name
 from twinkle.server.state.files.file_checksums import CHECKSUMS, check_files, write_checksums
 
-_BESIDE = "native.pt"  # the native protocol was the first to keep something there
+_BESIDE = "native.pt"  # a fixed name: the native protocol was the first to store something there
 _ARRAYS = ("weights", "exp_avg", "exp_avg_sq", "gradient")
 
 
 @dataclass(frozen=True)
 class DataDir:
+    """The paths under one data directory. Recorded places are relative to ``root``."""
+
     root: Path
 
     def checkpoint(self, path: CheckpointPath, seq: int) -> Path:
-        """Return a directory that no other op has: a name may be used again, but a sampler's files never change."""
+        """Return the directory for a checkpoint that op ``seq`` saves. No other op uses it.
+
+        A name may be saved again, but samplers may still use the files of the earlier checkpoint, which never change.
+        """
         return self.root / "checkpoints" / directory_name(path.run_id) / path.kind / path.name / str(seq)
 
     def sampler(self, sampling_session_id: str, run_number: int, seq: int) -> Path:
-        """Return a directory that no other op has: a client may give one number to two sampling sessions by mistake."""
+        """Return the directory for an unnamed sampler version that op ``seq`` saves. No other op uses it.
+
+        The sampling session alone is not enough: a client may use one number for two sampling sessions by mistake.
+        """
         return self.root / "samplers" / f"{directory_name(sampling_session_id)}-{run_number}-{seq}"
 
     def snapshot(self, run_id: str, seq: int) -> Path:
-        """Return a new directory each time: a snapshot is not touched before the next one is on record."""
+        """Return a new directory at each call: a snapshot stays as it is until the record of the next one is stored."""
         return self.snapshots(run_id) / f"{seq}-{secrets.token_hex(4)}"
 
     def snapshots(self, run_id: str) -> Path:
         return self.root / "snapshots" / directory_name(run_id)
 
     def remove(self, relative: str) -> None:
-        """Delete a directory by its recorded place."""
+        """Delete the directory that a record names."""
         shutil.rmtree(self.root / relative, ignore_errors=True)
 
     def beside(self, directory: Path) -> list[str]:
-        """Return the recorded places of the other directories of a checkpoint's name."""
+        """Return the places of the other directories under the name of a checkpoint, as records name them."""
         found = [other for other in directory.parent.iterdir() if other != directory and not other.name.startswith(".")]
         return [self.relative(other) for other in found]
 
     def remove_empty(self, recorded: str) -> None:
-        """Remove a run's directories of checkpoints where none is left. Nobody may be saving to them."""
+        """Remove the empty checkpoint directories of a run, after the checkpoint ``recorded`` was deleted.
+
+        No op may be saving a checkpoint of this run.
+        """
         checkpoints, run = Path(recorded).parts[:2]
         _remove_empty(self.root / checkpoints / run)
 
@@ -78,7 +90,7 @@ class DataDir:
             self._remove_snapshot(self.root / recorded)
 
     def remove_older_snapshots(self, newest: Path, replaced: str | None) -> None:
-        """Remove all snapshots of a run but the newest. ``replaced``: the one on record before, wherever it lies."""
+        """Remove all snapshots of a run except the newest. ``replaced``: the previous one on record, wherever it is."""
         for other in newest.parent.iterdir():
             if other != newest:
                 shutil.rmtree(other, ignore_errors=True)
@@ -87,19 +99,19 @@ class DataDir:
 
     def _remove_snapshot(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
-        with suppress(OSError):  # others are there, or it is gone
+        with suppress(OSError):  # not empty, or gone already
             directory.parent.rmdir()
 
     def remove_unfinished(self, idle_seconds: float = 0.0) -> None:
-        """Remove what a crash left of directories that were being written.
+        """Remove unfinished directories that were being written when a process crashed.
 
-        Others may be writing, if whoever is at it would have changed something in the last ``idle_seconds``; with 0
-        nobody may.
+        Only directories that have not changed for ``idle_seconds`` are removed, so other processes may be writing
+        meanwhile. With 0, no process may be writing.
         """
         before = time.time() - idle_seconds
         for place in ("checkpoints/*/*/*/.*.tmp", "samplers/.*.tmp", "snapshots/*/.*.tmp", "snapshots/*/.*.partial"):
             for leftover in self.root.glob(place):
-                with suppress(FileNotFoundError):  # it has just got its name
+                with suppress(FileNotFoundError):  # it was finished and renamed meanwhile
                     if leftover.stat().st_mtime <= before:
                         shutil.rmtree(leftover, ignore_errors=True)
         if idle_seconds:
@@ -112,7 +124,7 @@ class DataDir:
 
 
 def write_snapshot(directory: Path, snapshot: AdapterSnapshot, beside: bytes | None) -> None:
-    """Write a snapshot, whole or not at all. ``beside``: what is kept beside the trainer's state."""
+    """Write a snapshot, completely or not at all. ``beside``: bytes that are stored besides the trainer's state."""
     write_whole(directory, partial(_fill_snapshot, snapshot, beside))
 
 
@@ -128,7 +140,7 @@ def _fill_snapshot(snapshot: AdapterSnapshot, beside: bytes | None, directory: P
 
 
 def read_snapshot(directory: Path) -> AdapterSnapshot:
-    """Return the snapshot, every byte checked; CheckpointError where it is damaged."""
+    """Return a snapshot after checking every byte of it; CheckpointError if it is damaged."""
     check_files(directory)
     try:
         meta = json.loads((directory / "meta.json").read_text())
@@ -139,35 +151,35 @@ def read_snapshot(directory: Path) -> AdapterSnapshot:
 
 
 def _read_array(file: Path) -> Any:
-    """Return an array; None where there is no gradient, which only an open window has."""
+    """Return an array. For the gradient return None if there is no file: only an open window has a gradient."""
     is_there = file.name != "gradient.npy" or file.exists()
     return np.load(file, allow_pickle=False) if is_there else None
 
 
 def read_state_beside(directory: Path) -> bytes | None:
-    """Return what a snapshot keeps beside the trainer's state, if there is anything."""
+    """Return the bytes that a snapshot stores besides the trainer's state, or None."""
     file = directory / _BESIDE
     return file.read_bytes() if file.exists() else None
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove the directory and those in it, as far as there are no files."""
+    """Remove the directory and those inside it, except directories that contain files."""
     for inner, _, _ in os.walk(directory, topdown=False):
-        with suppress(OSError):  # it is not empty, or gone already
+        with suppress(OSError):  # it is not empty, or was removed meanwhile
             os.rmdir(inner)
 
 
 def copy_whole(source: Path, target: Path, *, private: bool = True) -> None:
-    """Copy a directory to the place of another, whole or not at all. CheckpointError where the source is damaged.
+    """Copy a directory to ``target``, completely or not at all. CheckpointError if the source is damaged.
 
-    ``private``: for nobody else to read; otherwise the modes are what this process gives to new files.
+    ``private``: only this process's user may read the copy. Otherwise its modes are those of new files (umask).
     """
     check_files(source)
     write_whole(target, partial(_copy_files, source), private=private)
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy all files. shutil.copytree would go on after an error, and raise one that does not say what was wrong."""
+    """Copy all files. shutil.copytree would continue after an error, and then raise one that hides the cause."""
     for entry in sorted(os.scandir(source), key=lambda each: each.name):
         if entry.is_dir():
             (target / entry.name).mkdir()
@@ -178,9 +190,9 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool = True) -> None:
-    """Let ``fill`` write a directory, which gets its final name when all of it is on disk, or not at all.
+    """Call ``fill`` to write a directory. It gets its final name once all of it is on disk, or not at all.
 
-    When this returns it is there to stay, with the way to it: whatever it replaces may be deleted.
+    When this returns, the directory and its parents are synced to disk: an older version of it may be deleted.
     """
     new_parents = make_parents(directory, private=private)
     staging = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
@@ -189,7 +201,7 @@ def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool 
         fill(staging)
         seal(staging, private=private)
         sync_all(staging)
-        shutil.rmtree(directory, ignore_errors=True)  # of an op that runs again after a crash
+        shutil.rmtree(directory, ignore_errors=True)  # left by the same op, which runs again after a crash
         os.replace(staging, directory)
         for parent in (directory.parent, *(new.parent for new in new_parents)):
             sync(parent)
@@ -198,7 +210,7 @@ def write_whole(directory: Path, fill: Callable[[Path], None], *, private: bool 
 
 
 def make_parents(directory: Path, *, private: bool = True) -> list[Path]:
-    """Make the directories above one that is to be written; returns those that are new."""
+    """Create the missing parents of a directory that will be written; return those that are new."""
     new = [parent for parent in directory.parents if not parent.exists()]
     for parent in reversed(new):
         parent.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
@@ -206,39 +218,45 @@ def make_parents(directory: Path, *, private: bool = True) -> list[Path]:
 
 
 def seal(directory: Path, *, private: bool = True) -> None:
-    """Note the checksums of all files, and let nobody else read them if they are ``private``."""
+    """Write the checksums of all files, and set the modes; ``private``: only this process's user may read the files."""
     write_checksums(directory)
     restrict(directory, 0o077 if private else _umask())
 
 
 def restrict(path: Path, taken: int = 0o077) -> None:
-    """Take these mode bits from a file, or from a directory and all that is in it; by default those of all others."""
+    """Set the mode of a file, or of a directory and everything in it, to the usual one without the bits of ``taken``.
+
+    By default only the owner may read and write afterwards.
+    """
     for each in (path, *path.rglob("*")):
         each.chmod((0o777 if each.is_dir() else 0o666) & ~taken)
 
 
 def _umask() -> int:
-    """Return the mode bits that this process takes from new files. There is no way to ask but to set them."""
+    """Return the umask of this process. It can only be read by setting it."""
     taken = os.umask(0o077)
     os.umask(taken)
     return taken
 
 
 def seal_written(directory: Path) -> None:
-    """:func:`seal` what others wrote, before its record says that it is there."""
+    """:func:`seal` a directory that the training backend wrote, and sync its checksums.
+
+    Call it before the directory's record is stored.
+    """
     seal(directory)
     sync(directory / CHECKSUMS)
     sync(directory)
 
 
 def sync_all(directory: Path) -> None:
-    """Put a directory on disk, with all that is in it."""
+    """Sync a directory and everything in it to disk."""
     for path in (*directory.rglob("*"), directory):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Put one file, or the names that a directory holds, on disk."""
+    """Sync one file, or the list of names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -247,5 +265,5 @@ def sync(path: Path) -> None:
 
 
 def size_of(directory: Path) -> int:
-    """Return the bytes of the tenant's files; our own checksums do not count."""
+    """Return the total size of the files in bytes. The server's own ``checksums.json`` does not count."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS)

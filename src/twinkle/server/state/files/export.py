@@ -1,4 +1,4 @@
-"""How files leave the server: to directories that tenants may name, encrypted to their readers, or as a tar stream."""
+"""Export of files: into allowed directories, encrypted for recipients that the tenant names, or as a tar stream."""
 
 import tarfile
 import zlib
@@ -17,9 +17,9 @@ from twinkle.server.tenancy.work_pools import FairPool
 
 
 def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
-    """Return ``text`` as a path without links. InvalidInputError unless it lies in one of the ``allowed`` directories.
+    """Return ``text`` as a path without symbolic links. InvalidInputError unless it is in an ``allowed`` directory.
 
-    Whether it exists is not told for any other place.
+    For a path elsewhere, the error does not reveal whether the path exists.
     """
     path = Path(text)
     if path.is_absolute() and "\x00" not in text:
@@ -30,14 +30,14 @@ def allowed_path(field: str, text: str, allowed: Sequence[Path]) -> Path:
     raise InvalidInputError(field, text, where)
 
 
-# --- encryption with age (age-encryption.org): nobody else can read the files, this server included -------------------
+# --- encryption with age (age-encryption.org): only the recipients can read the files, not this server ----------------
 
 _MOST_RECIPIENTS = 20
 _ALLOWED = "an age recipient (age1…) or an SSH public key (ssh-ed25519 … or ssh-rsa …)"
 
 
 def check_recipients(recipients: Sequence[str], field: str) -> None:
-    """Raise InvalidInputError for the first text that is no recipient."""
+    """Raise InvalidInputError if there are none or too many recipients, or for the first one that is not valid."""
     if not 1 <= len(recipients) <= _MOST_RECIPIENTS:
         raise InvalidInputError(field, f"{len(recipients)} recipients", f"1 to {_MOST_RECIPIENTS}, or null")
     for index, recipient in enumerate(recipients):
@@ -48,7 +48,7 @@ def check_recipients(recipients: Sequence[str], field: str) -> None:
 
 
 def encrypt_files(directory: Path, recipients: Sequence[str]) -> None:
-    """Replace each file of the directory by an encrypted ``<file>.age``."""
+    """Replace each file of the directory by its encrypted form ``<file>.age``."""
     readers = [_recipient(recipient) for recipient in recipients]
     for file in sorted(directory.iterdir()):
         pyrage.encrypt_file(str(file), str(file.with_name(f"{file.name}.age")), readers)
@@ -60,7 +60,7 @@ def _recipient(text: str) -> Any:
     return kind.Recipient.from_str(text)
 
 
-# --- tar streams: an archive that is never whole anywhere -------------------------------------------------------------
+# --- tar streams: archives that are sent while they are made, and never stored ----------------------------------------
 
 _PIECE = 2**20  # bytes in memory at a time
 _BLOCK = 512
@@ -68,14 +68,20 @@ _END = bytes(2 * _BLOCK)
 
 
 class TarStream:
-    """All files are open from the beginning: what is deleted meanwhile is sent whole all the same."""
+    """The files of a directory as a tar archive, made piece by piece.
+
+    All files are opened at the beginning, so a file that is deleted while the archive is sent is still sent completely.
+    """
 
     def __init__(self, directory: Path, name: str, modified: float, last: str | None = None) -> None:
-        """``name``: of the directory inside the archive; empty: the files lie at its top. ``last``: an empty file that
-        is added behind all others, by which a reader knows that nothing is missing. Blocks.
+        """Open all files. Blocks.
+
+        ``name``: the directory inside the archive that holds the files; empty: they are at the top. ``modified``: the
+        time of all files. ``last``: the name of an empty file that is added after all others, so that a reader of the
+        archive can see that nothing is missing.
         """
         self._open = ExitStack()
-        self._members: list[tuple[bytes, BinaryIO, int, int | None]] = []  # header, content, its length and checksum
+        self._members: list[tuple[bytes, BinaryIO, int, int | None]] = []  # header, content, its length, its checksum
         self._modified = int(modified)
         sums = read_checksums(directory) or {}
         for file in sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()):
@@ -99,7 +105,7 @@ class TarStream:
         return sum(len(header) + length + _padding(length) for header, _, length, _ in self._members) + len(_END)
 
     async def pieces(self, threads: FairPool, tenant_id: str) -> AsyncIterator[bytes]:
-        """Yield the archive; files are read in the tenant's share of ``threads``."""
+        """Yield the archive in pieces. Files are read in ``threads``, within the tenant's share of them."""
         with self._open:
             for header, content, length, expected in self._members:
                 yield header
@@ -110,7 +116,7 @@ class TarStream:
                         raise OSError("a file became shorter while it was sent")
                     left -= len(piece)
                     checksum = zlib.crc32(piece, checksum)
-                    if left == 0 and expected not in (None, checksum):  # better no archive than one with a wrong file
+                    if left == 0 and expected not in (None, checksum):  # break off: better than a wrong file
                         raise OSError("a file of the checkpoint is damaged: it is not as it was written")
                     yield piece
                 yield bytes(_padding(length))

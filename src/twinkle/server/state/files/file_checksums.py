@@ -1,7 +1,7 @@
-"""Checksums of the files in a directory that is written once: snapshots, checkpoints, sampler versions, backups.
+"""Checksums of the files in a directory that never changes after it was written: snapshots, checkpoints, versions.
 
-They lie in the directory, in ``checksums.json``, which has a checksum of its own. A directory without the file is of an
-earlier version of Twinkle, and cannot be checked.
+They are stored in the directory, in ``checksums.json``, which also has a checksum of itself. A directory without that
+file was written by an earlier version of Twinkle and cannot be checked.
 """
 
 import json
@@ -19,18 +19,18 @@ _logger = logging.getLogger(__name__)
 
 
 def write_checksums(directory: Path) -> None:
-    """Note size and checksum of every file in the directory and those below it."""
+    """Write ``checksums.json`` with size and checksum of every file in the directory and its subdirectories."""
     (directory / CHECKSUMS).write_text(_sealed(sums_of(directory, CHECKSUMS)))
 
 
 def sums_of(directory: Path, without: str) -> dict[str, tuple[int, int]]:
-    """Return (size, checksum) by name of every file in the directory and those below it, but of ``without`` in it."""
+    """Return (size, checksum) by name of every file in the directory and its subdirectories, except ``without``."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / without)
     return {path.relative_to(directory).as_posix(): (path.stat().st_size, _checksum(path)) for path in files}
 
 
 def read_checksums(directory: Path) -> Mapping[str, tuple[int, int]] | None:
-    """Return (size, checksum) by name; None where there are none. CheckpointError where they are damaged."""
+    """Return the stored (size, checksum) by name; None if there is no ``checksums.json``. Damaged: CheckpointError."""
     try:
         text = (directory / CHECKSUMS).read_bytes().decode()
         sums = json.loads(text)["files"]
@@ -44,17 +44,17 @@ def read_checksums(directory: Path) -> Mapping[str, tuple[int, int]] | None:
 
 
 def damaged_files(directory: Path) -> list[str]:
-    """Return the names of files that are missing or not as they were written. Reads all of them."""
+    """Return the names of the files that are missing or have changed since they were written. Reads all files."""
     sums = read_checksums(directory)
     return [] if sums is None else [name for name, sum_ in sums.items() if not _is_whole(directory / name, *sum_)]
 
 
 def check_files(directory: Path) -> None:
-    """Raise CheckpointError if a file is missing or not as it was written. Reads all of them."""
+    """Raise CheckpointError if a file is missing or has changed since it was written. Reads all files."""
     try:
         damaged = damaged_files(directory)
         if damaged:
-            raise CheckpointError(f"{directory} is damaged: {', '.join(damaged)} not as written")
+            raise CheckpointError(f"{directory} is damaged: {', '.join(damaged)} missing or changed")
     except CheckpointError as error:
         _logger.error("damaged: %s", error)
         raise

@@ -1,7 +1,8 @@
-"""What guards a data directory: the lock of whoever works in it, and space in reserve for when its disk is full.
+"""The lock of a data directory, and its reserve: disk space that is freed when the disk is full.
 
-A server on a full disk cannot even start: SQLite wants to write before it reads. What fills the disk is often the
-journal, which only a running server prunes. So a file of some megabytes lies there for nothing else than to be removed.
+A server cannot even start on a full disk, because SQLite writes before it reads. Often it is the journal that fills the
+disk, and only a running server prunes the journal. So a file of some megabytes, the reserve, exists only to be deleted
+in this case.
 """
 
 import errno
@@ -19,13 +20,16 @@ _PAUSE = 0.05  # seconds between two tries
 
 
 class DirectoryLock(AbstractContextManager["DirectoryLock"]):
-    """A file of the directory, locked until :meth:`release`, the end of a ``with``, or the end of the process.
+    """A lock on a file of the directory, held until :meth:`release`, the end of a ``with``, or the end of the process.
 
-    It says who works with a data directory: one server alone, or the processes of one server together.
+    One server holds it exclusively, or the processes of one server share it.
     """
 
     def __init__(self, data_dir: Path, *, name: str = "lock", shared: bool = False, wait_seconds: float = 0.0) -> None:
-        """``shared``: with others that share it, and with nobody who wants it alone. Blocks for ``wait_seconds``."""
+        """Take the lock; DataDirInUseError if it is not free within ``wait_seconds``. Blocks that long.
+
+        ``shared``: others may hold the lock too if they share it; without it, no other process may hold it.
+        """
         self._fd = os.open(data_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + wait_seconds
         while not try_lock(self._fd, shared=shared):
@@ -42,7 +46,7 @@ class DirectoryLock(AbstractContextManager["DirectoryLock"]):
 
 
 def try_lock(fd: int, *, shared: bool) -> bool:
-    """Lock an open file until it is closed; returns whether that was possible at once."""
+    """Lock an open file until it is closed, without waiting; return whether that was possible."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -54,17 +58,17 @@ def try_lock(fd: int, *, shared: bool) -> bool:
 
 RESERVE_BYTES = 8 * 1024 * 1024
 _NAME = "reserve"
-_LOW = 2 * 1024 * 1024  # bytes: with less than this nothing of ours works
-_PLENTY = 4 * RESERVE_BYTES  # bytes: with less than this left behind it, no reserve is made
+_LOW = 2 * 1024 * 1024  # bytes: with less free space than this the server does not work
+_PLENTY = 4 * RESERVE_BYTES  # bytes: the reserve is made only if this much stays free
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What SQLite says when it cannot write: which of them depends on what it was about to do.
+# The errors of SQLite when the disk is full. Which one it is depends on what SQLite was about to write.
 _SQLITE_FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_FSYNC"})
 
 _logger = logging.getLogger(__name__)
 
 
 def keep_reserve(data_dir: Path) -> None:
-    """Make the reserve where it is missing and there is plenty of room."""
+    """Create the reserve file if it is missing and there is enough free space."""
     file = data_dir / _NAME
     with suppress(OSError):
         if file.exists() and file.stat().st_size == RESERVE_BYTES:
@@ -81,7 +85,7 @@ def keep_reserve(data_dir: Path) -> None:
 
 
 def give_up_reserve(data_dir: Path, *, only_if_low: bool) -> bool:
-    """Remove the reserve; returns whether there was one. ``only_if_low``: only where the disk is full."""
+    """Delete the reserve file; return whether there was one. ``only_if_low``: only if the disk is nearly full."""
     file = data_dir / _NAME
     try:
         if only_if_low and _free(data_dir) >= _LOW:
@@ -94,7 +98,7 @@ def give_up_reserve(data_dir: Path, *, only_if_low: bool) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error, or what caused it, says that the disk is full."""
+    """Return whether an error, or one of its causes, says that the disk is full."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in DISK_FULL:

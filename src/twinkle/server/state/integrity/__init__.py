@@ -1,4 +1,4 @@
-"""Finding damage on disk and putting it right: checksums of rows, SQLite's structure and WAL, copies, repair.
+"""Detection and repair of damage on disk: checksums of rows, SQLite's structure and WAL, copies, repair of rows.
 
-``examination.py`` is what a server runs before it opens a database; the rest are its parts.
+``examination.py`` is what a server runs before it opens a SQLite database; the other modules are its parts.
 """

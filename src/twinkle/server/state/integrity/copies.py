@@ -1,9 +1,9 @@
-"""Copies of what all tenants depend on, in ``copies/`` of the data directory.
+"""Copies of files that all tenants depend on, in ``copies/`` of the data directory, and notes about the last start.
 
-secret     the secret with its checksum: whichever of both is whole puts the other right
-state.db   the database as it was when a server started, ended or last had time: for ``check-data --repair``
-boot       of which boot of the machine the last server was; see wal_check
-database   where the database is that belongs to this directory
+secret     a copy of the secret with a checksum: if the secret or the copy is damaged, it is restored from the other
+state.db   the database at the start or end of a server, or at its last maintenance: for ``check-data --repair``
+boot       the boot id of the machine when a server was last started; see wal_check
+database   the path of the database that belongs to this directory
 """
 
 import logging
@@ -33,9 +33,10 @@ _logger = logging.getLogger(__name__)
 
 
 def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
-    """Return the secret of a data directory: 64 hexadecimal digits.
+    """Return the secret of a data directory, 64 hexadecimal digits, and repair it or its copy if necessary.
 
-    ``may_make``: where there is none. Otherwise keys or tenants depend on one: a new one would lock all of them out.
+    ``may_make``: create a secret if there is none. Without it, DamagedStateError: keys or tenants depend on the old
+    secret, and a new one would lock all of them out.
     """
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
     file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
@@ -53,13 +54,13 @@ def read_secret(data_dir: Path, *, may_make: bool) -> bytes:
     if copy is None:
         if copy_file.exists():
             _logger.error("%s was damaged: it is made again from %s", copy_file, file)
-        with suppress(OSError):  # a full disk: the next start makes it
+        with suppress(OSError):  # a full disk: the next start writes it
             write_private(copy_file, _with_sum(found))
     return found
 
 
 def secret_problem(data_dir: Path) -> str | None:
-    """Return what is wrong with the secret or its copy, changing nothing."""
+    """Return what is wrong with the secret or its copy, or None. Nothing is changed."""
     file, copy_file = data_dir / _SECRET, data_dir / COPIES / _SECRET
     found, copy = _secret_in(file), _secret_in(copy_file, with_sum=True)
     if found is not None and found == copy:
@@ -72,7 +73,7 @@ def secret_problem(data_dir: Path) -> str | None:
 
 
 def _secret_in(file: Path, *, with_sum: bool = False) -> bytes | None:
-    """Return the secret that the file holds, ``with_sum`` or alone; None where it is missing or damaged."""
+    """Return the secret in a file; None if it is missing or damaged. ``with_sum``: a checksum follows the secret."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -87,7 +88,7 @@ def _with_sum(secret: bytes) -> bytes:
 
 
 def new_secret(file: Path) -> bytes:
-    """Make one; whoever comes second reads what the first one wrote."""
+    """Create a secret and return it. If another process creates one at the same time, both return the same."""
     draft = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     write_private(draft, secrets.token_hex(32).encode())
     try:
@@ -100,7 +101,7 @@ def new_secret(file: Path) -> bytes:
 
 
 def write_private(file: Path, content: bytes) -> None:
-    """Write a small file, whole or not at all, on disk when this returns."""
+    """Write a small file, completely or not at all. Its content is synced to disk when this returns."""
     draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -121,7 +122,7 @@ def copied_database(data_dir: Path) -> Path:
 
 
 def copy_database(database: Path, data_dir: Path) -> None:
-    """Copy a database that may be in use to where the server keeps its copy, whole or not at all."""
+    """Copy a database, which may be in use, to ``copies/``, completely or not at all."""
     target = copied_database(data_dir)
     target.parent.mkdir(mode=0o700, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
@@ -136,7 +137,7 @@ def copy_database(database: Path, data_dir: Path) -> None:
 
 
 def copy_sqlite(live: sqlite3.Connection, target: Path) -> None:
-    """Copy a database as it is at one moment; it may be in use. The copy is a file of its own, without a WAL."""
+    """Copy a database, which may be in use, as it is at one moment. The copy is a single file without a WAL."""
     target.unlink(missing_ok=True)
     target.touch(mode=0o600)
     with closing(sqlite3.connect(target)) as copy:
@@ -148,7 +149,7 @@ def copy_sqlite(live: sqlite3.Connection, target: Path) -> None:
 
 
 def is_same_boot(data_dir: Path) -> bool:
-    """Return whether the machine has been up since the last server began here; True where nobody knows."""
+    """Return whether the machine has not been rebooted since a server last started here; True if that is unknown."""
     try:
         return (data_dir / COPIES / _BOOT).read_text() == _BOOT_ID.read_text()
     except (OSError, ValueError):
@@ -156,7 +157,7 @@ def is_same_boot(data_dir: Path) -> bool:
 
 
 def note_opening(data_dir: Path, database: Path) -> None:
-    """Note when, and with which database, a server began to work here."""
+    """Write down in which boot of the machine, and with which database, a server started here."""
     (data_dir / COPIES).mkdir(mode=0o700, exist_ok=True)
     with suppress(OSError):  # a full disk
         if not is_same_boot(data_dir) or not (data_dir / COPIES / _BOOT).exists():
@@ -166,7 +167,7 @@ def note_opening(data_dir: Path, database: Path) -> None:
 
 
 def is_database_of(data_dir: Path, database: Path) -> bool:
-    """Return whether a server has worked here with this database."""
+    """Return whether the last server that started here used this database."""
     with suppress(OSError):
         return (data_dir / COPIES / _PLACE).read_bytes() == bytes(database.absolute())
     return False

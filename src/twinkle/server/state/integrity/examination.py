@@ -1,8 +1,8 @@
-"""What is looked at before a server opens a SQLite database, and the copy that it keeps of one.
+"""The checks before a server opens a SQLite database, and the copy of the database that the server maintains.
 
-Damage in rows is put right or costs their owners (row_repair). Damage in what all tenants depend on, the structure of
-the file and its WAL, is put right where nothing is lost by that; otherwise the start is refused: a server that went on
-would answer clients as if what they were promised had never been.
+Damaged rows are repaired, or affect only their owners (``row_repair``). All tenants depend on the structure of the file
+and on its WAL: damage there is repaired if nothing is lost by that. Otherwise the server refuses to start, because it
+would have forgotten requests that it had accepted.
 """
 
 import logging
@@ -25,22 +25,23 @@ from twinkle.server.state.integrity.sqlite_check import check_structure, connect
 from twinkle.server.state.integrity.wal_check import check_wal, set_aside
 
 _ABOUT_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_BUSY")
-_COPY_SECONDS = 600.0  # how old the copy of a database that changes may become
-# Any of these says that a server has worked here.
+_COPY_SECONDS = 600.0  # the copy is renewed when it is older than this
+# Files of a data directory that a server has used.
 _TRACES = ("secret", "copies/state.db", "journal/*/*.journal", "snapshots/*", "checkpoints/*", "samplers/*")
 
 _logger = logging.getLogger(__name__)
 
 
 def is_in_use(data_dir: Path) -> bool:
-    """Return whether anything in the directory says that a server has worked there."""
+    """Return whether the directory holds files of a server, which need not be running."""
     return any(next(data_dir.glob(pattern), None) is not None for pattern in _TRACES)
 
 
 def check_before_opening(database: Path, data_dir: Path, *, has_lock: bool) -> None:
-    """Raise DamagedStateError if the file is gone, or if SQLite would ignore a part of its WAL.
+    """Raise DamagedStateError if the file is missing or empty, or if SQLite would ignore a needed part of its WAL.
 
-    Without the lock, of a tool: a server that runs has its WAL under control, and is left alone.
+    A damaged WAL that is not needed is moved away. ``has_lock``: the caller holds the exclusive lock of the directory.
+    Without it (a tool), the WAL is checked only if the lock is free: the WAL of a running server changes all the time.
     """
     if not database.exists() or database.stat().st_size == 0:
         is_known = database.absolute() == (data_dir / "state.db").absolute() or is_database_of(data_dir, database)
@@ -51,24 +52,23 @@ def check_before_opening(database: Path, data_dir: Path, *, has_lock: bool) -> N
     if check_wal(database) is None:
         return
     with suppress(DataDirInUseError), nullcontext() if has_lock else DirectoryLock(data_dir):
-        damage = check_wal(database)  # nobody writes now
+        damage = check_wal(database)  # again, now that no server writes
         if damage is None:
             return
         if not damage.is_needed:
             aside = set_aside(database)
-            _logger.error("%s %s; all of them are in %s too: it is now %s", damage.file, damage, database, aside)
+            _logger.error("%s %s; all of them are in %s too: moved to %s", damage.file, damage, database, aside)
         elif not is_same_boot(data_dir):
-            _logger.error(
-                "%s %s. The machine went down since: commits of its last moments may be lost", damage.file, damage
-            )
+            _logger.error("%s %s. The machine went down since: its last commits may be lost", damage.file, damage)
         else:
             raise DamagedStateError(damage.file, str(damage), data_dir)
 
 
 def examine(database: Path, data_dir: Path) -> None:
-    """Look at every page and every row; put right what can be, raise DamagedStateError otherwise.
+    """Check every page and every row; repair what can be repaired, otherwise raise DamagedStateError.
 
-    For whoever has the data directory alone. A database of an earlier version has no checksums yet.
+    The caller must hold the exclusive lock of the data directory. Rows of a database of an earlier version, which has
+    no checksums yet, are not checked.
     """
     if database.exists() and database.stat().st_size > 0:
         try:
@@ -88,12 +88,13 @@ def examine(database: Path, data_dir: Path) -> None:
 
 
 def _put_right(connection: sqlite3.Connection, database: Path, data_dir: Path) -> None:
+    """Repair rows and rebuild indexes; DamagedStateError if the structure is still damaged afterwards."""
     rows = put_right(connection, data_dir)
     connection.execute("REINDEX")
     again = check_structure(connection)
     if again.broken is not None or again.indexes:
         raise DamagedStateError(database, f"is damaged: {again.broken or 'an index'}", data_dir)
-    what = f"{rows} damaged rows were dealt with" if rows else "damaged indexes were made again, nothing is lost"
+    what = f"{rows} damaged rows repaired or removed" if rows else "damaged indexes were rebuilt, nothing is lost"
     _logger.error("%s: %s", database, what)
 
 
@@ -102,7 +103,7 @@ def _is_about_the_disk(error: sqlite3.OperationalError) -> bool:
 
 
 class DatabaseCopies:
-    """The copy of a database in use. Its methods block."""
+    """Maintains the copy of a database that is in use. All methods block."""
 
     def __init__(self, database: Path, data_dir: Path) -> None:
         self._database = database
@@ -110,18 +111,20 @@ class DatabaseCopies:
         self._made_at = 0.0
 
     def make(self) -> None:
+        """Copy the database. A failure is logged, and the previous copy stays."""
         self._made_at = time.monotonic()
         try:
             copy_database(self._database, self._data_dir)
-        except (OSError, sqlite3.Error) as error:  # a full disk, most likely: the copy before it stays
+        except (OSError, sqlite3.Error) as error:  # most likely a full disk
             _logger.warning("no copy of %s could be made: %s", self._database, error)
 
     def make_if_old(self) -> None:
+        """Copy the database if the last copy is older than ``_COPY_SECONDS``."""
         if time.monotonic() - self._made_at > _COPY_SECONDS:
             self.make()
 
     def make_if_changed(self) -> None:
-        """Copy a database that was closed, unless the copy is newer."""
+        """Copy a database that was closed, if it has changed since the last copy."""
         copy = copied_database(self._data_dir)
         if not copy.exists() or copy.stat().st_mtime <= self._database.stat().st_mtime:
             self.make()

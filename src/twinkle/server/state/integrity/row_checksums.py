@@ -1,12 +1,13 @@
-"""A checksum in every row, so that a flipped bit inside a cell is found: SQLite looks at its structure only.
+"""A checksum in every row, to find a flipped bit inside a cell: SQLite itself checks only the structure of its file.
 
-The column ``checksum`` is filled by the statements themselves: :func:`with_checksums` rewrites an INSERT or UPDATE when
-it is compiled, so nobody has to think of it. On SQLite a function of ours computes it, on PostgreSQL an expression.
+The column ``checksum`` is set automatically: :func:`with_checksums` adds it to every INSERT and UPDATE when the
+statement is compiled. On SQLite a Python function computes it, on PostgreSQL an SQL expression.
 
-An UPDATE sets ``checksum XOR sum(old row) XOR sum(new row)``: in a row that was damaged before, the damage stays
-visible. A row is compared at the start of a server and by ``twinkle-server check-data``, not at every read.
+An UPDATE sets ``checksum XOR sum(old row) XOR sum(new row)``. If the row was damaged before, its checksum is still
+wrong after the update, so the damage is not hidden. Rows are compared with their checksums at the start of a server and
+by ``twinkle-server check-data``, not at every read.
 
-Columns are taken in the order of their names, which is the same in a new table and in one that was migrated. A
+The checksum covers the columns in the order of their names, which is the same in a new table and in a migrated one. A
 migration that changes the columns of a table has to call :func:`fill_checksums` for it.
 """
 
@@ -39,29 +40,29 @@ from sqlalchemy.dialects.postgresql import BIT
 from sqlalchemy.sql.dml import UpdateBase
 
 CHECKSUM = "checksum"
-SQL_FUNCTION = "row_checksum"  # of connections to SQLite
+SQL_FUNCTION = "row_checksum"  # the name of the Python function on connections to SQLite
 _DIGITS = 15  # hexadecimal: 60 bits fit a BIGINT
 
 
 def checked_columns(table: Table) -> list[Column[Any]]:
-    """Return the columns that the checksum covers, in its order; none if the table has no checksum."""
+    """Return the columns that the checksum covers, in order of their names; empty if the table has no checksum."""
     if CHECKSUM not in table.c:
         return []
     return sorted((column for column in table.c if column.name != CHECKSUM), key=lambda column: column.name)
 
 
 def row_checksum(values: Sequence[object]) -> int:
-    """Return the checksum of the values of :func:`checked_columns`, on SQLite."""
+    """Return the checksum that SQLite rows have, from the values of the :func:`checked_columns`."""
     return zlib.crc32(_TEXTS.encode(values).encode())
 
 
-# Made once, and without the check for lists inside themselves: every op comes here three times. Bytes and memoryviews
-# become hexadecimal digits.
+# Made once, and without the check for circular references, because this runs three times for every op. Bytes and
+# memoryviews become hexadecimal digits.
 _TEXTS = json.JSONEncoder(check_circular=False, default=lambda value: value.hex())
 
 
 def checksum_function(checksum: int, *values: object) -> int:
-    """Return the new checksum of a row: ``values`` are those of the old row and those of the new one."""
+    """Return the new checksum of an updated row. ``values``: those of the old row, followed by those of the new row."""
     half = len(values) // 2
     if half == 0:
         return checksum
@@ -69,7 +70,7 @@ def checksum_function(checksum: int, *values: object) -> int:
 
 
 def without_checksum(statement: Select[Any]) -> Select[Any]:
-    """Leave the checksum out of what a query returns: records have no such field."""
+    """Return the query without the column ``checksum`` in its result: records have no such field."""
     columns = [column for column in statement.selected_columns if getattr(column, "name", None) != CHECKSUM]
     if len(columns) == len(statement.selected_columns):
         return statement
@@ -77,10 +78,10 @@ def without_checksum(statement: Select[Any]) -> Select[Any]:
 
 
 def with_checksums(statement: UpdateBase, dialect: str) -> tuple[UpdateBase, Callable[[Mapping[str, Any]], int] | None]:
-    """Return the statement that sets the checksum too.
+    """Return the statement extended to set the checksum, and for an INSERT on SQLite a function, otherwise None.
 
-    The second value computes the parameter ``checksum`` from the others, for an INSERT on SQLite: calling back from
-    there would take the interpreter lock once more in the hottest statement of all.
+    The function computes the parameter ``checksum`` from the other parameters before the statement runs. If SQLite
+    called the Python function instead, the most frequent statement would take the interpreter lock once more.
     """
     table = statement.table
     columns = checked_columns(table) if isinstance(table, Table) else []
@@ -102,7 +103,7 @@ def with_checksums(statement: UpdateBase, dialect: str) -> tuple[UpdateBase, Cal
 
 
 def fill_checksums(connection: Connection, name: str) -> None:
-    """Set the checksums of all rows of a table, whatever they were. For migrations."""
+    """Set the checksums of all rows of a table, whatever they were before. For migrations."""
     table = Table(name, MetaData(), autoload_with=connection)
     columns = checked_columns(table)
     checksum: ColumnElement[int] = expected_checksum(columns)
@@ -115,12 +116,19 @@ def fill_checksums(connection: Connection, name: str) -> None:
 
 
 def _reusable(value: Any) -> Any:
-    """Return what may stand in a second place of the statement: SQLAlchemy names constants after their column."""
+    """Return a value that may occur a second time in the statement.
+
+    A constant becomes a new literal: SQLAlchemy names the parameters of constants after their column, and two with the
+    same name would conflict.
+    """
     return literal(value.value, value.type) if isinstance(value, BindParameter) and not value.required else value
 
 
 def _inserted(columns: Sequence[Column[Any]]) -> Callable[[Mapping[str, Any]], int]:
-    """Return what computes the checksum of a new row, of values as they come back: a DOUBLE makes integers floats."""
+    """Return a function that computes the checksum of a new row from its parameters.
+
+    It uses the values as SQLite will return them: an integer in a DOUBLE column comes back as a float.
+    """
     values_of = itemgetter(*(column.name for column in columns))
     doubles = [index for index, column in enumerate(columns) if isinstance(column.type, Double)]
 
@@ -135,7 +143,7 @@ def _inserted(columns: Sequence[Column[Any]]) -> Callable[[Mapping[str, Any]], i
 
 
 def _casts(columns: Sequence[Column[Any]], values: Mapping[str, ColumnElement[Any]]) -> Sequence[ColumnElement[Any]]:
-    """Return values as their columns will store them."""
+    """Return the values, cast to the types of their columns."""
     return [
         values[column.name] if values[column.name] is column else cast(values[column.name], column.type)
         for column in columns
@@ -143,7 +151,7 @@ def _casts(columns: Sequence[Column[Any]], values: Mapping[str, ColumnElement[An
 
 
 def expected_checksum(values: Sequence[ColumnElement[Any]]) -> ColumnElement[int]:
-    """Return what a row's checksum should be, as an expression of PostgreSQL."""
+    """Return the expected checksum of a row as an SQL expression for PostgreSQL."""
     digest = func.md5(cast(func.row(*values), Text))
     digits = literal("x", String).concat(func.left(digest, _DIGITS))
     return cast(cast(digits, BIT(4 * _DIGITS)), BigInteger)

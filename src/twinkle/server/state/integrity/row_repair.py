@@ -1,9 +1,9 @@
-"""What becomes of damaged rows when a server starts on SQLite: each costs only the run, session or key it belongs to.
+"""Repair of damaged rows when a server starts on SQLite. A row affects only the run, session or key it belongs to.
 
-Where the copy of the database that the server keeps has the row, and the row never changes, it is put back: nothing is
-lost. Otherwise the run is failed, the session ended (with its adapters evicted), and the rest is removed;
-all of it is put on record in the table ``damage`` and in the log. No column of a damaged row is believed where it says
-whose something is: that is taken from other rows.
+If the server's copy of the database has the row, and the copied content is still valid, the row is put back from the
+copy and nothing is lost. Otherwise the run is failed, or the session is ended (its adapters are then evicted), or, for
+other tables, the row is removed. Everything is reported in the log and in the table ``damage``. The owner of a row is
+never read from the damaged row itself: it is taken from other rows.
 """
 
 import json
@@ -33,11 +33,12 @@ Row = dict[str, Any]
 
 _logger = logging.getLogger(__name__)
 
-# Of these tables all rows are looked at, and of the others only those with damaged rows are kept in memory.
+# The rows of these tables are always kept in memory, because owners are looked up in them. Other tables are kept in
+# memory only if they have damaged rows.
 _OWNERS = ("runs", "sessions", "checkpoints", "sampling_sessions", "snapshots")
 _SESSION = RecordMapper(SessionRecord, SESSIONS)
 _CHECKPOINT = RecordMapper(CheckpointRecord, CHECKPOINTS)
-# What a run's row holds where the damaged row cannot be believed.
+# Values for the columns of a damaged run whose own values are not plausible.
 _OTHERWISE: Row = {
     "number": 0,
     "base_model": "",
@@ -49,7 +50,7 @@ _OTHERWISE: Row = {
 
 
 def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
-    """Deal with all damaged rows in one transaction; returns how many there were. Raises sqlite3.Error."""
+    """Repair or remove all damaged rows in one transaction; return how many there were. Raises sqlite3.Error."""
     repair = _Repair(data_dir)
     for name in row_tables(connection):
         contents = read_table(connection, name)
@@ -64,7 +65,8 @@ def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
     connection.execute("PRAGMA foreign_keys=OFF")
     connection.execute("BEGIN IMMEDIATE")
     for name in repair.changed:
-        connection.execute(f"DELETE FROM {name}")  # written anew: a row whose key is damaged cannot be found by it
+        # All rows are written again, because a row whose key is damaged cannot be found by its key.
+        connection.execute(f"DELETE FROM {name}")
         _insert(connection, "IGNORE", name, repair.tables[name].good)
     _insert(connection, "REPLACE", "damage", [_with_checksum(vars(entry)) for entry in repair.entries])
     connection.execute("COMMIT")
@@ -72,7 +74,7 @@ def put_right(connection: sqlite3.Connection, data_dir: Path) -> int:
 
 
 def _insert(connection: sqlite3.Connection, otherwise: str, name: str, rows: Sequence[Row]) -> None:
-    """Insert rows, which all have the same columns. ``otherwise``: what to do where there is one of the same key."""
+    """Insert rows, which all have the same columns. ``otherwise``: IGNORE or REPLACE, if a row has the same key."""
     if rows:
         columns = list(rows[0])
         into = f"INSERT OR {otherwise} INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
@@ -85,13 +87,15 @@ def _with_checksum(row: Row) -> Row:
 
 @dataclass
 class _Repair:
+    """The content of the tables, with the decisions about damaged rows applied to it in memory."""
+
     data_dir: Path
     tables: dict[str, Contents] = field(default_factory=dict)
-    changed: set[str] = field(default_factory=set)
-    entries: list[Damage] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)  # tables that must be written again
+    entries: list[Damage] = field(default_factory=list)  # for the table ``damage``
 
     def decide(self) -> None:
-        """Decide about all damaged rows, those of owners first, then those that belong to them."""
+        """Decide about all damaged rows: sessions and runs first, because decisions about other rows depend on them."""
         deciding: Mapping[str, Callable[[str, Row], None]] = {
             "sessions": self._sessions,
             "runs": self._runs,
@@ -116,7 +120,9 @@ class _Repair:
         copied = self._copied(name, row)
         session_id = _nearest(row["session_id"], known) or (copied["session_id"] if copied else None)
         if session_id is None:
-            self._say(f"session {row['session_id']}", "its record is damaged, and nothing belongs to it: it is removed")
+            self._report(
+                f"session {row['session_id']}", "its record is damaged, and it has no runs or samplers: it is removed"
+            )
             return
         copied = copied or self._copied(name, {"session_id": session_id})
         now = time.time()
@@ -131,7 +137,7 @@ class _Repair:
             session_id, tenant_id, created_at, now, "expired", finish_reason="errored", finish_detail=what
         )
         self._put(name, _SESSION.row(session))
-        self._say(f"session {session_id}", f"{what}; its adapters are parked", tenant_id)
+        self._report(f"session {session_id}", f"{what}; its adapters are evicted", tenant_id)
 
     def _runs(self, name: str, row: Row) -> None:
         named = {
@@ -152,7 +158,7 @@ class _Repair:
             (each for each in tenants if run_id.startswith((f"{each}:train:", f"{each}-"))), row["session_id"]
         )
         if session_id not in tenants:
-            self._say(f"run {run_id}", "its record is damaged, its session is not known: it is removed", None, run_id)
+            self._report(f"run {run_id}", "its record is damaged, its session is unknown: it is removed", None, run_id)
             return
         message = lost_run(run_id, "its record was damaged on the server's disk")
         owned = {"run_id": run_id, "session_id": session_id, "tenant_id": tenants[session_id]}
@@ -161,18 +167,18 @@ class _Repair:
             owned["number"] = int(number)
         otherwise = _OTHERWISE | dict.fromkeys(("created_at", "last_request_at"), time.time())
         self._put(name, _believed(row, otherwise) | owned | {"state": "failed", "note": message})
-        self._say(f"run {run_id}", message, tenants[session_id], run_id)
+        self._report(f"run {run_id}", message, tenants[session_id], run_id)
 
     def _snapshots(self, name: str, row: Row) -> None:
         with_one = {other["adapter_id"] for other in self._good(name)}
         live = {run["run_id"] for run in self._good("runs") if run["state"] == "live"} - with_one
         run_id = _nearest(row["adapter_id"], live)
         if run_id is None:
-            self._say(f"snapshot of {row['adapter_id']}", "its record is damaged, and no live run misses one")
+            self._report(f"snapshot of {row['adapter_id']}", "its record is damaged; no live run lacks a snapshot")
             return
         if self._has_gap(run_id, -1) is False:
-            what = "the record of its snapshot was damaged: it is brought back from its journal, from its creation on"
-            self._say(f"snapshot of {run_id}", what, self._tenant(run_id), run_id)
+            what = "the record of its snapshot was damaged: all ops since its creation are replayed from the journal"
+            self._report(f"snapshot of {run_id}", what, self._tenant(run_id), run_id)
             return
         self._fail(run_id, "the record of its snapshot was damaged on the server's disk")
 
@@ -180,7 +186,7 @@ class _Repair:
         runs = {run["run_id"] for run in self._good("runs")}
         run_id = _nearest(row["adapter_id"], runs) or self._with_a_gap()
         if run_id is None:
-            raise sqlite3.DatabaseError("a damaged row of the table ops belongs to nobody that is known")
+            raise sqlite3.DatabaseError("a damaged row of the table ops belongs to no known run")
         self._fail(run_id, "the record of one of its requests was damaged on the server's disk")
 
     def _checkpoints(self, name: str, row: Row) -> None:
@@ -188,15 +194,19 @@ class _Repair:
         copied = self._copied(name, row)
         found = copied or self._from_directory(row)
         if found is None:
-            self._say(f"checkpoint {path}", "its record is damaged, and its files are not found: it is removed")
+            self._report(f"checkpoint {path}", "its record is damaged, and its files are not found: it is removed")
             return
         path = f"tinker://{found['run_id']}/{found['kind']}/{found['name']}"
         self._put(name, found)
-        how = "from the copy" if copied else "from its files: private, kept until it is deleted, without metadata"
-        self._say(f"record of {path}", f"it was damaged: it is made again {how}", found["tenant_id"], found["run_id"])
+        how = "from the copy" if copied else "from its files: private, without expiry, without metadata"
+        self._report(f"record of {path}", f"it was damaged: it is restored {how}", found["tenant_id"], found["run_id"])
 
     def _from_directory(self, row: Row) -> Row | None:
-        """Make a record from the only directory that no other record names, at its place or anywhere."""
+        """Make the record of a checkpoint from its directory, or return None if the directory cannot be determined.
+
+        That is the directory that the damaged row names, if no other record names it, or else the only checkpoint
+        directory that no record names.
+        """
         named = {other["directory"] for other in self._good("checkpoints")}
         places = self.data_dir.glob("checkpoints/*/*/*/*")
         directories = [path for path in places if path.is_dir() and path.name.isdigit()]
@@ -228,40 +238,43 @@ class _Repair:
             return
         tenant = row["tenant_id"] if copied is None else copied["tenant_id"]
         command = f"`twinkle-server keys create --tenant {tenant}` makes a new one"
-        self._say(f"key {row['key_id']}", f"its record is damaged: the key does not work any more; {command}")
+        self._report(f"key {row['key_id']}", f"its record is damaged: the key does not work any more; {command}")
 
     def _same_or_gone(self, kind: str, advice: str, name: str, row: Row) -> None:
-        """Put back the copy of a row that never changes; without one, the row is gone."""
+        """Put back a row that never changes from the copy of the database; remove it if the copy does not have it."""
         copied = self._copied(name, row)
         (key,) = _key(name)
         if copied is not None:
             self._put_back(name, copied, f"record of {copied[key]}")
             return
         message = f"{kind} {row[key]}: its record was damaged on the server's disk; {advice}"
-        self._say(f"{kind} {row[key]}", message)
+        self._report(f"{kind} {row[key]}", message)
 
     def _other(self, name: str, row: Row) -> None:
         content = {column: value for column, value in row.items() if column != CHECKSUM}
         shown = json.dumps(content, default=str)[:500]
-        subject = f"row of {name} {row_checksum([shown]):08x}"  # it has no other name
-        self._say(subject, f"a row of the table {name} is damaged: it is removed; it reads {shown}")
+        subject = f"row of {name} {row_checksum([shown]):08x}"  # a name for the row, whose key may be damaged
+        self._report(subject, f"a row of the table {name} is damaged: it is removed; its content was {shown}")
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _good(self, name: str) -> Sequence[Row]:
+        """Return the undamaged rows of a table, including those that were repaired."""
         contents = self.tables.get(name)
         return () if contents is None else contents.good
 
     def _put(self, name: str, row: Row) -> None:
+        """Add a row with its checksum to a table; missing columns become NULL."""
         columns = self.tables[name].columns
         whole = {column: row.get(column) for column in columns if column != CHECKSUM}
         self.tables[name].good.append(_with_checksum(whole))
 
     def _put_back(self, name: str, row: Row, subject: str, run_id: str | None = None) -> None:
         self._put(name, row)
-        self._say(subject, "its record was damaged: it is put back from the copy", row["tenant_id"], run_id)
+        self._report(subject, "its record was damaged: it is put back from the copy", row["tenant_id"], run_id)
 
     def _fail(self, run_id: str, what: str) -> None:
+        """Fail a run, if it is live, and report why."""
         message = lost_run(run_id, what)
         for run in self._good("runs"):
             if run["run_id"] == run_id:
@@ -270,25 +283,28 @@ class _Repair:
                 self._put("runs", run | ({"state": "failed", "note": message} if is_live else {}))
                 self.changed.add("runs")
                 break
-        self._say(f"run {run_id}", message, self._tenant(run_id), run_id)
+        self._report(f"run {run_id}", message, self._tenant(run_id), run_id)
 
     def _tenant(self, run_id: str) -> str | None:
         return next((run["tenant_id"] for run in self._good("runs") if run["run_id"] == run_id), None)
 
     def _with_a_gap(self) -> str | None:
-        """Return the only live run among whose ops a number is missing."""
+        """Return the live run with a missing sequence number among its ops; None unless there is exactly one."""
         covered = {each["adapter_id"]: each["seq"] for each in self._good("snapshots")}
         live = [run["run_id"] for run in self._good("runs") if run["state"] == "live"]
         with_gap = [run_id for run_id in live if self._has_gap(run_id, covered.get(run_id, -1))]
         return with_gap[0] if len(with_gap) == 1 else None
 
     def _has_gap(self, run_id: str, after: int) -> bool | None:
-        """Return whether a number is missing among the run's ops after that one; None where it has none of them."""
+        """Return whether a sequence number is missing among the run's ops after ``after``; None if there are none."""
         seqs = {op["seq"] for op in self._good("ops") if op["adapter_id"] == run_id and op["seq"] > after}
         return seqs != set(range(after + 1, max(seqs) + 1)) if seqs else None
 
     def _copied(self, name: str, row: Row) -> Row | None:
-        """Return the row as the copy has it, if it has it whole: by its key, or by all but the damaged part."""
+        """Return a damaged row as the copy of the database has it, or None.
+
+        It is found by its key, or, if the key itself is damaged, as the only row that differs in one column.
+        """
         rows: Sequence[Row] = ()
         with (
             suppress(sqlite3.Error, UnicodeDecodeError, OSError),
@@ -299,10 +315,11 @@ class _Repair:
         here = set(map(key, self._good(name)))
         missing = [other for other in rows if key(other) not in here]
         same = [other for other in missing if all(other[column] == row.get(column) for column in _key(name))]
-        likely = same or [other for other in missing if _differences(other, row) == 1]  # the key itself was hit
+        likely = same or [other for other in missing if _differences(other, row) == 1]  # the key itself is damaged
         return likely[0] if len(likely) == 1 else None
 
-    def _say(self, subject: str, message: str, tenant_id: str | None = None, run_id: str | None = None) -> None:
+    def _report(self, subject: str, message: str, tenant_id: str | None = None, run_id: str | None = None) -> None:
+        """Log a damage and add an entry for the table ``damage``."""
         subject, message = _printable(subject), _printable(message)
         _logger.error("damaged: %s (tenant %s): %s", subject, tenant_id or "unknown", message)
         whole = message if message.startswith(subject) or ":" in message else f"{subject}: {message}"
@@ -310,12 +327,16 @@ class _Repair:
 
 
 def _key(table: str) -> tuple[str, ...]:
-    """Return the columns by which a row is found."""
+    """Return the primary key columns of a table."""
     return tuple(column.name for column in METADATA.tables[table].primary_key)
 
 
 def _nearest(value: object, known: Iterable[str]) -> str | None:
-    """Return the id that is meant: the same, or the only one that differs least, in one or two characters."""
+    """Return the known id that a possibly damaged value stands for, or None if that is ambiguous.
+
+    This is the same id; or the only one of the same length that differs least, in at most two characters; or the only
+    one of which the value is a prefix, or the other way round.
+    """
     ids = list(known)
     if value in ids:
         return str(value)
@@ -341,9 +362,10 @@ def _text(value: object) -> str:
 
 
 def _believed(row: Row, otherwise: Row) -> Row:
-    """Return the columns that ``otherwise`` names, as the damaged row has them, or from there where it has nonsense.
+    """Return the columns of ``otherwise``, each with the damaged row's value if it is plausible, or else the default.
 
-    A value must have the type of the other one; JSON text must hold an object, with the same names if there are any.
+    A value is plausible if it has the type of the default. If the default is a JSON object, the value must be one too,
+    with the same names unless the default is empty.
     """
     believed = {}
     for column, default in otherwise.items():

@@ -1,7 +1,7 @@
-"""Whether a SQLite database is whole: its structure, its schema, and the checksum of every row.
+"""The check of a SQLite database: its structure, its schema, and the checksum of every row.
 
-``PRAGMA integrity_check`` reads every page and compares every index with its table. It knows nothing of a bit that
-flipped inside a cell, which is what the rows' checksums are for. Both together take about a second for 100 MB.
+``PRAGMA integrity_check`` reads every page and compares every index with its table. It cannot find a bit that flipped
+inside a cell; the checksums of rows do that. Both together take about a second for 100 MB.
 """
 
 import json
@@ -17,17 +17,21 @@ from twinkle.server.state.integrity.row_checksums import CHECKSUM, row_checksum
 
 _MOST_COMPLAINTS = 200
 _BUSY_SECONDS = 30.0  # how long to wait for a server that is writing
-# What integrity_check says of an index that does not fit its table: it can be made again from it.
+# Messages of integrity_check about an index that does not match its table. The index can be rebuilt from the table.
 _ABOUT_INDEX = re.compile(
     r"row \d+ missing from index|wrong # of entries in index|non-unique entry in index|rowid not at end-of-record"
 )
-# What it says of the content of one row, whose checksum is wrong then.
+# Messages about the content of one row. The checksum of that row is wrong too.
 _ABOUT_ROW = re.compile(r"\w+ value in \w+\.\w+$|row not in PRIMARY KEY order for|non-\w+ value in")
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What is wrong beside single rows: ``broken`` cannot be put right, indexes can be made again."""
+    """Damage other than in single rows.
+
+    ``broken``: a message about damage that cannot be repaired, or None. ``indexes``: an index is damaged; indexes can
+    be rebuilt.
+    """
 
     broken: str | None
     indexes: bool
@@ -35,7 +39,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Contents:
-    """The rows of a table, those that are as they were written and those that are not."""
+    """The rows of a table: ``good`` ones have the right checksum, ``damaged`` ones do not."""
 
     columns: tuple[str, ...]
     good: list[dict[str, Any]]
@@ -43,7 +47,7 @@ class Contents:
 
 
 def connect(database: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """Open a database for inspection: text that is no UTF-8 any more can be read all the same."""
+    """Open a database for inspection. Text that is no longer valid UTF-8 can still be read."""
     mode = "ro" if read_only else "rw"
     address = f"{database.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(address, uri=True, isolation_level=None, timeout=_BUSY_SECONDS)
@@ -52,10 +56,11 @@ def connect(database: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def check_structure(connection: sqlite3.Connection) -> Structure:
+    """Check all pages, indexes and the schema. Reads the whole file."""
     try:
         rows = connection.execute(f"PRAGMA integrity_check({_MOST_COMPLAINTS})").fetchall()
         wrong_schema = _schema_problem(connection)
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # what SQLite says may quote the damage
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the message of SQLite may contain damaged text
         return Structure(str(error), indexes=False)
     complaints = [str(row[0]) for row in rows if row[0] != "ok"]
     others = [text for text in complaints if not _ABOUT_INDEX.search(text) and not _ABOUT_ROW.search(text)]
@@ -66,13 +71,13 @@ def check_structure(connection: sqlite3.Connection) -> Structure:
 
 
 def row_tables(connection: sqlite3.Connection) -> list[str]:
-    """Return the tables whose rows have a checksum."""
+    """Return the names of the tables whose rows have a checksum."""
     names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
     return [name for name in names if CHECKSUM in {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}]
 
 
 def read_table(connection: sqlite3.Connection, table: str) -> Contents:
-    """Read all rows in the order in which they lie there: an index may be what is damaged."""
+    """Read all rows without using an index, because an index may be damaged."""
     cursor = connection.execute(f"SELECT * FROM {table} NOT INDEXED")
     contents = Contents(tuple(column[0] for column in cursor.description), [], [])
     for row, is_good in _compared(cursor):
@@ -81,7 +86,7 @@ def read_table(connection: sqlite3.Connection, table: str) -> Contents:
 
 
 def is_whole(connection: sqlite3.Connection, structure: Structure) -> bool:
-    """Return whether nothing is damaged: no index, and no row of any table."""
+    """Return whether nothing is damaged: neither the structure nor a row of any table."""
     if structure.broken is not None or structure.indexes:
         return False
     cursors = (connection.execute(f"SELECT * FROM {table} NOT INDEXED") for table in row_tables(connection))
@@ -89,7 +94,7 @@ def is_whole(connection: sqlite3.Connection, structure: Structure) -> bool:
 
 
 def set_schema_sum(connection: Any) -> None:
-    """Note what the schema is, in a number of the file's header that SQLite leaves to us."""
+    """Store a checksum of the schema in ``user_version``, a number in the file's header that applications may use."""
     connection.execute(f"PRAGMA user_version = {_schema_sum(connection)}")
 
 
@@ -108,7 +113,7 @@ def _schema_sum(connection: Any) -> int:
 
 
 def _compared(cursor: sqlite3.Cursor) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield every row, and whether it has its checksum."""
+    """Yield every row, and whether its checksum is right."""
     columns = [column[0] for column in cursor.description]
     order = [columns.index(name) for name in sorted(columns) if name != CHECKSUM]
     place = columns.index(CHECKSUM)

@@ -1,13 +1,13 @@
-"""Whether the WAL of a SQLite database still holds all that was committed.
+"""The check whether the WAL of a SQLite database still holds all committed transactions.
 
-SQLite reads a WAL up to the first frame whose checksum is wrong and ignores the rest without a word: one flipped bit,
-or a file that was cut, loses committed transactions. What was committed can be known: SQLite's index of the WAL, the
-file ``-shm``, names the last frame of the last commit. It is in the page cache and so survives the death of the process
-that wrote it. SQLite itself does not read it after a crash, but builds it anew. So we compare both before SQLite opens
-them.
+SQLite reads a WAL up to the first frame whose checksum is wrong and silently ignores the rest. So one flipped bit, or a
+truncated file, loses committed transactions. What was committed can be found out: SQLite's index of the WAL, the file
+``-shm``, contains the number of the last frame of the last commit. It is in the page cache, so it survives the death of
+the process that wrote it. After a crash SQLite does not read this index but rebuilds it. Therefore the WAL and its
+index are compared here, before SQLite opens them.
 
-Neither file is synced with every commit. After the machine itself went down, frames may be missing, which the
-documentation says: the caller compares only within one boot.
+Neither file is synced with every commit. So after the machine itself went down, frames may be missing (this is
+documented), and the caller treats a difference as damage only within one boot.
 """
 
 import os
@@ -22,16 +22,17 @@ import numpy.typing as npt
 _WAL_HEADER = 32
 _FRAME_HEADER = 24
 _INDEX_HEADER = struct.Struct("=IIIBBHII8s8sII")  # struct WalIndexHdr of SQLite, twice at the beginning of the file
-_BACKFILL = 2 * _INDEX_HEADER.size  # where struct WalCkptInfo begins, with nBackfill
+_BACKFILL = 2 * _INDEX_HEADER.size  # offset of struct WalCkptInfo, whose first field is nBackfill
 _MAGIC = 0x377F0682
 _FRAMES_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class WalDamage:
-    """``found`` of ``committed`` frames can be read. ``is_needed``: some of the others are nowhere else.
+    """A WAL of which only ``found`` of ``committed`` frames can be read.
 
-    ``is_consistent``: the database as it was after the frames that were found can still be had.
+    ``is_needed``: some of the other frames are not in the database file either. ``is_consistent``: the first ``found``
+    frames together with the database file give the database as it was after an earlier commit.
     """
 
     file: Path
@@ -39,7 +40,7 @@ class WalDamage:
     committed: int
     is_needed: bool
     is_consistent: bool
-    good_bytes: int  # of the file: what can be read
+    good_bytes: int  # size of the readable part of the file
 
     def __str__(self) -> str:
         return f"is damaged: of {self.committed} committed frames, {self.found} can be read"
@@ -47,18 +48,21 @@ class WalDamage:
 
 @dataclass(frozen=True)
 class _Index:
-    frames: int  # of the last commit
+    """The fields of the WAL index that matter here."""
+
+    frames: int  # number of the last frame of the last commit
     salts: bytes
-    backfilled: int  # frames that are in the database file, synced
+    backfilled: int  # number of frames that were copied to the database file and synced
 
 
 def check_wal(database: Path) -> WalDamage | None:
-    """Return what is wrong with the WAL of a database that nobody has open; None if all is there, or nobody can say."""
+    """Return the damage of the WAL of a database that no process has open; None if it is complete or unknown."""
     wal = database.with_name(f"{database.name}-wal")
     index = _read_index(database.with_name(f"{database.name}-shm"))
     found, with_salts, good_bytes = _read_wal(wal, None if index is None else index.salts)
     if index is None:
-        # Frames of this log behind one that is damaged; a torn one at the end is what an interrupted commit leaves.
+        # Without an index, damage shows as frames of this WAL after a damaged one. A single damaged frame at the end is
+        # normal: an interrupted commit leaves it.
         return WalDamage(wal, found, with_salts, True, False, good_bytes) if with_salts > found + 1 else None
     if found >= index.frames:
         return None
@@ -67,7 +71,7 @@ def check_wal(database: Path) -> WalDamage | None:
 
 
 def set_aside(database: Path) -> Path:
-    """Move a WAL that is damaged and not needed out of SQLite's way: it would read some of its frames, not others."""
+    """Rename a damaged WAL that is not needed and return its new path. SQLite would read only some of its frames."""
     wal = database.with_name(f"{database.name}-wal")
     aside = database.with_name(f"{database.name}-wal.damaged-{int(time.time())}")
     if wal.exists():
@@ -76,7 +80,7 @@ def set_aside(database: Path) -> Path:
 
 
 def _read_index(file: Path) -> _Index | None:
-    """Return what the index says; None where there is none, or none that is whole."""
+    """Return the content of the index; None if it is missing or damaged."""
     try:
         content = file.read_bytes()[: _BACKFILL + 4]
     except OSError:
@@ -93,8 +97,14 @@ def _read_index(file: Path) -> _Index | None:
 
 
 def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int, int]:
-    """Return the number of the last whole commit's last frame, that of the last frame with the log's salts, and how
-    many bytes the former takes with all before it."""
+    """Return three numbers about a WAL:
+
+    - the number of the last frame of the last commit that can be read completely,
+    - the number of the last frame that has the salts of this WAL, readable or not,
+    - the size in bytes of the file up to the former frame.
+
+    ``salts``: if given, the WAL must have these, or else all numbers are 0.
+    """
     try:
         with file.open("rb") as log:
             header = log.read(_WAL_HEADER)
@@ -119,6 +129,7 @@ def _read_wal(file: Path, salts: bytes | None) -> tuple[int, int, int]:
 def _read_frames(
     content: bytes, page_size: int, order: "np.dtype[np.uint32]", salts: bytes, sums: tuple[int, int]
 ) -> tuple[int, int]:
+    """Return the first two numbers of :func:`_read_wal`."""
     size = _FRAME_HEADER + page_size
     count = len(content) // size
     frames = np.frombuffer(content[: count * size], np.uint8).reshape(count, size)
@@ -127,7 +138,7 @@ def _read_frames(
     for start in range(0, count, _FRAMES_AT_ONCE):
         part = frames[start : start + _FRAMES_AT_ONCE]
         words = np.concatenate([part[:, :8], part[:, _FRAME_HEADER:]], axis=1).view(order).astype(np.uint64)
-        own = checksum.of(words)
+        own = checksum.contributions(words)
         for number, frame in enumerate(part):
             head = frame[:_FRAME_HEADER].tobytes()
             if head[8:16] == salts:
@@ -136,21 +147,22 @@ def _read_frames(
                 continue
             sums = checksum.after(sums, own[number])
             is_whole = head[8:16] == salts and struct.unpack(">II", head[16:24]) == sums
-            if is_whole and head[4:8] != bytes(4):  # the size of the database, in the last frame of a commit
+            if is_whole and head[4:8] != bytes(4):  # the size of the database, not 0 in the last frame of a commit
                 committed = start + number + 1
     return committed, with_salts
 
 
 class _FrameSum:
-    """SQLite's checksum, a linear recurrence: (a, b) becomes (a + x + b, b + y + (a + x + b)) with each two words x, y.
+    """SQLite's checksum of frames, computed for many frames at once.
 
-    So what a frame adds does not depend on the frames before it, and all frames are summed at once.
+    The checksum is a linear recurrence: for every two words x, y, (a, b) becomes (a + x + b, b + y + (a + x + b)). So
+    what a frame adds to the sums does not depend on the frames before it.
     """
 
     def __init__(self, words: int) -> None:
         step = np.array([[1, 1], [1, 2]], np.uint64)
         power = np.eye(2, dtype=np.uint64)
-        entering = np.array([[1, 0], [1, 1]], np.uint64)  # what x and y add to a and b at once
+        entering = np.array([[1, 0], [1, 1]], np.uint64)  # what x and y add to a and b in their own step
         weights = np.empty((words // 2, 2, 2), np.uint64)
         for place in reversed(range(words // 2)):
             weights[place] = power @ entering & np.uint64(0xFFFFFFFF)
@@ -158,17 +170,18 @@ class _FrameSum:
         self._power = power
         self._weights = weights.transpose(1, 0, 2).reshape(2, words)
 
-    def of(self, frames: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Return what each frame adds, of rows of words."""
+    def contributions(self, frames: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Return for each frame (a row of words) what it adds to the two sums."""
         return (frames @ self._weights.T) & np.uint64(0xFFFFFFFF)
 
     def after(self, sums: tuple[int, int], own: npt.NDArray[np.uint64]) -> tuple[int, int]:
-        """Return the sums behind a frame, of those before it and of what it adds itself."""
+        """Return the sums after a frame, from the sums before it and its own contribution."""
         total = (self._power @ np.array(sums, np.uint64) + own) & np.uint64(0xFFFFFFFF)
         return int(total[0]), int(total[1])
 
 
 def _plain_sum(words: npt.NDArray[np.uint32], first: int, second: int) -> tuple[int, int]:
+    """Return SQLite's checksum of a few words, computed step by step."""
     for x, y in zip(words[::2].tolist(), words[1::2].tolist(), strict=True):
         first = (first + x + second) & 0xFFFFFFFF
         second = (second + y + first) & 0xFFFFFFFF

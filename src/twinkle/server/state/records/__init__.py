@@ -1,5 +1,6 @@
-"""The areas of the state: sessions, runs, ops, checkpoints and so on, each a class with methods of its own.
+"""The areas of the state: sessions, runs, ops, checkpoints and so on. Each is a class with methods of its own.
 
-``area.py`` has what they share. A new kind of record is a dataclass, a table in ``database/tables.py`` with its
-migration, and an area here that ``store.py`` makes. Areas import ``database/`` and each other, never ``store.py``.
+``area.py`` has the code that all areas share. A new kind of record needs a dataclass, a table in
+``database/tables.py`` with its migration, and an area here, which ``store.py`` creates. Areas import ``database/`` and
+each other, never ``store.py``.
 """

@@ -1,4 +1,4 @@
-"""What all areas of the state share: the queries of one statement, and methods that are one transaction."""
+"""The base class of all areas of the state, and decorators for methods that run as one transaction."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class Area:
-    """Some tables of the state with methods of their own. Each of the queries here is a transaction by itself."""
+    """A group of tables with the methods that use them. Each query method of this class is its own transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def _find(self, mapper: RecordMapper[R], **key: object) -> R | None:
-        """Return the only record with these values in its columns; None where there is none."""
+        """Return the only record with these values in these columns, or None."""
         return await self._database.read(lambda cursor: mapper.find(cursor, **key))
 
     async def _all(self, mapper: RecordMapper[R], statement: Select[Any], **parameters: object) -> tuple[R, ...]:
@@ -33,7 +33,7 @@ class Area:
     async def _page(
         self, mapper: RecordMapper[R], listing: Select[Any], count: Select[Any], **parameters: object
     ) -> Page[R]:
-        """Return the records of ``listing``, which has a limit, and the ``count`` of all that there are."""
+        """Return the records of ``listing``, a query with a limit, and the number of all records from ``count``."""
         return await self._database.read(
             lambda cursor: Page(mapper.all(cursor, listing, **parameters), cursor.number(count, parameters))
         )
@@ -45,24 +45,25 @@ class Area:
         return await self._database.read(lambda cursor: cursor.number(statement, parameters))
 
     async def _update(self, table: Table, key: Row, **values: object) -> int:
-        """Set ``values`` in the rows with this key; return how many there are."""
+        """Set ``values`` in the rows with this key; return the number of rows."""
         return await self._database.write(lambda cursor: cursor.update(table, key, **values))
 
     async def _execute(self, statement: UpdateBase, **parameters: object) -> int:
-        """Return the number of rows that were changed."""
+        """Run a statement; return the number of rows it changed."""
         return await self._database.write(lambda cursor: cursor.execute(statement, parameters))
 
     async def _execute_many(self, statement: UpdateBase, parameters: Sequence[Row]) -> int:
-        """Return the number of rows that were changed together."""
+        """Run a statement once for each set of parameters, in one transaction; return the number of rows changed."""
         return await self._database.write(lambda cursor: cursor.execute_many(statement, parameters))
 
 
 def in_write(
     method: Callable[Concatenate[A, Cursor, P], T | QuotaError],
 ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
-    """Make a coroutine of a method of an area whose body is one transaction. It runs in the database's writer thread.
+    """Turn a method of an area into a coroutine whose body runs as one transaction in the database's writer thread.
 
-    It may run several times, all but the last without effect (see :meth:`Database.write`).
+    The body may run several times; only the last run has an effect (see :meth:`Database.write`). Callers do not pass
+    ``cursor``.
     """
 
     @wraps(method)
@@ -75,7 +76,7 @@ def in_write(
 def in_read(
     method: Callable[Concatenate[A, Cursor, P], T],
 ) -> Callable[Concatenate[A, P], Coroutine[Any, Any, T]]:
-    """Make a coroutine of a method of an area that only reads. It runs in one of the database's reader threads."""
+    """Turn a method of an area that only reads into a coroutine whose body runs in a reader thread of the database."""
 
     @wraps(method)
     async def read(self: A, /, *args: P.args, **kwargs: P.kwargs) -> T:

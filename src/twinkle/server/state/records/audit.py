@@ -1,6 +1,6 @@
-"""The audit log: who did what to keys, sessions and checkpoints. Entries are added and, when they are old, dropped.
+"""The audit log: which tenant changed which keys, sessions and checkpoints. Entries never change; old ones are deleted.
 
-An entry is written in the transaction of what it tells of: both are there or neither.
+An entry is written in the same transaction as the change that it describes: both are stored or neither is.
 """
 
 import secrets
@@ -15,7 +15,7 @@ from twinkle.server.state.database.mapper import RecordMapper
 from twinkle.server.state.database.tables import AUDIT
 from twinkle.server.state.records.area import Area, in_write
 
-_MOST_ENTRIES = 100_000  # of one tenant; the oldest go first
+_MOST_ENTRIES = 100_000  # of one tenant; beyond that the oldest are deleted
 
 _OF_TENANT = AUDIT.c.tenant_id == bindparam("tenant")
 
@@ -33,7 +33,7 @@ _DROP_OF_TENANT = delete(AUDIT).where(_OF_TENANT, AUDIT.c.at <= bindparam("befor
 
 @dataclass(frozen=True)
 class AuditEntry:
-    """``event``: what it is about and what was done to it, ``checkpoint_delete``."""
+    """One entry of the audit log. ``event``: the kind of thing and the action, such as ``checkpoint_delete``."""
 
     at: float
     event: str
@@ -47,16 +47,16 @@ class Audit(Area):
     """The audit log of all tenants."""
 
     async def add(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
-        """Add an entry about something that is no change of the state."""
+        """Add an entry about an action that does not change the state."""
         await self._database.write(lambda cursor: add_entry(cursor, tenant_id, event, time.time(), details))
 
     async def list(self, tenant_id: str, since: float, until: float, limit: int) -> Sequence[AuditEntry]:
-        """Return the newest ``limit`` of a tenant's entries in that time, oldest first."""
+        """Return the newest ``limit`` entries of a tenant between ``since`` and ``until``, oldest first."""
         entries = await self._all(_ENTRY, _LIST, tenant=tenant_id, since=since, until=until, limit=limit)
         return list(reversed(entries))
 
     async def prune(self, before: float, most: int = _MOST_ENTRIES) -> None:
-        """Forget what is older than ``before``, and of every tenant all but the newest ``most``."""
+        """Delete entries older than ``before``, and for every tenant all but the newest ``most``."""
         await self._execute(_DROP, before=before)
         for row in await self._rows(_COUNTS, most=most):
             await self._drop_oldest(row["tenant_id"], most)
@@ -69,5 +69,5 @@ class Audit(Area):
 
 
 def add_entry(cursor: Cursor, tenant_id: str, event: str, now: float, details: Mapping[str, object]) -> None:
-    """Add an entry inside a write."""
+    """Add an entry as part of a write."""
     _ENTRY.insert(cursor, AuditEntry(now, event, details), entry_id=secrets.token_hex(12), tenant_id=tenant_id)

@@ -1,4 +1,4 @@
-"""Checkpoints: which directories exist under which names."""
+"""Checkpoints: their names, owners and directories."""
 
 import time
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ _SUMS = (
     .select_from(CHECKPOINTS.join(RUNS))
     .where(RUNS.c.session_id == bindparam("session"))
 )
-_DELETED = 0.0  # when a checkpoint expired that is being deleted
+_DELETED = 0.0  # ``expires_at`` of a checkpoint that is being deleted
 
 
 class Checkpoints(Area):
-    """The records of checkpoints: whoever deletes one deletes its directory too."""
+    """The records of checkpoints. A caller that deletes a record must delete its directory too."""
 
     @in_write
     def add(
@@ -45,10 +45,11 @@ class Checkpoints(Area):
         most_bytes: int | None = None,
         event: str = "checkpoint_save",
     ) -> CheckpointRecord | None:
-        """Add a checkpoint; returns the one that it replaces, whose directory is now nobody's.
+        """Store a checkpoint; return the one that it replaces, whose directory the caller must delete.
 
-        A name that is taken is an error unless ``overwrite`` is set or the same request took it: an op that is
-        replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for all files of the tenant.
+        If the name is taken, CheckpointExistsError, unless ``overwrite`` is set or the same request took it: an op that
+        is replayed after a crash adds its checkpoint again. ``most_bytes``: the limit for all files of the tenant;
+        beyond it StorageQuotaError. ``event``: the event in the audit log.
         """
         key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
         known = _CHECKPOINT.find(cursor, **key)
@@ -79,14 +80,15 @@ class Checkpoints(Area):
         return await self._page(_CHECKPOINT, _LIST, _COUNT, tenant_id=tenant_id, limit=limit, offset=offset)
 
     async def expired(self, now: float) -> tuple[CheckpointRecord, ...]:
+        """Return the checkpoints that have expired, including those whose deletion was interrupted."""
         return await self._all(_CHECKPOINT, _EXPIRED, now=now)
 
     @in_write
     def begin_delete(self, cursor: Cursor, checkpoint: CheckpointRecord, event: str = "checkpoint_delete") -> None:
-        """Make a checkpoint expired, so that nobody can use it any more. ``event``: what the audit log calls this.
+        """Mark a checkpoint as expired, so that it cannot be used any more. ``event``: the event in the audit log.
 
-        Its files are deleted next, then its record (:meth:`finish_delete`). If the process dies in between, the record
-        is among the expired ones, and the next maintenance deletes both.
+        The caller then deletes the files, and after that the record (:meth:`finish_delete`). If the process dies in
+        between, the record is among the expired ones, and the next maintenance deletes both.
         """
         key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
         known = _CHECKPOINT.find(cursor, **key)
@@ -96,20 +98,20 @@ class Checkpoints(Area):
 
     @in_write
     def finish_delete(self, cursor: Cursor, checkpoint: CheckpointRecord) -> None:
-        """Delete the record, unless another checkpoint has its name by now."""
+        """Delete the record of a checkpoint, unless another checkpoint was saved under its name meanwhile."""
         key = _key(checkpoint.run_id, checkpoint.kind, checkpoint.name)
         cursor.delete(CHECKPOINTS, **key, directory=checkpoint.directory)
 
     async def lie_in(self, directory: str) -> bool:
-        """Return whether a checkpoint's files are in this directory."""
+        """Return whether a checkpoint on record has its files in this directory."""
         return await self._database.read(lambda cursor: cursor.count(CHECKPOINTS, directory=directory)) > 0
 
     async def set_expiry(self, run_id: str, kind: CheckpointKind, name: str, expires_at: float | None) -> bool:
-        """Set when a checkpoint expires; returns whether there is such a checkpoint."""
+        """Set the expiry of a checkpoint (None: never); return whether the checkpoint exists."""
         return await self._change(_key(run_id, kind, name), "checkpoint_set_ttl", "expires_at", expires_at)
 
     async def set_public(self, run_id: str, kind: CheckpointKind, name: str, public: bool) -> bool:
-        """Publish a checkpoint or make it private again; returns whether there is such a checkpoint."""
+        """Publish a checkpoint or make it private again; return whether the checkpoint exists."""
         event = "checkpoint_publish" if public else "checkpoint_unpublish"
         return await self._change(_key(run_id, kind, name), event, "public", int(public))
 
@@ -124,7 +126,7 @@ class Checkpoints(Area):
         return True
 
     async def of_session(self, session_id: str) -> tuple[int, int]:
-        """Return how many checkpoints the runs of a session have, and how large they are together."""
+        """Return the number and the total size in bytes of the checkpoints of a session's runs."""
         (row,) = await self._rows(_SUMS, session=session_id)
         return int(row["count"]), int(row["bytes"])
 

@@ -1,7 +1,7 @@
-"""Where processes that share a database meet: leases for work that only one may do, and requests of operators.
+"""Coordination of processes that share a database: leases for work that only one may do, and requests of operators.
 
-Whoever can write to the database is an operator: there is no other way in, no port and no token. The server looks for
-requests during its maintenance; the command that made one waits for the answer.
+An operator is anyone who can write to the database. There is no other access for operators, no port and no token. The
+server looks for requests during its maintenance, and the command that made a request waits for the answer.
 """
 
 import secrets
@@ -19,19 +19,19 @@ from twinkle.server.state.records.area import Area, in_write
 
 
 class Claim(Enum):
-    """What became of a claim."""
+    """The result of claiming a lease."""
 
-    REFUSED = "refused"  # another holds the lease
-    TAKEN = "taken"  # it was free, or another's that ran out
-    RENEWED = "renewed"  # it was ours, and nobody has had it since
+    REFUSED = "refused"  # another process holds the lease
+    TAKEN = "taken"  # it was free, or the lease of another process had expired
+    RENEWED = "renewed"  # this process had it last
 
 
 class Leases(Area):
-    """Work that only one of several processes may do is done by whoever holds its lease, until the lease runs out."""
+    """The leases. Work that only one process may do is done by the holder of its lease, until the lease expires."""
 
     @in_write
     def claim(self, cursor: Cursor, name: str, holder: str, now: float, seconds: float) -> Claim:
-        """Take or renew a lease for so many seconds from now, unless another process holds it."""
+        """Take or renew a lease for ``seconds`` from now, unless another process holds it."""
         row = cursor.find(LEASES, name=name)
         if row is None:
             cursor.insert(LEASES, name=name, holder=holder, until=now + seconds)
@@ -48,7 +48,7 @@ class Leases(Area):
 
 # --- requests of operators --------------------------------------------------------------------------------------------
 
-EVICT = "evict"  # an adapter, by its run
+EVICT = "evict"  # evict the adapter of the run ``target``
 
 _OPEN = (
     select(OPERATOR_REQUESTS)
@@ -60,7 +60,7 @@ _DELETE_OLD = delete(OPERATOR_REQUESTS).where(OPERATOR_REQUESTS.c.created_at < b
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """``kind``: evict; ``target``: a run. ``answer`` is None until the server has one."""
+    """One request of an operator. ``kind``: evict; ``target``: a run. ``answer`` is None until the server answers."""
 
     request_id: str
     kind: str
@@ -74,9 +74,10 @@ _REQUEST = RecordMapper(OperatorRequest, OPERATOR_REQUESTS)
 
 
 class OperatorRequests(Area):
-    """What operators ask of the running server on the command line, and its answers."""
+    """The requests that operators send to the running server with the command line, and its answers."""
 
     async def ask(self, kind: str, target: str, now: float) -> OperatorRequest:
+        """Store a request for the server and return it. Poll :meth:`get` for the answer."""
         request = OperatorRequest(f"ask-{secrets.token_hex(8)}", kind, target, now)
         await self._database.write(lambda cursor: _REQUEST.insert(cursor, request))
         return request
@@ -92,9 +93,9 @@ class OperatorRequests(Area):
         await self._update(OPERATOR_REQUESTS, {"request_id": request_id}, answer=answer, failed=int(failed))
 
     async def withdraw(self, request_id: str) -> None:
-        """Delete a request that nobody waits for any more."""
+        """Delete a request whose command does not wait for the answer any more."""
         await self._database.write(lambda cursor: cursor.delete(OPERATOR_REQUESTS, request_id=request_id))
 
     async def forget(self, before: float) -> None:
-        """Delete the requests made before then, which nobody came back for."""
+        """Delete requests made before that time: their commands have ended without deleting them."""
         await self._execute(_DELETE_OLD, before=before)

@@ -1,4 +1,4 @@
-"""What was found damaged, for operators and for the clients who ask for it."""
+"""Damage that was found on disk, on record for operators and for clients whose data it affects."""
 
 import time
 
@@ -17,11 +17,11 @@ _DAMAGE = RecordMapper(Damage, DAMAGE)
 
 
 class DamageRecords(Area):
-    """What was found damaged, one entry for each thing."""
+    """The damage that was found, one entry for each subject."""
 
     @in_write
     def note(self, cursor: Cursor, damage: Damage) -> None:
-        """Put it on record; an earlier entry about the same thing is replaced."""
+        """Store an entry. It replaces an earlier one about the same subject."""
         cursor.delete(DAMAGE, subject=damage.subject)
         _DAMAGE.insert(cursor, damage)
 
@@ -30,18 +30,18 @@ class DamageRecords(Area):
         return await self._all(_DAMAGE, _LIST)
 
     async def of_run(self, run_id: str) -> Damage | None:
-        """Return the newest entry about a run or anything of it; None: nothing was found."""
+        """Return the newest entry about a run or something that belongs to it; None if there is no damage."""
         return next(iter(await self._all(_DAMAGE, _OF_RUN, run=run_id)), None)
 
     async def fail_run(self, run_id: str, tenant_id: str, what: str) -> str:
-        """Note that a run cannot go on because of damage; returns what to tell its client."""
+        """Record that a run cannot continue because of damage; return the message for its client."""
         message = lost_run(run_id, what)
         await self.note(Damage(f"run {run_id}", message, time.time(), tenant_id, run_id))
         return message
 
 
 def raise_if_damaged(cursor: Cursor, subject: str) -> None:
-    """Raise DamagedRecordError where a record that is not found was there and was damaged."""
+    """Raise DamagedRecordError if there is an entry about ``subject``. Call it when the record is not found."""
     damage = _DAMAGE.find(cursor, subject=subject)
     if damage is not None:
         raise DamagedRecordError(damage.message)

@@ -1,7 +1,7 @@
-"""API keys and whose they are. A key is shown once, when it is made, and stored nowhere: only its keyed hash is.
+"""API keys and their tenants. A key is shown once, when it is created. Only its keyed hash is stored.
 
-The hashes' secret lies beside the database in a file of its own (``state.integrity.copies``), so that neither
-alone says anything about a key.
+The secret of the hashes is in a separate file beside the database (``state.integrity.copies``), so neither the database
+nor the secret alone reveals anything about a key.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _REVOKE = update(API_KEYS).where(_OF_ID, _WORKS).values(revoked_at=bindparam("no
 
 @dataclass(frozen=True)
 class KeyRecord:
-    """What is known of a key. ``revoked_at`` is None while it works."""
+    """The record of an API key. ``revoked_at`` is None while the key is valid."""
 
     key_id: str
     tenant_id: str
@@ -47,16 +47,20 @@ _KEY = RecordMapper(KeyRecord, API_KEYS)
 
 
 class Keys(Area):
-    """Configured keys belong to the tenant they were made for; in open mode any key is a tenant of its own."""
+    """The API keys.
+
+    A configured key belongs to the tenant for which it was created. In open mode every key is accepted, and each is a
+    tenant of its own.
+    """
 
     def __init__(self, database: Database, secret: bytes) -> None:
         super().__init__(database)
         self._secret = secret
-        # By hash, or id: what we found and until when we believe it.
+        # Cache by hash or id: the record, and the time (monotonic) until which it is used.
         self._found: dict[bytes | str, tuple[KeyRecord, float]] = {}
 
     async def create(self, tenant_id: str | None, name: str, now: float) -> tuple[KeyRecord, str]:
-        """Return a new key and its record; without a tenant, the key of a new tenant."""
+        """Create a key and return its record and the key; with tenant None, for a new tenant."""
         key = KEY_PREFIX + secrets.token_urlsafe(32)
         record = KeyRecord(
             key_id=f"key-{secrets.token_hex(8)}",
@@ -77,7 +81,7 @@ class Keys(Area):
         return await self._all(_KEY, _LIST)
 
     async def revoke(self, key_id: str, now: float) -> bool:
-        """Revoke a key; returns whether there was such a key. Other processes notice within seconds."""
+        """Revoke a key; return whether there was such a valid key. Other processes notice within ``_CACHE_SECONDS``."""
 
         def work(cursor: Cursor) -> bool:
             row = cursor.row(_BY_ID, {"id": key_id})
@@ -115,15 +119,15 @@ class Keys(Area):
         return record
 
     def secret_for(self, purpose: str) -> bytes:
-        """Return a secret for one kind of thing that the server signs."""
+        """Return the secret with which the server signs things of one kind."""
         return self._hash(b"secret", purpose)
 
     def open_tenant(self, key: str) -> str:
-        """Return the tenant that a key stands for in open mode: a function of the key and our secret alone."""
+        """Return the tenant of a key in open mode. It depends only on the key and the server's secret."""
         return f"tenant-{self._hash(b'tenant', key).hex()[:24]}"
 
     def _hash(self, purpose: bytes, key: str) -> bytes:
-        # BLAKE2's own keyed mode: a microsecond, where an HMAC takes a dozen, and every request comes here.
+        # BLAKE2's own keyed mode takes a microsecond, an HMAC a dozen, and this runs for every request.
         return hashlib.blake2b(purpose + b":" + key.encode(), digest_size=32, key=self._secret).digest()
 
 

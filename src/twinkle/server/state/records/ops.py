@@ -1,6 +1,7 @@
 """Ops: every accepted request and its outcome. Rows are in the database, bodies and outcomes in two journals.
 
-Two journals, because bodies go as soon as snapshots cover them, and outcomes stay until they were fetched.
+There are two journals because bodies are deleted as soon as a snapshot covers them, while outcomes stay until clients
+have fetched them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,19 +23,19 @@ _PRUNE_BATCH = 1000  # rows deleted in one transaction
 _OP = RecordMapper(OpRecord, OPS)
 _AT = and_(OPS.c.adapter_id == bindparam("adapter"), OPS.c.seq == bindparam("number"))
 
-# An op that no recovery will replay: its effect is in a snapshot, or its adapter will not be brought back.
+# Recovery replays an op if its run is live and no snapshot covers the op.
 _COVERED = exists().where(SNAPSHOTS.c.adapter_id == OPS.c.adapter_id, SNAPSHOTS.c.seq >= OPS.c.seq)
 _LIVE = exists().where(RUNS.c.run_id == OPS.c.adapter_id, RUNS.c.state == "live")
 _REPLAYED = and_(_LIVE, ~_COVERED)
-# A forward pass of Tinker's protocol leaves nothing behind: with its outcome on record nobody runs it again, and only
-# its row is kept until a snapshot covers it, to tell its number from one that never arrived. Native forward passes,
-# whose run ids have no colon, leave behind what a loss and metrics are computed from.
+# A forward pass of Tinker's protocol leaves nothing behind, so it is not replayed once its outcome is on record. Only
+# its row stays until a snapshot covers it, so that recovery does not take its sequence number for a missing one. Native
+# forward passes, whose run ids have no colon, are replayed: losses and metrics are computed from their results.
 _FINAL = and_(
     OPS.c.kind == OpKind.FORWARD.value, OPS.c.outcome_segment.is_not(None), OPS.c.adapter_id.like("%:train:%")
 )
 _NEEDED = and_(_REPLAYED, ~_FINAL)
-# An op whose outcome nobody will ask for any more. Without one, which only an adapter that is not live can be left
-# with, it counts from its acceptance.
+# An op whose outcome no client will ask for any more: it was delivered or finished long ago. An op of a run that is not
+# live may never get an outcome; then the time since its acceptance counts.
 _SETTLED = or_(
     OPS.c.delivered_at < bindparam("delivered_before"),
     OPS.c.finished_at < bindparam("finished_before"),
@@ -56,7 +57,8 @@ _FINISHED_NOW = update(OPS).where(OPS.c.finished_at.is_not(None)).values(finishe
 _DELIVERED_NOW = update(OPS).where(OPS.c.delivered_at.is_not(None)).values(delivered_at=bindparam("now"))
 _PRUNABLE = select(OPS.c.adapter_id, OPS.c.seq).where(~_REPLAYED, _SETTLED)
 _PRUNE = delete(OPS).where(_AT, ~_REPLAYED, _SETTLED)
-# What of the journal is kept, also in a backup: segments of bodies and outcomes, and the ops that have such bodies.
+# The parts of the journal that must be retained, also in a backup: segments with needed bodies, segments with outcomes,
+# and the ops whose bodies are needed.
 BODIES_NEEDED = select(OPS.c.body_segment.label("segment")).where(_NEEDED).distinct()
 OUTCOMES_NEEDED = select(OPS.c.outcome_segment.label("segment")).where(OPS.c.outcome_segment.is_not(None)).distinct()
 OPS_WITH_BODIES = select(OPS.c.adapter_id, OPS.c.seq).where(_NEEDED)
@@ -73,7 +75,7 @@ _BYTES_BY_TENANT = (
 
 @dataclass(frozen=True)
 class Accepted:
-    """The op on record. Unless ``created``, it was there before: compare its digest."""
+    """The op on record. If not ``created``, it was on record before, and the caller must compare its digest."""
 
     record: OpRecord
     created: bool
@@ -81,7 +83,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class AcceptedRun:
-    """The run on record and the op that creates it, which is None once it was pruned."""
+    """The run on record and the op that creates its adapter; ``record`` is None if that op was pruned already."""
 
     run: RunRecord
     record: OpRecord | None
@@ -90,7 +92,7 @@ class AcceptedRun:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What pruning removed: rows, segment files of bodies and outcomes, and the bytes of these files."""
+    """What pruning deleted: rows, segment files of bodies and of outcomes, and the total size of these files."""
 
     rows: int
     body_segments: int
@@ -100,7 +102,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class OpTimes:
-    """When an op was accepted and when it ended, which is None as long as it has not."""
+    """When an op was accepted and when it ended; ``finished_at`` is None until then."""
 
     seq: int
     kind: OpKind
@@ -113,7 +115,7 @@ _OP_TIMES = RecordMapper(OpTimes, OPS)
 
 
 class Ops(Area):
-    """The ops of all adapters. ``writers``: the processes that share the journals; None: this one has them alone."""
+    """The ops of all adapters. ``writers``: the processes that share the journals; None: this process is alone."""
 
     def __init__(
         self, database: Database, bodies: Journal, outcomes: Journal, writers: JournalWriters | None = None
@@ -124,7 +126,10 @@ class Ops(Area):
         self._writers = writers
 
     async def accept(self, op: Op, digest: bytes, now: float) -> Accepted:
-        """Record an op, which survives our death once this returns. One with this number on record stays as it is."""
+        """Store an op. When this returns, the op survives the death of the process.
+
+        An op with this sequence number that is on record already stays unchanged, and is returned.
+        """
         return await self._database.write(lambda cursor: self._accept(cursor, op, digest, now))
 
     @in_write
@@ -138,10 +143,10 @@ class Ops(Area):
         most: int | None = None,
         most_rows: int | None = None,
     ) -> AcceptedRun | QuotaError:
-        """Record a run and the op that creates its adapter, both or neither. Those that are there already are returned.
+        """Store a run and the op that creates its adapter, both or neither, or return those that are on record.
 
-        ``most``: live runs of a tenant, counted here, where all processes of a server meet; ``most_rows``: of all that
-        are on record. Where there are as many, QuotaError.
+        Raises QuotaError if the tenant has ``most`` live runs or ``most_rows`` runs on record. The limits are checked
+        inside the transaction, because several processes of a server may accept runs of one tenant.
         """
         assert op.adapter_id == run.run_id
         recorded = insert_run(cursor, run, most, most_rows)
@@ -153,9 +158,10 @@ class Ops(Area):
 
     @in_write
     def record_outcomes(self, cursor: Cursor, outcomes: Sequence[tuple[str, int, Outcome]], now: float) -> None:
-        """Record outcomes by (adapter id, seq). The first one stands: a client may have seen it before a replay.
+        """Store the outcomes of ops, given as (adapter id, seq, outcome).
 
-        Ops that are not on record are passed over.
+        The first outcome of an op is final, and a later one is ignored: after a replay, a client may have seen the
+        first one already. Ops that are not on record are ignored too.
         """
         refs = self._outcomes.append([outcome.body for _, _, outcome in outcomes])
         cursor.execute_many(
@@ -179,19 +185,19 @@ class Ops(Area):
         return await self._find(_OP, adapter_id=adapter_id, seq=seq)
 
     async def since(self, adapter_id: str, seq: int) -> tuple[OpRecord, ...]:
-        """Return the adapter's ops after ``seq`` that a recovery runs again, in sequence order; there may be gaps."""
+        """Return the adapter's ops after ``seq`` that recovery replays, in sequence order; there may be gaps."""
         return await self._all(_OP, _SINCE, **_at(adapter_id, seq))
 
     async def final_since(self, adapter_id: str, seq: int) -> list[int]:
-        """Return the numbers of the other ops after ``seq``, in order: forward passes that are answered."""
+        """Return the numbers of the ops after ``seq`` that recovery does not replay: forward passes with an outcome."""
         return [row["seq"] for row in await self._rows(_FINAL_SINCE, **_at(adapter_id, seq))]
 
     async def bytes_by_tenant(self) -> dict[str, int]:
-        """Return the bytes of bodies that a recovery needs and of outcomes that are kept, by tenant."""
+        """Return by tenant the bytes of bodies that recovery needs and of outcomes that are on record."""
         return {row["tenant_id"]: int(row["size"]) for row in await self._rows(_BYTES_BY_TENANT)}
 
     async def bytes_on_disk(self) -> int:
-        """Return the size of all segment files, of bodies and of outcomes."""
+        """Return the total size of all segment files, of bodies and of outcomes."""
         return await self._database.read(lambda _: self._bodies.size() + self._outcomes.size())
 
     async def times(self, adapter_id: str) -> tuple[OpTimes, ...]:
@@ -200,7 +206,7 @@ class Ops(Area):
 
     @in_read
     def outcome(self, cursor: Cursor, adapter_id: str, seq: int) -> Outcome | None:
-        """Return an op's outcome; None while the op is not done, or not on record."""
+        """Return an op's outcome; None if the op has not finished or is not on record."""
         record = _OP.find(cursor, adapter_id=adapter_id, seq=seq)
         if record is None or record.outcome is None or record.encoding is None:
             return None
@@ -208,28 +214,30 @@ class Ops(Area):
         return Outcome.from_record(record.encoding, body, record.failed, record.ending)
 
     async def body(self, record: OpRecord) -> bytes:
-        """Return what the client sent: there for every op that recovery may replay, perhaps gone for others."""
+        """Return the body that the client sent. Bodies of ops that recovery does not replay may have been deleted."""
         return await self._database.read(lambda _: self._bodies.read(record.body))
 
     async def mark_delivered(self, ops: Iterable[tuple[str, int]], now: float) -> None:
-        """Note that clients fetched the outcomes of these (adapter id, seq); the first time counts."""
+        """Record that clients fetched the outcomes of these (adapter id, seq). The first delivery of an op counts."""
         await self._execute_many(_DELIVERED, [_at(adapter_id, seq) | {"now": now} for adapter_id, seq in ops])
 
     @in_write
     def extend_deadlines_after_downtime(self, cursor: Cursor, now: float) -> None:
-        """Keep every outcome for its whole time again: nobody could fetch one, or fetch again one whose answer was cut
-        off, from a server that was down."""
+        """Restart the retention time of every outcome: no client could fetch one while the server was down.
+
+        This includes delivered outcomes, because the response to a client may have been cut off by the shutdown.
+        """
         cursor.execute(_FINISHED_NOW, {"now": now})
         cursor.execute(_DELIVERED_NOW, {"now": now})
 
     async def prune(self, now: float, delivered_seconds: float, finished_seconds: float) -> Pruned:
-        """Forget ops that no recovery needs and that no client will ask for; then delete files that nobody needs.
+        """Delete ops that neither recovery nor a client needs any more; then delete segment files without needed data.
 
-        No recovery needs what the adapter's snapshot covers, or what belongs to an adapter that is not live. No client
-        asks for an outcome that was delivered ``delivered_seconds`` ago or finished ``finished_seconds`` ago.
+        Recovery does not need ops that the adapter's snapshot covers, or ops of a run that is not live. Clients do not
+        need an outcome that was delivered ``delivered_seconds`` ago or finished ``finished_seconds`` ago.
         """
         parameters = {"delivered_before": now - delivered_seconds, "finished_before": now - finished_seconds}
-        # The search runs beside the writer, which then deletes in small transactions: accepting goes on meanwhile.
+        # The search runs in a reader thread, and the writer deletes in small transactions: accepting ops continues.
         prunable = await self._rows(_PRUNABLE, **parameters)
         keys = [_at(row["adapter_id"], row["seq"]) | parameters for row in prunable]
         rows = 0
@@ -238,9 +246,10 @@ class Ops(Area):
         return await self.delete_segments(rows)
 
     async def delete_segments(self, rows: int = 0) -> Pruned:
-        """Delete the segment files of which nothing is needed. ``rows``: how many were deleted before."""
-        # What is in a segment that the writer's thread finds closed was written with or before the transaction it is
-        # in: once that is committed, a blob there has its row, or never will.
+        """Delete the segment files that hold nothing needed. ``rows``: deleted rows, for the returned summary."""
+        # The list of closed segments is made in the writer's thread, inside a transaction. All blobs of these segments
+        # were appended in this transaction or an earlier one. So once it is committed, a blob has its row or never
+        # will, and segments without a row that needs them can be deleted.
         bodies, outcomes = await self._database.write(
             lambda _: (set(self._bodies.closed_segments()), set(self._outcomes.closed_segments()))
         )
@@ -248,7 +257,7 @@ class Ops(Area):
 
     @in_read
     def _delete_unneeded(self, cursor: Cursor, bodies: set[int], outcomes: set[int], rows: int) -> Pruned:
-        """Delete those of the closed segments that nothing needs."""
+        """Delete the closed segments ``bodies`` and ``outcomes``, except those that a row on record needs."""
         bodies = bodies.difference(row["segment"] for row in cursor.rows(BODIES_NEEDED, {}))
         outcomes = outcomes.difference(row["segment"] for row in cursor.rows(OUTCOMES_NEEDED, {}))
         freed = self._bodies.size(bodies) + self._outcomes.size(outcomes)
@@ -259,6 +268,7 @@ class Ops(Area):
         return Pruned(rows, len(bodies), len(outcomes), freed)
 
     def _accept(self, cursor: Cursor, op: Op, digest: bytes, now: float) -> Accepted:
+        """Append an op's body to the journal and insert its row, unless it is on record. In the writer's thread."""
         known = _OP.find(cursor, adapter_id=op.adapter_id, seq=op.seq)
         if known is not None:
             return Accepted(known, created=False)

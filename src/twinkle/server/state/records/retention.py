@@ -1,8 +1,8 @@
-"""What is deleted, and when: rows of sessions that ended, and all that is under way when an operator clears the state.
+"""Deletion of rows: those of sessions that have ended, and all current work when an operator clears the state.
 
-Rows of sessions that ended go after a while, and earlier when their tenant needs the room. What owns files stays: runs
-with checkpoints while those are kept, sampler versions until their files are removed. Ops whose outcome may still be
-asked for keep their run, too. Space that deleted rows took is used again by new ones.
+Rows of ended sessions are deleted after a while, and earlier if their tenant reaches a limit of rows. Rows that own
+files stay: runs as long as they have checkpoints, sampler versions until their files are deleted. A run also stays as
+long as it has ops, whose outcomes clients may still fetch. The database reuses the space of deleted rows.
 """
 
 from collections.abc import Sequence
@@ -40,19 +40,21 @@ from twinkle.server.state.database.tables import (
 )
 from twinkle.server.state.records.area import Area, in_write
 
-_AT_ONCE = 100  # rows deleted in one transaction: accepting requests goes on in between
-_YOUNG_SECONDS = 3600.0  # a copy of weights has a session that ended from the beginning, and its checkpoint comes last
+_AT_ONCE = 100  # rows deleted in one transaction, so that requests are accepted in between
+# Rows of sessions seen within this time stay. A copy of weights belongs to a session that is created as ended, and gets
+# its checkpoint last: until then its run looks unused.
+_YOUNG_SECONDS = 3600.0
 
 _ENDED = and_(SESSIONS.c.state != "active", SESSIONS.c.last_seen < bindparam("before"))
 _OF_TENANT = or_(bindparam("tenant_id") == literal_column("''"), SESSIONS.c.tenant_id == bindparam("tenant_id"))
 
 
 def _of_ended(ids: Select[Any], unused: ColumnElement[bool]) -> Select[Any]:
-    """Return a search for ids of what is ``unused`` and belongs to sessions that ended, longest ago first."""
+    """Return a query for the ids of ``unused`` rows of sessions that have ended, those last seen longest ago first."""
     return ids.where(_ENDED, _OF_TENANT, unused).order_by(SESSIONS.c.last_seen).limit(bindparam("limit"))
 
 
-# A version that has files of its own is removed with them, see SamplingSessions.abandoned() and orphaned().
+# A version that owns files is deleted together with them: see SamplingSessions.abandoned() and orphaned().
 _HAS_NO_FILES = or_(
     SAMPLING_SESSIONS.c.directory.is_(None),
     and_(
@@ -94,7 +96,7 @@ _DELETIONS = {
 
 _WHY = "the operator cleared the server's state; its checkpoints can be loaded into a new run"
 _WITH_CHECKPOINTS = select(CHECKPOINTS.c.run_id)
-# In this order: each names only what comes after it.
+# The order matters: rows refer only to tables that come later in this list.
 _CLEARED = (
     delete(DAMAGE),
     delete(OPERATOR_REQUESTS),
@@ -114,19 +116,20 @@ _ENDED_SESSIONS = update(SESSIONS).where(SESSIONS.c.state == "active").values(st
 
 
 class Retention(Area):
-    """Deletes sessions that ended, with their runs, curves and sampling sessions.
+    """Deletes sessions that have ended, with their runs, curves and sampling sessions.
 
-    A session never becomes active again, and of one that ended nothing new is made: what was found unused stays so.
+    An ended session never becomes active again, and nothing new is created in it. So a row that was found unused is
+    still unused when it is deleted in a later transaction.
     """
 
     async def delete_ended(self, before: float) -> int:
-        """Delete what belongs to sessions that ended and were last seen before that time; returns how many rows."""
+        """Delete unused rows of sessions that have ended and were last seen before that time; return how many."""
         return await self._delete("", before, None)
 
     async def make_room(self, tenant_id: str, now: float) -> int:
-        """Delete some of what belongs to the tenant's ended sessions, oldest first; returns how many rows.
+        """Delete some unused rows of the tenant's ended sessions, oldest first; return how many.
 
-        What was in use within the last hour stays.
+        Rows of sessions that were seen within the last hour stay.
         """
         return await self._delete(tenant_id, now - _YOUNG_SECONDS, 1)
 
@@ -135,7 +138,7 @@ class Retention(Area):
         for search, deletions in _DELETIONS.items():
             done = 0
             while rounds is None or done < rounds:
-                # The search runs beside the writer.
+                # The search runs in a reader thread, beside the writer.
                 found = await self._rows(search, tenant_id=tenant_id, before=before, limit=_AT_ONCE)
                 if found:
                     await self._remove(deletions, found)
@@ -152,10 +155,10 @@ class Retention(Area):
 
     @in_write
     def clear(self, cursor: Cursor) -> int:
-        """Forget what is under way, for a server that begins again; returns how many records are gone.
+        """Delete all current work, so that a server starts afresh; return how many rows were deleted.
 
-        Sessions, adapters, futures and samplers go. Checkpoints stay, with the runs and sessions that they belong to,
-        and so do API keys, usage and the audit log. No server may run.
+        Sessions, adapters, futures and sampling sessions are deleted. Checkpoints stay, with the runs and sessions that
+        they belong to, and so do API keys, usage and the audit log. No server may run meanwhile.
         """
         gone = sum(cursor.execute(statement, {}) for statement in _CLEARED)
         cursor.execute(_ENDED_RUNS, {})

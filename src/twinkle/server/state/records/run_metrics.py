@@ -1,8 +1,8 @@
-"""Curves of runs: a point for every optimizer step, and for whatever a client logged.
+"""Curves of runs: one point for every optimizer step, and one for every call with which a client logs values.
 
-Each run keeps a bounded number of points. Beyond it every second one of the older half goes: what happened long ago is
-known less finely, what happens now as it is. A tenant keeps a bounded number, too: beyond it the curves of its runs
-that are not live go, those of the longest idle run first.
+Each run has a limited number of points. Beyond the limit, every second point of the older half is deleted: the past
+gets coarser, recent points stay complete. Each tenant has a limit too. Beyond it, the curves of its runs that are not
+live are deleted, those with the oldest last request first.
 """
 
 import json
@@ -18,15 +18,15 @@ from twinkle.server.state.database.tables import RUN_METRIC_NAMES, RUN_METRICS, 
 from twinkle.server.state.records.area import Area, in_write
 from twinkle.server.types import MeasuredStep, MetricPoint
 
-MAX_POINTS = 4096  # of one run
-MAX_POINTS_OF_TENANT = 200_000  # more than as many live runs as a tenant may have by default keep
-MAX_NAMES = 64  # that a client may give to values of one run
-_THIN_EVERY = 256  # points: how often the number of points is looked at
+MAX_POINTS = 4096  # points of one run
+MAX_POINTS_OF_TENANT = 200_000  # points: more than the live runs that a tenant may have by default can store
+MAX_NAMES = 64  # different names that a client may use for the values of one run
+_THIN_EVERY = 256  # points: how often the limits are checked
 
 _OF_RUN = RUN_METRICS.c.run_id == bindparam("run")
 _NEWEST_FIRST = RUN_METRICS.c.number.desc()
 
-# Two processes may write points of one run, where the database serves several: one waits for the other.
+# Two processes that share a database may write points of one run: the row lock makes one wait for the other.
 _LOCK_RUN = select(RUNS.c.run_id).where(RUNS.c.run_id == bindparam("run")).with_for_update(key_share=True)
 _LAST_NUMBER = select(func.coalesce(func.max(RUN_METRICS.c.number), 0)).where(_OF_RUN)
 _LAST_STEP = select(RUN_METRICS).where(_OF_RUN, RUN_METRICS.c.seq.is_not(None)).order_by(_NEWEST_FIRST).limit(1)
@@ -57,7 +57,7 @@ class RunMetrics(Area):
 
     @in_write
     def add_steps(self, cursor: Cursor, steps: Sequence[MeasuredStep]) -> None:
-        """Add steps in the order in which they were taken. Those that are on record from before a restart stay."""
+        """Add optimizer steps in the order in which they were taken. Replayed steps that are on record are skipped."""
         run_of = attrgetter("run_id")
         by_run = {run_id: tuple(group) for run_id, group in groupby(sorted(steps, key=run_of), key=run_of)}
         for run_id, taken in by_run.items():
@@ -67,7 +67,7 @@ class RunMetrics(Area):
     def log(
         self, cursor: Cursor, run_id: str, step: int | None, values: Mapping[str, float], now: float
     ) -> MetricPoint:
-        """Add a client's values. Without a step they belong to the newest step that the server took."""
+        """Add values that a client logged. Without ``step`` they belong to the newest optimizer step of the run."""
         cursor.rows(_LOCK_RUN, {"run": run_id})
         _admit_names(cursor, run_id, values)
         number = cursor.number(_LAST_NUMBER, {"run": run_id}) + 1
@@ -77,7 +77,7 @@ class RunMetrics(Area):
         return point
 
     async def since(self, run_id: str, number: int, limit: int) -> tuple[MetricPoint, ...]:
-        """Return the points of a run after that number, oldest first."""
+        """Return at most ``limit`` points of a run after point ``number``, oldest first."""
         return tuple(map(_point, await self._rows(_SINCE, run=run_id, since=number, limit=limit)))
 
 
@@ -92,7 +92,7 @@ def _add_steps(cursor: Cursor, run_id: str, taken: Sequence[MeasuredStep]) -> No
 
 
 def _last_step(cursor: Cursor, run_id: str) -> tuple[int, int]:
-    """Return the op of the newest step and its number; before the first step, both are below all others."""
+    """Return the sequence number of the op of the newest step, and the step's number; (-1, 0) before the first step."""
     row = cursor.row(_LAST_STEP, {"run": run_id})
     return (-1, 0) if row is None else (row["seq"], row["step"])
 
@@ -106,16 +106,17 @@ def _add(cursor: Cursor, run_id: str, point: MetricPoint, seq: int | None) -> No
 
 
 def _thin(cursor: Cursor, run_id: str) -> None:
+    """Delete every second point of the older half, if the run has more than ``MAX_POINTS``."""
     numbers = [row["number"] for row in cursor.rows(_NUMBERS, {"run": run_id})]
     if len(numbers) <= MAX_POINTS:
         return
-    last = cursor.row(_LAST_STEP, {"run": run_id})  # steps are counted on from it
+    last = cursor.row(_LAST_STEP, {"run": run_id})  # must stay: new steps are numbered from it
     gone = [n for n in numbers[1 : len(numbers) // 2 : 2] if last is None or n != last["number"]]
     cursor.execute_many(_DELETE, [{"run": run_id, "number_": number} for number in gone])
 
 
 def _drop_curves_of_idle_runs(cursor: Cursor, run_id: str) -> None:
-    """Keep the tenant of this run within what a tenant may have."""
+    """Delete curves of the tenant's runs that are not live until the tenant is within its limit of points."""
     run = cursor.find(RUNS, run_id=run_id)
     assert run is not None, "a point has a run"
     excess = cursor.number(_COUNT_OF_TENANT, {"tenant_id": run["tenant_id"]}) - MAX_POINTS_OF_TENANT
@@ -126,6 +127,7 @@ def _drop_curves_of_idle_runs(cursor: Cursor, run_id: str) -> None:
 
 
 def _admit_names(cursor: Cursor, run_id: str, values: Mapping[str, float]) -> None:
+    """Store the names of a client's values; InvalidInputError if the run would have too many different names."""
     known = {row["name"] for row in cursor.rows(_NAMES, {"run": run_id})}
     new = [name for name in values if name not in known]
     if len(known) + len(new) > MAX_NAMES:

@@ -1,6 +1,7 @@
-"""Runs, each the life of an adapter from its creation to long after it left the device, and their snapshots.
+"""Runs and their snapshots. A run is the life of one adapter; its row stays long after the adapter was evicted.
 
-A run has at most one snapshot: the state from which its adapter is recovered. Ops that it covers need no journal.
+A run has at most one snapshot on record: the state from which its adapter is recovered. A snapshot covers the ops up to
+its ``seq``; these are not replayed any more, so their bodies can be deleted from the journal.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from twinkle.server.types import OpKind, RunRecord, SnapshotRecord
 RunState = Literal["live", "failed", "parked"]
 
 _DELETE_CHECKPOINTS = (
-    "runs of sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
+    "runs of sessions that ended are deleted once they have no checkpoints: delete checkpoints that you do not need"
 )
 _RUN = RecordMapper(RunRecord, RUNS)
 _OF_TENANT = RUNS.c.tenant_id == bindparam("tenant_id")
@@ -33,7 +34,7 @@ _OF_SESSION = select(RUNS).where(RUNS.c.session_id == bindparam("session_id")).o
 _IN_STATE = select(RUNS).where(RUNS.c.state == bindparam("state")).order_by(*_OLDEST_FIRST)
 _LIVE_NOTED = select(RUNS).where(_IS_LIVE, RUNS.c.note == bindparam("note")).order_by(*_OLDEST_FIRST)
 _LEFT_BEHIND = select(RUNS).join(SESSIONS).where(_IS_LIVE, SESSIONS.c.state != "active").order_by(*_OLDEST_FIRST)
-# The runs that count against a tenant's limit of adapters. Those of a session that has ended do not: they are evicted.
+# The runs that count against a tenant's limit of adapters. Runs of ended sessions do not: they will be evicted.
 _COUNTED = (_OF_TENANT, _IS_LIVE, SESSIONS.c.state == "active")
 _COUNT_LIVE = select(func.count()).select_from(RUNS.join(SESSIONS)).where(*_COUNTED)
 _LIVE_OF_TENANT = select(RUNS).join(SESSIONS).where(*_COUNTED).order_by(*_OLDEST_FIRST)
@@ -63,7 +64,7 @@ class Runs(Area):
     """The runs of all tenants."""
 
     async def add(self, run: RunRecord) -> RunRecord:
-        """Return the run, or the one with this number that its session has already."""
+        """Store a run and return it, or return the existing one of its session with this number."""
         return await self._database.write(lambda cursor: insert_run(cursor, run))
 
     async def get(self, run_id: str) -> RunRecord | None:
@@ -90,12 +91,12 @@ class Runs(Area):
         return await self._all(_RUN, _LIVE_NOTED, note=note)
 
     async def live_by_replica(self, model_name: str) -> dict[str, int]:
-        """Return how many live runs of a base model each replica of it has."""
+        """Return the number of live runs of a base model by replica."""
         rows = await self._rows(_LIVE_BY_REPLICA, model_name=model_name)
         return {row["replica"]: row["runs"] for row in rows}
 
     async def list(self, tenant_id: str, limit: int, offset: int = 0, project_id: str | None = None) -> Page[RunRecord]:
-        """Return a tenant's runs, the one with the newest request first; ``project_id``: of sessions in a project."""
+        """Return a tenant's runs, latest request first; with ``project_id`` only those of sessions in that project."""
         listing, count = (_LIST, _COUNT) if project_id is None else (_LIST_OF_PROJECT, _COUNT_OF_PROJECT)
         return await self._page(
             _RUN, listing, count, tenant_id=tenant_id, project_id=project_id, limit=limit, offset=offset
@@ -105,20 +106,20 @@ class Runs(Area):
         await self._update(RUNS, {"run_id": run_id}, state=state, note=note)
 
     async def note_live(self, run_id: str, note: str) -> None:
-        """Set the note of a run that is live; one that has just left keeps the note that it left with."""
+        """Set the note of a live run. A run that is not live any more keeps the note that explains its end."""
         await self._update(RUNS, {"run_id": run_id, "state": "live"}, note=note)
 
     async def touch(self, last_request_at: Mapping[str, float]) -> None:
-        """Note the time of the newest request by run id."""
+        """Store the time of the newest request by run id; an older time is ignored."""
         await self._execute_many(_TOUCH, [{"id": run_id, "time": time} for run_id, time in last_request_at.items()])
 
 
 def insert_run(
     cursor: Cursor, run: RunRecord, most: int | None = None, most_rows: int | None = None
 ) -> RunRecord | QuotaError:
-    """Insert a run inside a write, and return it, or the one with this number that its session has already.
+    """Insert a run and return it, or return the existing one of its session with this number. Part of a write.
 
-    Returns QuotaError where the tenant has ``most`` live runs, or ``most_rows`` on record.
+    Returns (does not raise) QuotaError if the tenant has ``most`` live runs or ``most_rows`` runs on record.
     """
     known = _RUN.find(cursor, session_id=run.session_id, number=run.number)
     if known is not None:
@@ -134,7 +135,7 @@ def insert_run(
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 _SNAPSHOT = RecordMapper(SnapshotRecord, SNAPSHOTS)
-# An op between the snapshot and ``new_seq`` that may have changed its adapter, or has no outcome on record yet.
+# Counts ops after the snapshot, up to ``new_seq``, that may have changed the adapter or have no outcome yet.
 _MATTERING = (
     select(func.count())
     .select_from(OPS)
@@ -148,21 +149,22 @@ _MATTERING = (
 
 
 class Snapshots(Area):
-    """The newest snapshot of each adapter."""
+    """The records of snapshots, one for each adapter that has one."""
 
     @in_write
     def set(self, cursor: Cursor, snapshot: SnapshotRecord) -> SnapshotRecord | None:
-        """Put a snapshot on record; returns the one that it replaces, whose directory is now nobody's."""
+        """Store the record of a snapshot; return the one that it replaces, whose directory the caller must delete."""
         replaced = _take(cursor, snapshot.adapter_id)
         _SNAPSHOT.insert(cursor, snapshot)
         return replaced
 
     @in_write
     def advance(self, cursor: Cursor, adapter_id: str, seq: int, failed_seq: int | None) -> bool:
-        """Let the adapter's snapshot cover all ops up to ``seq`` too, none of which changed the adapter.
+        """Extend the adapter's snapshot to cover all ops up to ``seq``, without writing a new one.
 
-        Only for adapters of Tinker's protocol, whose forward passes leave nothing behind. Returns False and changes
-        nothing where one of these ops is not an answered forward pass, or where there is no snapshot.
+        This is correct if none of these ops changed the adapter, that is, if all are forward passes with an outcome.
+        Otherwise, or if there is no snapshot, change nothing and return False. Call it only for adapters of Tinker's
+        protocol, whose forward passes leave nothing behind.
         """
         snapshot = _SNAPSHOT.find(cursor, adapter_id=adapter_id)
         if snapshot is None or snapshot.seq >= seq:
@@ -176,11 +178,12 @@ class Snapshots(Area):
         return await self._find(_SNAPSHOT, adapter_id=adapter_id)
 
     async def delete(self, adapter_id: str) -> SnapshotRecord | None:
-        """Delete the record of an adapter's snapshot; returns the one that there was."""
+        """Delete the record of an adapter's snapshot and return it; None if there was none."""
         return await self._database.write(lambda cursor: _take(cursor, adapter_id))
 
 
 def _take(cursor: Cursor, adapter_id: str) -> SnapshotRecord | None:
+    """Delete the record of an adapter's snapshot and return it; None if there was none."""
     snapshot = _SNAPSHOT.find(cursor, adapter_id=adapter_id)
     cursor.delete(SNAPSHOTS, adapter_id=adapter_id)
     return snapshot

@@ -1,4 +1,4 @@
-"""Sampling sessions: which immutable weights a client samples from."""
+"""Sampling sessions: the immutable weights that a client samples from."""
 
 from sqlalchemy import bindparam, func, select
 
@@ -12,7 +12,7 @@ from twinkle.server.state.records.usage import check_storage
 from twinkle.server.types import SamplingSessionRecord
 
 SAMPLING_SESSION_ROWS = "max_sampling_session_rows_per_tenant"
-_END_SESSIONS = "those of sessions that ended are forgotten: end sessions that nobody needs, or use a sampler again"
+_END_SESSIONS = "those of sessions that ended are deleted: end sessions that you do not need, or reuse a sampler"
 
 _SAMPLING = RecordMapper(SamplingSessionRecord, SAMPLING_SESSIONS)
 
@@ -30,7 +30,7 @@ _ABANDONED = (
         SESSIONS.c.last_seen < bindparam("before"),
     )
 )
-# Weights that somebody may still sample from.
+# Directories with weights that an active session may still sample from.
 ACTIVE_DIRECTORIES = (
     select(SAMPLING_SESSIONS.c.directory)
     .join(SESSIONS)
@@ -66,10 +66,10 @@ class SamplingSessions(Area):
         most_bytes: int | None = None,
         most_rows: int | None = None,
     ) -> SamplingSessionRecord | QuotaError:
-        """Return the sampling session, or the one with this number that its session has already.
+        """Store a sampling session and return it, or return the existing one of its session with this number.
 
-        ``most_bytes``: of all files of the tenant. ``most_rows``: of its sampling sessions on record; where there are
-        as many, QuotaError.
+        Raises QuotaError if the tenant has ``most_rows`` sampling sessions on record, and StorageQuotaError if all its
+        files together are larger than ``most_bytes``.
         """
         known = _SAMPLING.find(cursor, session_id=sampling.session_id, number=sampling.number)
         if known is not None:
@@ -81,12 +81,12 @@ class SamplingSessions(Area):
         return sampling
 
     async def active(self) -> int:
-        """Return how many sampling sessions belong to active sessions."""
+        """Return the number of sampling sessions that belong to active sessions."""
         return await self._number(_COUNT_ACTIVE)
 
     @in_read
     def get(self, cursor: Cursor, sampling_session_id: str) -> SamplingSessionRecord | None:
-        """Return a sampling session; DamagedRecordError where its record was damaged."""
+        """Return a sampling session; DamagedRecordError if its record was damaged."""
         found = _SAMPLING.find(cursor, sampling_session_id=sampling_session_id)
         if found is None:
             raise_if_damaged(cursor, f"sampling session {sampling_session_id}")
@@ -97,15 +97,21 @@ class SamplingSessions(Area):
         return await self._all(_SAMPLING, _OF_SESSION, session_id=session_id)
 
     async def abandoned(self, before: float) -> tuple[SamplingSessionRecord, ...]:
-        """Return the unnamed versions, which have files of their own, of sessions last seen before then that ended."""
+        """Return the unnamed versions of sessions that have ended and were last seen before that time.
+
+        An unnamed version owns its files, so they can be deleted with it.
+        """
         return await self._all(_SAMPLING, _ABANDONED, before=before)
 
     async def refer_to(self, directory: str) -> bool:
-        """Return whether somebody may still sample from the weights in a directory."""
+        """Return whether an active session may still sample from the weights in a directory."""
         return await self._number(_REFERRING, directory=directory) > 0
 
     async def orphaned(self) -> tuple[SamplingSessionRecord, ...]:
-        """Return those of sessions that ended whose checkpoint was replaced or deleted: its files can go."""
+        """Return sampling sessions of a checkpoint that was replaced or deleted, if no active session uses its files.
+
+        These sessions have ended, so the files can be deleted.
+        """
         return await self._all(_SAMPLING, _ORPHANED)
 
     @in_write
@@ -113,18 +119,18 @@ class SamplingSessions(Area):
         cursor.delete(SAMPLING_CLIENTS, sampling_session_id=sampling_session_id)
         cursor.delete(SAMPLING_SESSIONS, sampling_session_id=sampling_session_id)
 
-    # --- its clients --------------------------------------------------------------------------------------------------
+    # --- clients of a sampling session --------------------------------------------------------------------------------
 
     @in_write
     def join(self, cursor: Cursor, sampling_session_id: str) -> int:
-        """Return a number for one more client of the sampling session, which no other has. The first client is 0."""
+        """Return a new client number for a sampling session. The client that created the session has number 0."""
         number = 1 + cursor.number(_LAST_CLIENT, {"id": sampling_session_id})
         cursor.insert(SAMPLING_CLIENTS, sampling_session_id=sampling_session_id, client=number, first_seq=0, next_seq=0)
         return number
 
     @in_write
     def set_numbers_in_use(self, cursor: Cursor, sampling_session_id: str, client: int, numbers: range) -> None:
-        """Note the sequence numbers that the client may have under way, from now until this is called again."""
+        """Store the sequence numbers that the client may be using, from now until the next call."""
         key = {"sampling_session_id": sampling_session_id, "client": client}
         in_use = {"first_seq": numbers.start, "next_seq": numbers.stop}
         if cursor.update(SAMPLING_CLIENTS, key, **in_use) == 0:
@@ -132,5 +138,6 @@ class SamplingSessions(Area):
 
     @in_read
     def numbers_in_use(self, cursor: Cursor, sampling_session_id: str, client: int) -> range:
+        """Return the sequence numbers that were stored last for the client; an empty range if none were."""
         row = cursor.find(SAMPLING_CLIENTS, sampling_session_id=sampling_session_id, client=client)
         return range(row["first_seq"], row["next_seq"]) if row is not None else range(0)

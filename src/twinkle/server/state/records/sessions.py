@@ -1,4 +1,4 @@
-"""Sessions, which live as long as their client sends signs of life, and the custom losses that belong to them."""
+"""Sessions, which stay active as long as their client sends heartbeats, and the custom losses that belong to them."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from twinkle.server.types import CustomLossRecord, FinishReason, SessionRecord
 
 SESSION_ROWS = "max_session_rows_per_tenant"
 _DELETE_CHECKPOINTS = (
-    "sessions that ended are forgotten once they have no checkpoints: delete checkpoints that nobody needs"
+    "sessions that ended are deleted once they have no checkpoints: delete checkpoints that you do not need"
 )
 _END_OF_TIME = 1e18  # seconds
 
@@ -63,10 +63,9 @@ class Sessions(Area):
         most: int | None = None,
         most_rows: int | None = None,
     ) -> SessionRecord | QuotaError:
-        """Return the session, or the one that this tenant created with the same key before.
+        """Store a session and return it, or return the one that this tenant created before with the same key.
 
-        ``most``: active sessions of the tenant, ``most_rows``: all that are on record; where there are as many,
-        QuotaError.
+        Raises QuotaError if the tenant has ``most`` active sessions or ``most_rows`` sessions on record.
         """
         tenant = {"tenant_id": session.tenant_id}
         if idempotency_key is not None:
@@ -90,20 +89,20 @@ class Sessions(Area):
         return await self._page(_SESSION, _LIST, _COUNT, tenant_id=tenant_id, limit=limit, offset=offset)
 
     async def after(self, tenant_id: str, last: SessionRecord | None, limit: int) -> tuple[SessionRecord, ...]:
-        """Return the sessions that follow ``last`` in the order of :meth:`list`; without it, the first ones."""
+        """Return the sessions that follow ``last`` in the order of :meth:`list`; with None, the first ones."""
         created_at, session_id = (_END_OF_TIME, "") if last is None else (last.created_at, last.session_id)
         return await self._all(_SESSION, _AFTER, tenant_id=tenant_id, created_at=created_at, id=session_id, limit=limit)
 
     async def silent(self, before: float) -> tuple[SessionRecord, ...]:
-        """Return the active sessions last seen before that time, longest silent first."""
+        """Return the active sessions whose last heartbeat is older than ``before``, the oldest first."""
         return await self._all(_SESSION, _SILENT, before=before)
 
     async def silent_of(self, tenant_id: str, before: float) -> tuple[SessionRecord, ...]:
-        """Return a tenant's active sessions last seen before that time, longest silent first."""
+        """Return a tenant's active sessions whose last heartbeat is older than ``before``, the oldest first."""
         return await self._all(_SESSION, _SILENT_OF_TENANT, tenant_id=tenant_id, before=before)
 
     async def touch(self, last_seen: Mapping[str, float]) -> None:
-        """Note signs of life by session id. Sessions that are over stay over; time never runs backwards."""
+        """Store the times of heartbeats by session id. Sessions that have ended, and older times, are ignored."""
         await self._execute_many(_TOUCH, [{"id": session_id, "seen": time} for session_id, time in last_seen.items()])
 
     @in_write
@@ -116,7 +115,7 @@ class Sessions(Area):
         reason: FinishReason | None = None,
         detail: str | None = None,
     ) -> bool:
-        """End a session; returns whether it was active. One that had ended before keeps its state and reason."""
+        """End a session; return whether it was active. A session that had ended before keeps its state and reason."""
         parameters = {"id": session_id, "end": state, "reason": reason, "detail": detail}
         if not cursor.execute(_END, parameters):
             return False
@@ -127,7 +126,7 @@ class Sessions(Area):
 
     @in_write
     def note(self, cursor: Cursor, session_id: str, key: str, name: str, value: object) -> None:
-        """Set ``user_metadata[key][name]`` of a session that exists."""
+        """Set ``user_metadata[key][name]`` of an existing session."""
         metadata: dict[str, object] = dict(_existing(cursor, session_id).user_metadata)
         noted = metadata.get(key, {})
         assert isinstance(noted, dict), "it was made here"
@@ -135,7 +134,7 @@ class Sessions(Area):
         cursor.update(SESSIONS, {"session_id": session_id}, user_metadata=json.dumps(metadata))
 
     async def active(self) -> int:
-        """Return how many active sessions there are."""
+        """Return the number of active sessions."""
         return await self._database.read(lambda cursor: cursor.count(SESSIONS, state="active"))
 
     @in_write
@@ -145,7 +144,10 @@ class Sessions(Area):
         add_entry(cursor, session.tenant_id, "project_assign", now, details)
 
     async def extend_deadlines_after_downtime(self, now: float) -> int:
-        """Count all active sessions as seen now, because nobody could reach a server that was down; return how many."""
+        """Set the last heartbeat of all active sessions to now: no client could send one while the server was down.
+
+        Return the number of sessions.
+        """
         return await self._execute(_FORGIVE, now=now)
 
 
@@ -158,7 +160,8 @@ def _existing(cursor: Cursor, session_id: str) -> SessionRecord:
 # --- custom losses ----------------------------------------------------------------------------------------------------
 
 _LOSS = RecordMapper(CustomLossRecord, CUSTOM_LOSSES)
-# An adapter of a session that ended may still have to be brought back from its journal before it can be evicted.
+# After a session has ended, its live adapters may still have to be recovered from the journal before they are evicted.
+# Replay needs their losses.
 _PRUNE_LOSSES = delete(CUSTOM_LOSSES).where(
     ~exists().where(SESSIONS.c.session_id == CUSTOM_LOSSES.c.session_id, SESSIONS.c.state == "active"),
     ~exists().where(RUNS.c.session_id == CUSTOM_LOSSES.c.session_id, RUNS.c.state == "live"),
@@ -166,11 +169,11 @@ _PRUNE_LOSSES = delete(CUSTOM_LOSSES).where(
 
 
 class CustomLosses(Area):
-    """What the loss graphs of sessions were created from."""
+    """The custom losses of all sessions: the request bodies from which loss graphs are built."""
 
     @in_write
     def create(self, cursor: Cursor, loss: CustomLossRecord, limit: int) -> CustomLossRecord | None:
-        """Return the loss, or the one of this id that there is already; None where its tenant has ``limit`` of them."""
+        """Store a loss and return it, or the existing one with this id; None if its tenant has ``limit`` losses."""
         known = _LOSS.find(cursor, loss_id=loss.loss_id)
         if known is not None:
             return known
@@ -181,12 +184,12 @@ class CustomLosses(Area):
 
     @in_read
     def get(self, cursor: Cursor, loss_id: str) -> CustomLossRecord | None:
-        """Return a loss; DamagedRecordError where its record was damaged."""
+        """Return a loss; DamagedRecordError if its record was damaged."""
         found = _LOSS.find(cursor, loss_id=loss_id)
         if found is None:
             raise_if_damaged(cursor, f"custom loss {loss_id}")
         return found
 
     async def prune(self) -> int:
-        """Drop the losses of sessions that ended, once nothing of the session can need them; return how many."""
+        """Delete the losses of sessions that have ended and have no live run; return how many."""
         return await self._execute(_PRUNE_LOSSES)

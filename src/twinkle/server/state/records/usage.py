@@ -1,4 +1,4 @@
-"""Usage by tenant and day (UTC). Several processes may add to one database."""
+"""Usage by tenant and day (UTC). Several processes may add to the same rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,8 +22,8 @@ _LIST = (
 )
 _LIST_OF_TENANT = _LIST.where(USAGE.c.tenant_id == bindparam("tenant"))
 
-# Files that lie on disk: checkpoints, and versions of samplers. A sampler that was made from a checkpoint has the
-# same directory, also when the checkpoint was deleted since: a UNION counts it once.
+# Files on disk: checkpoints and sampler versions. A sampling session that was made from a checkpoint has the directory
+# of the checkpoint, even if the checkpoint was deleted since. The UNION counts such a directory once.
 _CHECKPOINTS = select(CHECKPOINTS.c.tenant_id, CHECKPOINTS.c.directory, CHECKPOINTS.c.size_bytes)
 _VERSIONS = select(SAMPLING_SESSIONS.c.tenant_id, SAMPLING_SESSIONS.c.directory, SAMPLING_SESSIONS.c.size_bytes).where(
     SAMPLING_SESSIONS.c.size_bytes > 0
@@ -50,7 +50,7 @@ _STORAGE_OF_TENANT = select(func.coalesce(func.sum(_FILES_OF_TENANT.c.size_bytes
 
 @dataclass(frozen=True)
 class DailyUsage:
-    """``day``: 2026-01-31, UTC. ``storage_bytes``: the most that was found on disk that day."""
+    """The usage of one tenant on one day. ``day``: 2026-01-31, UTC. ``storage_bytes``: the maximum of that day."""
 
     tenant_id: str
     day: str
@@ -60,7 +60,7 @@ class DailyUsage:
 
 @dataclass(frozen=True)
 class ProjectStorage:
-    """The checkpoints of a tenant that belong to one project, or to none."""
+    """Number and size of a tenant's checkpoints in one project; ``project_id`` None: in no project."""
 
     project_id: str | None
     checkpoints: int
@@ -68,10 +68,10 @@ class ProjectStorage:
 
 
 class UsageRecords(Area):
-    """What tenants used each day, and what they have on disk."""
+    """The daily usage of all tenants, and the size of their files on disk."""
 
     async def add(self, counts: Mapping[tuple[str, str], UsageCounts]) -> None:
-        """Add counts to what is there, by tenant and day; all or nothing."""
+        """Add counts by (tenant, day) to those on record, all in one transaction."""
 
         def work(cursor: Cursor) -> None:
             for (tenant_id, day), each in counts.items():
@@ -83,7 +83,7 @@ class UsageRecords(Area):
             await self._database.write(work)
 
     async def note_storage(self, day: str, storage: Mapping[str, int]) -> None:
-        """Note what tenants have on disk on this day, as far as it is more than was noted before."""
+        """Store the bytes that tenants have on disk on this day, where they exceed the value on record for the day."""
 
         def work(cursor: Cursor) -> None:
             for tenant_id, size in storage.items():
@@ -97,12 +97,12 @@ class UsageRecords(Area):
             await self._database.write(work)
 
     async def list(self, since: str, until: str, tenant_id: str | None = None) -> tuple[DailyUsage, ...]:
-        """Return the usage of the days from ``since`` to the one before ``until``, oldest first."""
+        """Return the usage of the days from ``since`` (inclusive) to ``until`` (exclusive), oldest first."""
         statement = _LIST if tenant_id is None else _LIST_OF_TENANT
         return tuple(map(_usage, await self._rows(statement, since=since, until=until, tenant=tenant_id)))
 
     async def storage(self) -> Mapping[str, int]:
-        """Return the bytes on disk of every tenant that has some: checkpoints and what samplers were made from."""
+        """Return the bytes on disk (checkpoints and sampler versions) of every tenant that has files."""
         return {row["tenant_id"]: int(row["bytes"]) for row in await self._rows(_STORAGE)}
 
     async def stored_by_project(self, tenant_id: str) -> tuple[ProjectStorage, ...]:
@@ -112,11 +112,15 @@ class UsageRecords(Area):
         return tuple(sorted(stored, key=lambda each: -each.size_bytes))
 
     async def storage_of(self, tenant_id: str) -> int:
+        """Return the bytes on disk (checkpoints and sampler versions) of one tenant."""
         return await self._number(_STORAGE_OF_TENANT, tenant=tenant_id)
 
 
 def check_storage(cursor: Cursor, tenant_id: str, added: int, most: int | None) -> None:
-    """Raise if with ``added`` bytes, which are on record already, the tenant has too much. ``most`` None: no limit."""
+    """Raise StorageQuotaError if the tenant's files exceed ``most`` bytes; None: no limit.
+
+    Call it inside the transaction that has already recorded the new files. ``added`` is their size, for the message.
+    """
     if most is not None:
         total = cursor.number(_STORAGE_OF_TENANT, {"tenant": tenant_id})
         if total > most:
