@@ -389,7 +389,9 @@ class Gateway:
         """Return a run that Tinker's requests may change; InvalidInputError for runs of the native protocol."""
         run = await self.run(run_id, tenant_id)
         if not ids.is_tinker_run(run.run_id):
-            raise InvalidInputError("model_id", run.run_id, "a model of this protocol; use its own client for this one")
+            raise InvalidInputError(
+                "model_id", run.run_id, "a model of Tinker's protocol; use the native client for it"
+            )
         return run
 
     async def submit(self, op: Op, tenant_id: str) -> str:

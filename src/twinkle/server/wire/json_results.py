@@ -64,9 +64,8 @@ def _joined(texts: Iterable[str]) -> Iterator[bytes]:
 
 def _training(body: memoryview) -> Iterator[str]:
     entries = _messages(body, _Output.METRICS_FIELD_NUMBER)
-    metrics = {
-        entry.text(_KEY): float(entry.array(_VALUE, _DOUBLE).sum()) for entry in entries
-    }  # protobuf leaves out a 0
+    # Protobuf does not write a value of 0, so its array is empty; the sum of an empty array is 0.
+    metrics = {entry.text(_KEY): float(entry.array(_VALUE, _DOUBLE).sum()) for entry in entries}
     kind = _Message(body).text(_Output.LOSS_FN_OUTPUT_TYPE_FIELD_NUMBER)
     yield f'{{"loss_fn_output_type":{_dumps(kind)},"loss_fn_outputs":['
     comma = ""

@@ -32,7 +32,8 @@ def named_pass(data: Sequence[Datum], loss: str, config: Mapping[str, float], *,
         return TrainPass(plain, loss, {}, preference=preference, base_model=base_model)
     for key in (_BETA, _SFT_WEIGHT):
         if key in config:
-            raise InvalidInputError(f"loss_fn_config[{key!r}]", config[key], f"{key} beside {REF_LOGPS} in every datum")
+            allowed = f"{key} only together with {REF_LOGPS} in every datum"
+            raise InvalidInputError(f"loss_fn_config[{key!r}]", config[key], allowed)
     return TrainPass(tuple(data), loss, config, base_model=base_model)
 
 

@@ -80,7 +80,7 @@ def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -
         else:
             asked = parse(_ForwardBackward, body).forward_backward_input
         if asked.loss_fn == CUSTOM:
-            raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
+            raise InvalidInputError("loss_fn", CUSTOM, "one of the server's losses: custom losses need protobuf")
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
         trains = kind is OpKind.FORWARD_BACKWARD
         payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
@@ -109,7 +109,7 @@ def _array(name: str, tensor: _Tensor, field: str) -> AnyArray:
     dtype = "int64" if name in _INTEGERS and "dtype" not in tensor.model_fields_set else tensor.dtype
     shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
     if math.prod(shape) != len(tensor.data):
-        raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
+        raise InvalidInputError(f"{field}.shape", shape, f"sizes whose product is {len(tensor.data)}")
     try:
         if dtype == "int64" and tensor.data and np.array(tensor.data).dtype.kind == "f":  # at least one is no integer
             raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
