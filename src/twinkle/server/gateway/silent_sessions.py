@@ -30,7 +30,10 @@ _HOW_TO_END = "end one with POST /api/v1/sessions/SESSION_ID/finish (ServiceClie
 
 
 class SilentSessions:
-    """Finds silent sessions of a tenant and takes their places at a limit. Belongs to the gateway's event loop."""
+    """Ends a tenant's silent sessions, or evicts their adapters, when the tenant is at a limit.
+
+    Belongs to the gateway's event loop.
+    """
 
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway = gateway

@@ -17,7 +17,7 @@ from twinkle.server.wire import responses
 if TYPE_CHECKING:
     from twinkle.server.gateway.gateway import Gateway
 
-UNLOADING = "it is being unloaded, as its client asked"  # the note of a live run
+UNLOADING = "it is being unloaded, as its client asked"  # stored as the note of a live run
 
 
 class Unloading:
