@@ -1,4 +1,4 @@
-"""Who is asking, what belongs to whom, and which service answers: everything between HTTP and the services.
+"""Everything between HTTP and the services: identify the caller, check ownership, and choose the service.
 
 May import: services and the rooms below them.
 """

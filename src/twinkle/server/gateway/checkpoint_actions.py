@@ -1,4 +1,4 @@
-"""What the owner of a checkpoint may do with it: delete it, change its expiry, let everybody read it."""
+"""The operations that only the owner of a checkpoint may perform: delete it, change its expiry, make it public."""
 
 import time
 from functools import partial
@@ -14,7 +14,10 @@ from twinkle.server.types import CheckpointRecord
 
 
 class CheckpointActions:
-    """Every method answers for another tenant's checkpoint, public or not, as for one that does not exist."""
+    """The owner's operations on checkpoints.
+
+    A checkpoint of another tenant, public or not, raises the same NotFoundError as one that does not exist.
+    """
 
     def __init__(self, store: Store, files: DataDir, threads: FairPool) -> None:
         self._store = store
@@ -31,23 +34,24 @@ class CheckpointActions:
     async def _delete(self, record: CheckpointRecord, event: str) -> None:
         await delete_checkpoint(self._store, self._files, self._threads, record, event)
         run = await self._store.runs.get(record.run_id)
-        if run is not None and run.state != "live":  # nobody saves to it any more
+        if run is not None and run.state != "live":  # the run saves no more checkpoints to this directory
             await self._threads.in_thread(record.tenant_id, partial(self._files.remove_empty, record.directory))
 
     async def set_ttl(self, path: CheckpointPath, tenant_id: str, ttl_seconds: int | None) -> None:
-        """Counted from now; None: it stays."""
+        """Let a checkpoint expire ``ttl_seconds`` from now; None: it never expires."""
         await self._own(path, tenant_id)
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
         if not await self._store.checkpoints.set_expiry(path.run_id, path.kind, path.name, expires_at):
             raise NotFoundError("checkpoint", str(path))
 
     async def set_public(self, path: CheckpointPath, tenant_id: str, public: bool) -> None:
-        """Public: every tenant of this server may read it. It is sent nowhere."""
+        """Let every tenant of this server read a checkpoint, or only its owner. Nothing is uploaded anywhere."""
         await self._own(path, tenant_id)
         if not await self._store.checkpoints.set_public(path.run_id, path.kind, path.name, public):
             raise NotFoundError("checkpoint", str(path))
 
     async def _own(self, path: CheckpointPath, tenant_id: str, *, even_expired: bool = False) -> CheckpointRecord:
+        """Return a checkpoint that belongs to the tenant; NotFoundError for any other."""
         record = await self._store.checkpoints.get(path.run_id, path.kind, path.name)
         if record is None or record.tenant_id != tenant_id or (expired(record) and not even_expired):
             raise NotFoundError("checkpoint", str(path))

@@ -1,7 +1,8 @@
-"""All model services of a server, wherever they run: what they report of themselves, and that a session has ended.
+"""The fleet: all model services of a server, in this process or in others.
 
-A gateway beside its services (the embedded runtime) answers for them itself; one in a process of its own asks other
-processes. All that concerns one adapter goes to the service that has it and never passes here.
+A gateway asks the fleet for status reports, and tells it that a session has ended. In the embedded runtime the gateway
+is its own fleet, because the services are in its process; on Ray the fleet asks the other processes. Requests about
+one adapter do not pass here: they go directly to the service that holds the adapter.
 """
 
 from collections import Counter
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One base model, as it is now. ``numbers`` are sums over all tenants."""
+    """The current status of one base model. ``numbers`` are sums over all tenants."""
 
     name: str
     aliases: tuple[str, ...]
     max_context_length: int
     sampleable: bool
     healthy: bool
-    recovering: bool  # adapters are being brought back after a restart
-    detail: str  # of its health, for people
+    recovering: bool  # some adapters are still being replayed after a restart
+    detail: str  # explains the health, for people to read
     numbers: Mapping[str, object]
-    adapters: Mapping[str, int]  # live ones by tenant
-    busy_sessions: frozenset[str]  # those of which something waits to run
+    adapters: Mapping[str, int]  # number of live adapters by tenant
+    busy_sessions: frozenset[str]  # ids of the sessions that have ops which are not finished
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,33 +41,36 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class TenantReport:
-    """What one tenant has on one base model, as it is now."""
+    """The current live adapters and waiting ops of one tenant on one base model."""
 
-    adapters: Mapping[str, AdapterStatus]  # live ones by run
+    adapters: Mapping[str, AdapterStatus]  # live adapters by run id
     queue: QueueStatus
 
 
 class Fleet(Protocol):
+    """How a gateway reaches all model services of the server."""
+
     async def reports(self) -> Mapping[str, ModelReport]:
-        """By name, in the order of the configuration."""
+        """Return the status of each base model by its name, in the order of the configuration."""
 
     async def of_tenant(self, tenant_id: str) -> Mapping[str, TenantReport]:
-        """By name of the model."""
+        """Return what a tenant has on each base model, by the model's name."""
 
     async def metrics(self) -> "Mapping[str, Sequence[Metric]]":
-        """What other processes have recorded, by their names."""
+        """Return the metrics that other processes have recorded, by the name of the process."""
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Take what a session has off the devices: it ended."""
+        """Evict the adapters and release the versions of a session that has ended."""
 
     async def evict(self, run: RunRecord, why: str) -> None:
-        """Take one adapter off its device, wherever it is, and keep its state; ``why`` is for errors about it."""
+        """Evict one adapter, on whichever replica it is. Later errors about the run quote ``why``."""
 
 
 def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
-    """Which of its loops does not run, for people; None if all do. What is accepted for it would wait for ever.
+    """Return which service loop of a model has stopped, as text for people; None if all run.
 
-    ``ending``: a server that ends lets its loops end, unless an error did.
+    Requests that are accepted for a stopped loop would wait for ever. ``ending``: the server is shutting down, so that
+    only a loop that failed counts as stopped.
     """
     loops = {"training": services.training.loop}
     if services.sampling is not None:
@@ -78,9 +82,10 @@ def stopped_in(services: "Services", *, ending: bool = False) -> str | None:
 
 
 def report_of(services: "Services", longest_step: float) -> ModelReport:
-    """Of what runs in this process, without asking the compute thread: it may be busy for a while.
+    """Return the report of one model that runs in this process.
 
-    ``longest_step``: seconds after which it counts as stuck.
+    It reads only the state of the event loop and does not wait for the compute thread, which may be busy for a while.
+    ``longest_step``: seconds after which a running step counts as stuck, and the model as unhealthy.
     """
     model, training, sampling = services.model, services.training, services.sampling
     healthy, detail = True, "trains" if sampling is None else "trains and samples"
@@ -104,6 +109,7 @@ def report_of(services: "Services", longest_step: float) -> ModelReport:
 
 
 def tenant_report_of(services: "Services", tenant_id: str) -> TenantReport:
+    """Return what one tenant has on one model that runs in this process."""
     waiting = services.training.context.scheduler.numbers().waiting
     queue = QueueStatus(waiting.get(tenant_id, 0), sum(waiting.values()))
     return TenantReport(services.training.adapters.statuses(tenant_id), queue)

@@ -1,7 +1,8 @@
-"""The gateway: who is asking, what belongs to whom, and which service is to be asked.
+"""The gateway: identifies the caller, checks ownership, and chooses the service that handles a request.
 
-Plain async methods, one a question; routes turn HTTP into these calls and back. It keeps nothing that the state does
-not have, apart from heartbeats since the last housekeeping.
+Its methods are plain async methods, one for each question that a route asks; routes turn HTTP into these calls and
+back. All of them belong to the event loop. The gateway holds no state that is not in the database, apart from
+the heartbeats since the last maintenance, and caches.
 """
 
 import asyncio
@@ -68,7 +69,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Services:
-    """All that serves one base model."""
+    """The services of one base model in this process. ``sampling`` is None where the model is only trained."""
 
     model: ServedModel
     training: ModelService
@@ -76,7 +77,7 @@ class Services:
     native: NativeRuns
 
     def release_versions(self, version_ids: Iterable[str]) -> None:
-        """Let the sampler drop these: nobody samples from them any more."""
+        """Let the sampler drop these versions, because no sampling session uses them any more."""
         if self.sampling is not None:
             for version_id in version_ids:
                 self.sampling.release_version(version_id)
@@ -97,10 +98,13 @@ class Gateway:
         replica: str = "",
         memory: ProcessMemory | None = None,
     ) -> None:
-        """``services`` of this process; ``fleet`` of all of them, None: these are all. ``replica``: our own name.
+        """Connect the services of this process with the state and the other processes.
 
-        ``fleet_of_all``: of a replica, which answers for its own services only, the way to those of the others.
-        ``memory``: what the services share; None: nothing else is in this process.
+        services: the services of this process, by the name of their base model.
+        fleet: the fleet for which this gateway answers; None: the services of this process.
+        fleet_of_all: for the gateway of a replica, whose ``fleet`` is only its own services: the way to all replicas.
+        replica: the name of this replica.
+        memory: the memory budgets that the services of this process share; None: new ones.
         """
         self.config = config
         self.store = store
@@ -110,8 +114,8 @@ class Gateway:
         self.tenants = tenants or Tenants()
         self.memory = memory or ProcessMemory(config.limits)
         self.usage_recorder = UsageRecorder(store, self.tenants)
-        self.reading = self.tenants.pools.reading  # large bodies, in threads
-        self.copying = TenantTurns(at_once=1)  # checkpoints
+        self.reading = self.tenants.pools.reading  # threads that decode large bodies
+        self.copying = TenantTurns(at_once=1)  # a tenant copies one checkpoint at a time
         self.started_at = time.time()
         self.stopping = False
         self.uploads = Uploads(self.tenants.pools.hub)
@@ -130,7 +134,8 @@ class Gateway:
         self._sampling_services = [entry.sampling for entry in services.values() if entry.sampling is not None]
         self._served = [name for served in config.served_models for name in served.names]
         self._heartbeats: dict[str, float] = {}
-        self._samplers: dict[str, SamplingSessionRecord] = {}  # asked for with every sample, and they never change
+        # A cache: every sample looks up its sampling session, and these records never change.
+        self._samplers: dict[str, SamplingSessionRecord] = {}
         self._sampling_clients = SamplingClients(store.sampling_sessions)
 
     # --- the services of this process, as a Fleet --------------------------------------------------------------------
@@ -146,14 +151,17 @@ class Gateway:
         return {}
 
     async def release_session(self, session: SessionRecord, state: str) -> None:
-        """Take what our own services have of a session off their devices: it ended."""
+        """Evict the adapters and release the versions that the services of this process hold for an ended session."""
         for run in await self.store.runs.of_session(session.session_id):
             await self.evict(run, f"session {session.session_id} {state}")
         for sampling in await self.store.sampling_sessions.of_session(session.session_id):
             await self._release(sampling)
 
     async def evict(self, run: RunRecord, why: str) -> None:
-        """Take an adapter off its device. One of a base model that is not served now has to wait until it is."""
+        """Evict an adapter, if a service of this process has its base model.
+
+        The run of a base model that is not served now stays live in the database, until a server serves it again.
+        """
         if run.state == "live" and run.model_name in self.services:
             entry = self.services[run.model_name]
             outdated = await entry.training.adapters.evict(run, why, self.config.limits.parked_adapter_seconds)
@@ -161,7 +169,7 @@ class Gateway:
 
     @property
     def budgets(self) -> list[Budget]:
-        """What this process uses of everything in bytes that all tenants share, with the limits; one a resource."""
+        """Return the byte budgets that all tenants share in this process, with their limits; one for each resource."""
         budgets = [self.memory.guard.budget, self.memory.results.budget]
         services = [entry.training for entry in self.services.values()]
         of_models = [budget for training in services for budget in training.budgets]
@@ -169,21 +177,24 @@ class Gateway:
             same = [budget for budget in of_models if budget.resource == resource]
             budgets.append(Budget(resource, sum(b.used for b in same), sum(b.limit for b in same)))
         budgets += [training.journal.budget for training in services[:1]]  # all services write to one journal
-        if isinstance(self.processors, ProcessorService):  # otherwise they are in another process, which tells
+        if isinstance(self.processors, ProcessorService):  # otherwise another process has them, and reports them
             budgets.append(self.processors.budget)
         return budgets
 
     # --- which model --------------------------------------------------------------------------------------------------
 
     def model(self, name: str) -> Services:
-        """By name or alias; what follows a colon (``…:peft:262144``) chooses nothing here."""
+        """Return the services of a base model by its name or alias; a suffix such as ``:peft:262144`` is ignored."""
         known = known_name(name, self._names)
         if known is None:
             raise UnknownNameError("base_model", name, self._served)
         return self._names[known]
 
     def serving(self, model_name: str) -> Services:
-        """What serves a base model that a record names. The configuration may have changed since it was made."""
+        """Return the services of a base model that a database record names.
+
+        UnsupportedError if the configuration no longer lists the model.
+        """
         services = self.services.get(model_name)
         if services is None:
             served = ", ".join(one.name for one in self.config.served_models)
@@ -191,7 +202,10 @@ class Gateway:
         return services
 
     async def listed_models(self) -> dict[str, ModelReport]:
-        """By the names that the configuration lists; a model that nobody can reach now is left out."""
+        """Return the reports of all models, by the names that the configuration lists.
+
+        A model that does not answer now is left out.
+        """
         reports = await self.fleet.reports()
         by_name = {name: report for report in reports.values() for name in report.names}
         return {name: by_name[name] for name in self.config.listed_names if name in by_name}
@@ -213,7 +227,11 @@ class Gateway:
         )
 
     async def with_row_room(self, tenant_id: str, create: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``create`` does; where a tenant has too many rows on record, after the oldest made room."""
+        """Call ``create`` and return its result.
+
+        If it fails because the tenant has too many rows in the database, delete rows of its oldest ended sessions and
+        try once more.
+        """
         try:
             return await create()
         except QuotaError as error:
@@ -237,20 +255,20 @@ class Gateway:
         return record
 
     async def heartbeat(self, session_id: str, tenant_id: str) -> None:
-        """Note that a session's client lives. GoneError if the session is over."""
+        """Note that a session's client is alive; GoneError if the session has ended."""
         record = await self.session(session_id, tenant_id)
         self._heartbeats[session_id] = time.time()
         if record.state != "active":
             raise GoneError(f"session {record.session_id} is {record.state}").with_code(SESSION_LOST)
 
     def last_seen(self, session: SessionRecord) -> float:
-        """Return when a session was last heard of, as far as this process knows."""
+        """Return the time of a session's last heartbeat, as far as this process knows."""
         return max(session.last_seen, self._heartbeats.get(session.session_id, 0.0))
 
     async def finish_session(
         self, session_id: str, tenant_id: str, reason: FinishReason = "success", detail: str | None = None
     ) -> None:
-        """The first reason stands."""
+        """End a session because its client says that it is done. A session that has ended keeps its first reason."""
         record = await self.session(session_id, tenant_id)
         if record.state == "active":
             await self.end_session(record, "finished", reason, detail)
@@ -262,7 +280,7 @@ class Gateway:
         reason: FinishReason | None = None,
         detail: str | None = None,
     ) -> None:
-        """Adapters of a session that ended leave the device; their last state is kept as a checkpoint for a while."""
+        """End a session and evict its adapters, whose last state is kept as a checkpoint for a while."""
         await self.store.sessions.end(session.session_id, state, time.time(), reason, detail)
         self._heartbeats.pop(session.session_id, None)
         if self.processors is not None:
@@ -270,7 +288,10 @@ class Gateway:
         await self.fleet.release_session(session, state)
 
     async def _release(self, sampling: SamplingSessionRecord) -> None:
-        """Its weights leave the device unless others sample from them; until its files go, it may come back."""
+        """Release the version of a sampling session, unless other sampling sessions use it.
+
+        As long as its files exist, a later request can load the version again.
+        """
         self._samplers.pop(sampling.sampling_session_id, None)
         self._sampling_clients.forget(sampling.sampling_session_id)
         entry = self.services.get(sampling.model_name)
@@ -280,7 +301,10 @@ class Gateway:
             entry.release_versions([sampling.version_id])
 
     async def resume_interrupted_evictions(self) -> None:
-        """Adapters whose session ended while something came in between: this server's end, or a database away."""
+        """Evict live adapters whose session has ended, and continue unloads that clients asked for.
+
+        Such adapters are left over when the server stopped, or the database was unavailable, during an eviction.
+        """
         for run in await self.store.runs.left_behind():
             session = await self.store.sessions.get(run.session_id)
             assert session is not None, "a run has a session"
@@ -295,16 +319,16 @@ class Gateway:
             await self.fleet_of_all.evict(run, why)
 
     def last_request(self, run: RunRecord) -> float:
-        """Return when a run was last asked for something, as far as this process knows."""
+        """Return the time of a run's last request, as far as this process knows."""
         known = (entry.training.last_requests().get(run.run_id, 0.0) for entry in self.services.values())
         return max([run.last_request_at, *known])
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def create_model(self, tenant_id: str, wanted: CreateModelRequest, body: bytes) -> tuple[str, str]:
-        """(run id, request id)."""
+        """Create a run with a new adapter; return its run id and the id of the request."""
         session_id, number, spec = wanted.session_id, wanted.model_seq_id, wanted.spec()
-        if spec.seed is None:  # drawn here and written down: a replay must come to the same adapter
+        if spec.seed is None:  # drawn here and stored with the run: a replay must initialize the same weights
             spec = replace(spec, seed=secrets.randbits(63))
         run_id, metadata = ids.run_id(session_id, number), wanted.user_metadata or {}
         run = self.new_run(run_id, tenant_id, session_id, number, wanted.base_model, spec, metadata)
@@ -320,7 +344,7 @@ class Gateway:
         spec: LoraSpec,
         user_metadata: Mapping[str, str],
     ) -> RunRecord:
-        """The record of an adapter that is to be created."""
+        """Return the record of a run that is to be created; InvalidInputError if its rank exceeds the limit."""
         if spec.rank > self.config.limits.max_rank:
             raise InvalidInputError("lora_config.rank", spec.rank, f"1 to {self.config.limits.max_rank}")
         now = time.time()
@@ -339,15 +363,15 @@ class Gateway:
         )
 
     async def create_run(self, run: RunRecord, op: Op) -> str:
-        """Create its adapter; returns the id of the request."""
+        """Create a run's adapter with its first op; return the id of the request."""
         await self.active_session(run.session_id, run.tenant_id)
         training = self.serving(run.model_name).training
-        await self.usage_recorder.check_space(run.tenant_id)  # when it leaves the device, it is kept in any case
+        await self.usage_recorder.check_space(run.tenant_id)  # eviction will save a checkpoint whatever the limit says
         request_id = await self.silent_sessions.with_room(
             run.tenant_id, lambda: training.create(run, op), own_session=run.session_id
         )
         session = await self.session(run.session_id, run.tenant_id)
-        if session.state != "active":  # it ended meanwhile, and did not know of this adapter
+        if session.state != "active":  # the session ended meanwhile, and its end missed this adapter
             await self.evict(run, f"session {session.session_id} {session.state}")
         return request_id
 
@@ -362,13 +386,16 @@ class Gateway:
         return record
 
     async def tinker_run(self, run_id: str, tenant_id: str) -> RunRecord:
-        """Return a run that Tinker's requests may change: one of the native protocol has a client of its own."""
+        """Return a run that Tinker's requests may change; InvalidInputError for runs of the native protocol."""
         run = await self.run(run_id, tenant_id)
         if not ids.is_tinker_run(run.run_id):
-            raise InvalidInputError("model_id", run.run_id, "a model of this protocol; use its own client for this one")
+            raise InvalidInputError(
+                "model_id", run.run_id, "a model of Tinker's protocol; use the native client for it"
+            )
         return run
 
     async def submit(self, op: Op, tenant_id: str) -> str:
+        """Accept an op of a Tinker run and return its request id. If the run is not live, its future has failed."""
         run = await self.tinker_run(op.adapter_id, tenant_id)
         training = self.serving(run.model_name).training
         if run.run_id not in training.adapters:
@@ -387,7 +414,7 @@ class Gateway:
         return run
 
     async def run_of_checkpoint(self, address: str, tenant_id: str, field: str) -> RunRecord:
-        """Return the run that a checkpoint belongs to. ``field``: where a request names its ``address``."""
+        """Return the run of the checkpoint at ``address``. ``field``: the request's field that holds the address."""
         return await self.run_of(await self.checkpoint(CheckpointPath.parse(address, field), tenant_id))
 
     # --- sampling -----------------------------------------------------------------------------------------------------
@@ -404,7 +431,10 @@ class Gateway:
     async def sample(
         self, session: SamplingSessionRecord, seq_id: int, request: SampleRequest, encode: Encode, digest: bytes
     ) -> None:
-        """Take in a sample. ``digest`` of its body: the same number with another body is refused."""
+        """Accept a sample request.
+
+        ``digest``: a hash of the request's body. A sequence number that comes again with another digest is refused.
+        """
         sampling = self.sampler_of(session)
         if sampling.completions is not None:
             await self._sampling_clients.use(sampling, session.sampling_session_id, seq_id)
@@ -413,20 +443,25 @@ class Gateway:
     async def completions(
         self, session: SamplingSessionRecord, client: int, place: int, acknowledged: Sequence[str], timeout: float
     ) -> Sequence[Completion]:
-        """What is done of one client's samples after ``place`` in its stream, now or within ``timeout`` seconds."""
+        """Return the completed samples of one client that come after ``place`` in its stream of completions.
+
+        If there are none yet, wait up to ``timeout`` seconds. ``acknowledged``: request ids of results that the client
+        has received.
+        """
         sampling = self.sampler_of(session)
         if sampling.completions is None:
             raise UnsupportedError("retrieve_futures is switched off here, as client/config says: use retrieve_future")
         for start in range(0, len(acknowledged), _ACKNOWLEDGED_AT_ONCE):
             sampling.acknowledge(session.sampling_session_id, acknowledged[start : start + _ACKNOWLEDGED_AT_ONCE])
-            await asyncio.sleep(0)  # others get their turn
+            await asyncio.sleep(0)  # let the event loop serve other requests
         key = session.sampling_session_id, client
         with sampling.being_asked(session.sampling_session_id):
             return await self._sampling_clients.completions(sampling, sampling.completions, key, place, timeout)
 
-    # --- housekeeping -------------------------------------------------------------------------------------------------
+    # --- maintenance --------------------------------------------------------------------------------------------------
 
     async def flush_heartbeats(self) -> None:
+        """Write the heartbeats since the last call to the database."""
         beats, self._heartbeats = self._heartbeats, {}
         if beats:
             await self.store.sessions.touch(beats)
@@ -444,13 +479,13 @@ class Gateway:
             sampling.release_waiters()
 
     async def maintain(self, now: float) -> None:
-        """Everything that happens by the clock, where one process does it all."""
+        """Do all maintenance, where one process is the whole server."""
         await self.flush_heartbeats()
         await self.expire(now)
         await self.maintain_services(now)
 
     async def maintain_services(self, now: float) -> None:
-        """What concerns our own services."""
+        """Do the maintenance of the services of this process."""
         await self.usage_recorder.maintain(now)
         await self.resume_interrupted_evictions()
         await self._cancel_samples_of_vanished_clients(now)
@@ -467,7 +502,7 @@ class Gateway:
         await self.store.audit.prune(now - limits.audit_retention_seconds)
 
     async def _cancel_samples_of_vanished_clients(self, now: float) -> None:
-        """Cancel samples that nobody waits for: no heartbeat of their session and no question for them for a while."""
+        """Cancel samples whose client is gone: no heartbeat of the session and no poll for a sample for a while."""
         seconds = self.config.limits.silent_session_seconds
         if not self.running_time.ran_for(seconds):
             return
@@ -479,14 +514,17 @@ class Gateway:
                     logger.info("%d samples of session %s cancelled: its client is gone", count, session_id)
 
     async def expire(self, now: float) -> None:
-        """End sessions that fell silent, unless something of theirs still waits to run; drop expired checkpoints.
+        """End silent sessions that have no unfinished ops; delete expired checkpoints, unused versions and old rows.
 
-        If this process did not run in between, or the clock was set, nobody could be heard: all begin anew.
+        If this process was paused or the wall clock was set since the last call, a session's silence proves nothing:
+        then all sessions count as heard from now, and nothing expires this time.
         """
         if self.running_time.take_interruption():
             forgiven = await self.store.sessions.extend_deadlines_after_downtime(now)
             await self.store.ops.extend_deadlines_after_downtime(now)
-            logger.warning("the server or its clock did not go on evenly: %d sessions count as heard of now", forgiven)
+            logger.warning(
+                "the server was paused or its clock was set: %d sessions count as heard of now, none expires", forgiven
+            )
             return
         limits = self.config.limits
         silent = await self.store.sessions.silent(now - limits.session_timeout_seconds)

@@ -1,4 +1,4 @@
-"""Checkpoints that are being pushed to a hub, each in the background."""
+"""Uploads of checkpoints to a hub, which run in the background."""
 
 import asyncio
 import logging
@@ -14,9 +14,9 @@ from twinkle_client.protocol.verbs import UploadStatusResponse
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 1024
-_MESSAGE = 1000  # characters
-_UNFINISHED = 4  # of one tenant: those that run and those that wait for a thread
+_REMEMBERED = 1024  # uploads of all tenants; beyond that the oldest is forgotten, once it is done
+_MESSAGE = 1000  # characters of an error message
+_UNFINISHED = 4  # uploads of one tenant that run or wait for a thread
 
 
 @dataclass
@@ -27,10 +27,10 @@ class _Upload:
     address: str
     task: asyncio.Task[str]
 
-    def said(self, error: BaseException) -> str:
-        """What its tenant is told. Where our files lie is not its business, and who knows what others' errors say."""
+    def message_for_tenant(self, error: BaseException) -> str:
+        """Return the error's text without the server's paths; of errors that are not ours only the type's name."""
         if not isinstance(error, TwinkleError):
-            return f"the upload failed ({type(error).__name__}); try again, or ask whoever runs the server"
+            return f"the upload failed ({type(error).__name__}); try again, or ask the operator of the server"
         text = str(error)
         for place in (self.directory, self.directory.resolve()):
             text = text.replace(str(place), self.address)
@@ -38,7 +38,7 @@ class _Upload:
 
 
 class Uploads:
-    """The uploads of all tenants, as long as the process lives."""
+    """The uploads of all tenants. They are in memory only: a restart forgets them."""
 
     def __init__(self, threads: FairPool) -> None:
         self._uploads: OrderedDict[str, _Upload] = OrderedDict()
@@ -47,7 +47,11 @@ class Uploads:
     def start(
         self, tenant_id: str, key: str | None, directory: Path, address: str, repo_id: str, token: str | None
     ) -> str:
-        """Returns its id. ``key``: the same upload asked for again. ``address``: the tenant's of the directory."""
+        """Start an upload and return its id. QuotaError if the tenant has too many uploads that are not done.
+
+        ``key``: an idempotency key; the id of an earlier upload with the same key is returned. ``address``: the
+        checkpoint's path as the tenant knows it, which replaces the directory in messages.
+        """
         own = {name: upload for name, upload in self._uploads.items() if upload.tenant_id == tenant_id}
         for name, upload in own.items():
             if key is not None and upload.key == key:
@@ -74,12 +78,12 @@ class Uploads:
             return UploadStatusResponse(request_id=request_id, status="completed")
         if not isinstance(error, TwinkleError):
             logger.error("upload %s failed", request_id, exc_info=error)
-        return UploadStatusResponse(request_id=request_id, status="failed", error=upload.said(error))
+        return UploadStatusResponse(request_id=request_id, status="failed", error=upload.message_for_tenant(error))
 
 
 def _push(repo_id: str, directory: Path, address: str, token: str | None) -> str:
     from twinkle.hub import HubOperation
 
     if not directory.is_dir():
-        raise UnknownCheckpointError(address)  # deleted while this waited
+        raise UnknownCheckpointError(address)  # deleted while the upload waited for a thread
     return HubOperation.push_to_hub(repo_id, str(directory), token=token, private=True)

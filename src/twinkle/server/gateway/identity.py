@@ -1,7 +1,8 @@
-"""Who is asking: API keys, the short-lived tokens that clients exchange them for, and signed addresses.
+"""Identity of callers: API keys, the short-lived tokens that clients exchange them for, and signed addresses.
 
 A token (``auth.jwt``) stands for the key that it was issued for: once the key is revoked, the token is refused. A
-signed address can be fetched without a key for a while, and opens only what it names; it too ends with its key.
+signed address can be fetched without a key until it expires, and gives access only to what it names. It too is refused
+once the key that asked for it is revoked.
 """
 
 import time
@@ -21,7 +22,7 @@ _TOKEN_PURPOSE = "tokens of clients"
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """What the holder of a key may know about it. ``key_id`` is None where keys are not issued."""
+    """The facts about a key that its holder may see. ``key_id`` is None in open mode, where no keys are issued."""
 
     key_id: str | None
     name: str
@@ -29,7 +30,7 @@ class KeyDescription:
 
     @property
     def number(self) -> int:
-        """Return the key's id as a number, for clients that want one."""
+        """Return the key's id as a number, for clients that expect one."""
         return int((self.key_id or self.tenant_id).rpartition("-")[2][:15], 16)
 
 
@@ -40,7 +41,7 @@ class Identity:
         self._secret = keys.secret_for(_TOKEN_PURPOSE)
 
     async def identify(self, key: str | None, prefix: str = "tml-") -> KeyDescription:
-        """Return whose an API key is, and which one: the key that a request came with, or that its token stands for.
+        """Return the key of a request and its tenant. ``key`` is an API key, or a token that stands for one.
 
         In open mode every key that begins with ``prefix`` is a tenant of its own.
         """
@@ -57,13 +58,13 @@ class Identity:
         return KeyDescription(record.key_id, record.name or record.key_id, record.tenant_id)
 
     async def is_valid(self, key_id: str | None) -> bool:
-        """Return whether the key with this id still opens what was made with it; in open mode there are no keys."""
+        """Return whether the key with this id is not revoked. In open mode there are no keys, and the answer is yes."""
         if self._auth.mode == "open":
             return True
         return key_id is not None and await self._keys.find_by_id(key_id) is not None
 
     async def describe(self, key: str | None) -> KeyDescription:
-        """Describe a key. A token is refused: it says nothing about its key, and is not exchanged for another token."""
+        """Describe a key. A token is refused: it must not be exchanged for another token or used to revoke its key."""
         if self._is_token(key):
             raise UnauthorizedError("the API key itself, not a token that was issued for it")
         return await self.identify(key)
@@ -84,7 +85,7 @@ class Identity:
         return write_token(claims, self._secret)
 
     async def revoke(self, key: str | None) -> None:
-        """Make the key useless that the request came with."""
+        """Revoke the key that the request was sent with."""
         described = await self.describe(key)
         if described.key_id is None:
             raise UnsupportedError("auth/apikey/me: auth.mode is open, where any key will do: none can be revoked")
@@ -94,7 +95,7 @@ class Identity:
         return self._auth.jwt and key is not None and key.startswith(_TOKEN_PREFIX)
 
     async def _read(self, token: str) -> KeyDescription:
-        """Return what one of our tokens says about its key, while both are valid."""
+        """Return the key that a token stands for; UnauthorizedError if the token has expired or the key is revoked."""
         claims = read_token(token, self._secret)
         if claims is None or claims["exp"] <= time.time():
             raise UnauthorizedError("a token of this server that has not expired (POST auth/token with an API key)")
@@ -110,19 +111,19 @@ _VALID_SECONDS = 3600.0
 
 
 class SignedUrls:
-    """The signed part of addresses. ``use`` keeps one kind of address from being taken for another."""
+    """Signs and checks the token in an address. ``use`` prevents that an address of one kind is used as another."""
 
     def __init__(self, store: Store, identity: Identity) -> None:
         self._secret = store.keys.secret_for(_URL_PURPOSE)
         self._identity = identity
 
     def sign(self, use: Use, key_id: str | None, claims: Mapping[str, str]) -> tuple[str, float]:
-        """Return a token and until when it is good. ``key_id``: of the key that asked for it."""
+        """Return a token and the time when it expires. ``key_id``: the key that asked for the address."""
         expires = float(int(time.time() + _VALID_SECONDS))
         return write_token({**claims, "use": use, "key_id": key_id, "exp": expires}, self._secret), expires
 
     async def read(self, use: Use, token: str) -> Mapping[str, Any]:
-        """Return the claims of a token of ours; ForbiddenError if it has expired or its key was revoked."""
+        """Return the claims of a token; ForbiddenError if it is not ours, has expired, or its key was revoked."""
         claims = read_token(token, self._secret)
         if claims is None or claims["use"] != use:
             raise ForbiddenError("this address was not signed by this server, or was changed: ask for a new one")
@@ -134,8 +135,8 @@ class SignedUrls:
 
 
 # --- JSON Web Tokens --------------------------------------------------------------------------------------------------
-# Signed with HMAC-SHA256 by a key that only this server has. Everyone who holds a token can read its claims, and no one
-# can change them. There is one algorithm: a token that names another is not ours.
+# Tokens are signed with HMAC-SHA256 and a secret that only this server has. The holder of a token can read its claims
+# but cannot change them. There is one algorithm: a token that names another one is refused.
 
 _ALGORITHM = "HS256"
 _TOKEN_PREFIX = "eyJ"
@@ -146,12 +147,12 @@ def write_token(claims: Mapping[str, object], secret: bytes) -> str:
 
 
 def read_token(token: str, secret: bytes) -> Mapping[str, Any] | None:
-    """Return what the token claims; None if it was not written with this secret.
+    """Return the claims of a token; None if it was not signed with this secret.
 
-    The caller checks "exp", and says what has expired. "iat" is for clients: a clock that was set back is no reason to
-    refuse what was signed.
+    The caller checks "exp", because its error message says what has expired. "iat" is not checked: it is for clients,
+    and a clock that was set back is no reason to refuse a token.
     """
     try:
         return jwt.decode(token, secret, [_ALGORITHM], {"verify_exp": False, "verify_iat": False})
-    except (jwt.InvalidTokenError, ValueError, RecursionError):  # the last two: text that is far from any token
+    except (jwt.InvalidTokenError, ValueError, RecursionError):  # the last two: for text that is nothing like a token
         return None

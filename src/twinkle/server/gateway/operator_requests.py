@@ -1,4 +1,4 @@
-"""What operators ask of a running server on its command line, answered when the server keeps house."""
+"""Requests that operators make of a running server on its command line. Maintenance executes and answers them."""
 
 import logging
 from collections.abc import Callable
@@ -15,22 +15,22 @@ _FORGOTTEN_SECONDS = 86_400.0
 async def answer_operators(
     gateway: Gateway, now: float, is_ours: Callable[[OperatorRequest], bool] = lambda _request: True
 ) -> None:
-    """Do what was asked since the last time, in order. A request that fails says so to whoever asked.
+    """Execute all unanswered requests in order. The answer to one that fails is its error message.
 
-    ``is_ours``: whether a request is for this process, where there are others.
+    ``is_ours``: returns whether a request is for this process, where the server has several.
     """
     requests = gateway.store.operator_requests
     for request in await requests.open():
         if not is_ours(request):
             continue
-        logger.info("the operator asks: %s %s", request.kind, request.target)
+        logger.info("operator request: %s %s", request.kind, request.target)
         try:
             if request.kind != EVICT:
                 raise UnknownNameError("request", request.kind, [EVICT])
             answer, failed = await _evict(gateway, request.target), False
         except TwinkleError as error:
             answer, failed = str(error), True
-        except Exception:  # housekeeping must outlive any error, and would meet this one again
+        except Exception:  # maintenance must survive any error; without an answer this one would be tried for ever
             logger.exception("%s %s failed", request.kind, request.target)
             answer, failed = "internal error; the server's log has the details", True
         await requests.answer(request.request_id, answer, failed=failed)
@@ -38,7 +38,7 @@ async def answer_operators(
 
 
 async def _evict(gateway: Gateway, run_id: str) -> str:
-    """Take an adapter off the device; returns what its tenant will be told."""
+    """Evict an adapter and return the note that later errors show to its tenant."""
     run = await gateway.store.runs.get(run_id)
     if run is None or run.state != "live" or run.model_name not in gateway.services:
         raise NotFoundError("model that is live here", run_id)

@@ -1,7 +1,7 @@
-"""Telemetry of one server process: made from the configuration before anything else, closed after everything else.
+"""Telemetry of one server process: created before anything else, closed after everything else.
 
-The second half reads the instruments whose values are looked up when somebody asks: what a gateway and its services
-know at that moment.
+Most metrics are counted as things happen. The readings here are looked up at the moment of a scrape or an export: the
+current state of the gateway, its services and the database.
 """
 
 import asyncio
@@ -36,17 +36,21 @@ _SHORTEST_TOKEN = 16
 
 
 class Telemetry:
-    """``usage`` counts what tenants use, if it is counted. ``replica``: this process, where there are several."""
+    """The metrics and traces of one process.
+
+    usage: the counters of what tenants use; None where usage is not counted.
+    replica: the name of this process; None where one process is the whole server.
+    """
 
     def __init__(self, config: TelemetryConfig | None = None) -> None:
-        """Raise for mistakes of the configuration before the slow part of a start."""
+        """Raise ConfigError for mistakes in the configuration, before the slow part of the server's start."""
         self.config = config or TelemetryConfig()
         self.metrics = Metrics()
         self.usage: Usage | None = None
         self.replica: str | None = None
         self._token = _read_token(self.config.metrics_token_file)
         most = self.config.tenants_in_metrics
-        self._tenants = TenantSeries(most) if most else None  # None: metrics do not tell tenants apart
+        self._tenants = TenantSeries(most) if most else None  # None: no metrics by tenant
         self._export: Export | None = _export(self.config) if self.config.enabled else None
         self.tracing = NO_TRACING if self._export is None else self._export.tracing
         self._task: asyncio.Task[None] | None = None
@@ -61,18 +65,18 @@ class Telemetry:
         return [*await self._read_process(gateway), *await _read_state(gateway)]
 
     async def families(self, gateway: Gateway) -> list[Metric]:
-        """Return the metrics of the server: of this process, the state, and all other processes that answer."""
+        """Return the metrics of the whole server: this process, the database, and all other processes that answer."""
         own = self.metrics.families(await self.read(gateway))
         if self.replica is None:
             return own
         return of_all_replicas({self.replica: own, **await gateway.fleet.metrics()})
 
     async def families_of_process(self, gateway: Gateway) -> list[Metric]:
-        """Return the metrics of this process, for another one that joins those of all."""
+        """Return the metrics of this process, for another process that merges those of all processes."""
         return self.metrics.families(await self._read_process(gateway))
 
     async def _read_process(self, gateway: Gateway) -> list[Reading]:
-        """Read what this process knows."""
+        """Return the readings of this process, without those of the database."""
         readings = [Reading(instruments.UPTIME, time.time() - gateway.started_at)]
         for name, entry in gateway.services.items():
             readings += entry.training.readings()
@@ -92,12 +96,12 @@ class Telemetry:
         return readings + await monitoring.in_thread("", partial(machine_readings, gateway.files.root))
 
     def export_from(self, gateway: Gateway) -> None:
-        """Send metrics from now on, if they are to be sent."""
+        """Start to export metrics, if ``telemetry.enabled`` is set."""
         if self._export is not None:
             self._task = asyncio.create_task(self._send_metrics(self._export, gateway))
 
     async def close(self) -> None:
-        """Send the spans that wait, within seconds."""
+        """Stop the export of metrics, and send the spans that are still waiting, within seconds."""
         if self._task is not None:
             self._task.cancel()
         if self._export is not None:
@@ -110,13 +114,13 @@ class Telemetry:
             try:
                 readings = await self.read(gateway)
                 await asyncio.to_thread(export.send_metrics, self.metrics, readings)
-            except Exception:  # an edge: whatever goes wrong with watching, the server works on
+            except Exception:  # an edge: no failure of monitoring may stop the server
                 logger.exception("metrics were not exported")
 
 
 def _export(config: TelemetryConfig) -> "Export":
     try:
-        from twinkle.server.telemetry.otlp import Export  # needs packages that nothing else does
+        from twinkle.server.telemetry.otlp import Export  # needs packages that the rest of the server does not
     except ImportError as error:
         raise MissingDependencyError("opentelemetry-sdk", "telemetry", "telemetry.enabled: true") from error
     return Export(config)
@@ -136,11 +140,11 @@ def _read_token(file: Path | None) -> str | None:
     return token
 
 
-_DATABASE_SECONDS = 1.0  # a scrape does not wait for a database that is away
+_DATABASE_SECONDS = 1.0  # a scrape does not wait longer for a database that does not answer
 
 
 async def _read_state(gateway: Gateway) -> list[Reading]:
-    """Read what all processes of a server share: the database."""
+    """Return the readings of the database, which all processes of a server share."""
     try:
         async with asyncio.timeout(_DATABASE_SECONDS):
             sessions = await gateway.store.sessions.active()

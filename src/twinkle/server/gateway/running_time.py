@@ -1,8 +1,8 @@
-"""Whether this process has run without a break: only then is a client's silence the client's own.
+"""How long this process has run without a break, so that a client's silence can be judged fairly.
 
-A process that was stopped (SIGSTOP, a paused container, a suspended machine) heard nobody, and a wall clock that was
-set tells nothing about how long a client has been silent. Silence is therefore judged only over a time in which this
-process was running all the while.
+A process that was stopped (SIGSTOP, a paused container, a suspended machine) received no heartbeats, and after the wall
+clock was set, nobody knows how long a client has been silent. A client counts as silent only over a time in which this
+process was running without a break.
 """
 
 import asyncio
@@ -13,7 +13,10 @@ _TICK_SECONDS = 5.0
 
 
 class RunningTime:
-    """Notices breaks by ticks that come late, or at a wall-clock time where they do not belong. One event loop."""
+    """Detects breaks: a tick that comes late, or a wall clock that does not match the tick.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -22,7 +25,7 @@ class RunningTime:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``shortest``: seconds of the shortest silence that anybody will judge. Breaks well below it do not matter."""
+        """``shortest``: the shortest silence, in seconds, that will be judged. Much shorter breaks do not matter."""
         self._clock = clock
         self._monotonic = monotonic
         self._tick = min(_TICK_SECONDS, shortest / 4)
@@ -31,31 +34,32 @@ class RunningTime:
         self._interrupted = False
 
     async def watch(self) -> None:
-        """Tick until cancelled. Without this no break is ever noticed."""
+        """Tick until cancelled. Without this task no break is detected."""
         while True:
             self.tick()
             await asyncio.sleep(self._tick)
 
     def tick(self) -> None:
-        """Compare both clocks with the last tick. The wall clock may also have been set back."""
+        """Compare the wall clock and the monotonic clock with the last tick, and note a break if one of them jumped."""
         wall, monotonic = self._clock(), self._monotonic()
         if self._last is not None:
             passed = wall - self._last[0], monotonic - self._last[1]
-            # A machine that was suspended shows on the wall clock only, a stopped process on both clocks.
+            # A suspended machine shows on the wall clock only, a stopped process on both clocks. A negative difference
+            # means that the wall clock was set back.
             if max(passed) > 3 * self._tick or passed[0] < -self._tick:
                 self._interrupted = True
                 self._since = monotonic
         self._last = wall, monotonic
 
     def take_interruption(self) -> bool:
-        """Return whether there was a break since this was last asked."""
+        """Return whether there was a break since the last call."""
         if self._last is not None:
-            self.tick()  # after a break the ticking task may not have had its turn yet
+            self.tick()  # after a break, the ticking task may not have run yet
         interrupted, self._interrupted = self._interrupted, False
         return interrupted
 
     def ran_for(self, seconds: float) -> bool:
-        """Return whether the process has run for so long without a break."""
+        """Return whether the process has run for this many seconds without a break."""
         if self._last is not None:
             self.tick()
         return self._monotonic() - self._since >= seconds

@@ -1,6 +1,6 @@
-"""Which weights a request samples from: the base model's, a live adapter's as they are now, or a checkpoint's.
+"""The weights that a request samples from: the base model's, a live adapter's current ones, or a checkpoint's.
 
-A target lasts for one request; ``create_sampling_session`` puts one on record for a client's later requests.
+A target lasts for one request. ``create_sampling_session`` stores one in the database for a client's later requests.
 """
 
 import time
@@ -17,13 +17,16 @@ from twinkle.server.services.sampling.sampler_service import SamplerService
 from twinkle.server.types import CheckpointKind, CheckpointRecord, RunRecord, SamplingSessionRecord
 from twinkle.server.wire.sampling import CreateSamplingSessionRequest
 
-# Of checkpoints that can be sampled from.
+# The kinds of checkpoints that can be sampled from.
 SAMPLED_KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What serves a model, and which weights are meant. ``session`` lasts for one request and is on no record."""
+    """The weights to sample from, with the services of their model.
+
+    ``session`` is made for one request only, and is not in the database.
+    """
 
     services: Services
     session: SamplingSessionRecord
@@ -35,7 +38,7 @@ class Target:
 
     @property
     def codec(self) -> TextCodec:
-        """Return what turns text into the model's tokens and back; UnsupportedError if there is nothing."""
+        """Return the model's codec between text and tokens; UnsupportedError if the model has no tokenizer."""
         model = self.services.model
         if model.text is None:
             raise UnsupportedError(f"{model.name} has no tokenizer, and without one there is no text")
@@ -43,11 +46,12 @@ class Target:
 
 
 def of_base_model(gateway: Gateway, services: Services, tenant_id: str, name: str) -> Target:
+    """Return a base model as a target. ``name``: what the request calls it."""
     return _target(gateway, services, tenant_id, name, services.model.name)
 
 
 async def of_live_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target | None:
-    """As it is now; None if it is not on the device any more."""
+    """Return the current weights of a run's adapter as a target; None if the adapter is no longer live."""
     services = gateway.serving(run.model_name)
     live = await services.training.adapters.live_version(run.run_id)
     if live is None:
@@ -57,6 +61,7 @@ async def of_live_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Targe
 
 
 async def of_checkpoint(gateway: Gateway, checkpoint: CheckpointRecord, tenant_id: str) -> Target:
+    """Return the weights of a checkpoint as a target."""
     run = await gateway.run_of(checkpoint)
     services = gateway.serving(run.model_name)
     path = str(CheckpointPath(checkpoint.run_id, checkpoint.kind, checkpoint.name))
@@ -85,13 +90,13 @@ def _target(
         directory=directory,
         created_at=time.time(),
     )
-    return Target(services, session, gateway.sampler_of(session))  # refuses what is served for training only
+    return Target(services, session, gateway.sampler_of(session))  # raises if the model is served for training only
 
 
 async def create_sampling_session(
     gateway: Gateway, tenant_id: str, wanted: CreateSamplingSessionRequest
 ) -> SamplingSessionRecord:
-    """Put a sampling session on record; the same request again is about the one that there is."""
+    """Create a sampling session in the database, or return the one that an earlier identical request created."""
     session_id, number = wanted.session_id, wanted.sampling_session_seq_id
     await gateway.active_session(session_id, tenant_id)
     own_bytes = 0

@@ -1,4 +1,4 @@
-"""Looking for sessions among one's own."""
+"""Search among a tenant's own sessions."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,19 +11,23 @@ from twinkle.server.wire.requests import SearchCursor, SearchSessionsRequest, St
 
 IsSilent = Callable[[SessionRecord], bool]
 
-_AT_ONCE = 500  # records read from the database before others get their turn
+_AT_ONCE = 500  # records that one read of the database fetches
 
 
 @dataclass(frozen=True)
 class Found:
-    """A page, newest first. ``more``: whether there may be others behind it."""
+    """One page of results, newest first. ``more``: whether there are further results after it."""
 
     sessions: Sequence[SessionRecord]
     more: bool
 
 
 async def search_sessions(store: Store, tenant_id: str, wanted: SearchSessionsRequest, is_silent: IsSilent) -> Found:
-    """``is_silent`` tells which of the active sessions were not heard of for a while: those are not found as active."""
+    """Return a page of the tenant's sessions that match a search.
+
+    ``is_silent``: returns whether an active session has sent no heartbeat for a while; a search for active sessions
+    does not find such sessions.
+    """
     last = None if wanted.cursor is None else await _last_of_page(store, tenant_id, wanted.cursor)
     if not _is_about(wanted, tenant_id):
         return Found((), False)
@@ -38,7 +42,10 @@ async def search_sessions(store: Store, tenant_id: str, wanted: SearchSessionsRe
 
 
 async def _last_of_page(store: Store, tenant_id: str, cursor: SearchCursor) -> SessionRecord:
-    """By its id: the time that a cursor carries is rounded."""
+    """Return the last session of the page before, which the cursor names.
+
+    It is found by its id. The cursor's time is rounded, so it is compared with a tolerance of a millisecond.
+    """
     record = await store.sessions.get(cursor.last_session_id)
     if (
         record is None
@@ -50,7 +57,7 @@ async def _last_of_page(store: Store, tenant_id: str, cursor: SearchCursor) -> S
 
 
 def _is_about(wanted: SearchSessionsRequest, tenant_id: str) -> bool:
-    """Whether the tenant's own sessions are meant; there are no others to be seen."""
+    """Return whether the search includes the tenant's own sessions. A tenant can see no others."""
     if wanted.owner.type != "user":
         return True
     if not wanted.owner.owner_urns:
@@ -68,7 +75,7 @@ def _matches(session: SessionRecord, wanted: SearchSessionsRequest, is_silent: I
 
 
 def _is_named(session: SessionRecord, wanted: SearchSessionsRequest) -> bool:
-    """By id or by the words of its name: either will do."""
+    """Return whether a session has the wanted id, or all wanted words in its name. No criterion: every session."""
     if wanted.session_id is None and wanted.display_name is None:
         return True
     words = () if wanted.display_name is None else wanted.display_name.casefold().split()
@@ -77,7 +84,7 @@ def _is_named(session: SessionRecord, wanted: SearchSessionsRequest) -> bool:
 
 
 def _has_status(session: SessionRecord, status: Status, is_silent: IsSilent) -> bool:
-    """Nothing cancels a session here, and no request fails one."""
+    """Return whether a session has a status. No session has "cancelled" or "failed": this server never sets them."""
     if status.type == "active":
         return session.state == "active" and not is_silent(session)
     if status.type == "client_finished" and session.state == "finished":
@@ -86,15 +93,15 @@ def _has_status(session: SessionRecord, status: Status, is_silent: IsSilent) -> 
 
 
 def shown_status(session: SessionRecord, is_silent: IsSilent) -> dict[str, object] | None:
-    """Return None for a session that fell silent, expired already or not: clients know no status for it."""
+    """Return the status as clients expect it; None for a silent or expired session: the protocol has none for it."""
     if session.state == "active":
         return None if is_silent(session) else {"type": "active"}
     if session.state == "finished":
-        reason = {"type": session.finish_reason or "success"}  # of one that ended before reasons were kept
+        reason = {"type": session.finish_reason or "success"}  # sessions of earlier versions have no reason on record
         return {"type": "client_finished", "reason": reason, "detail": session.finish_detail}
     return None
 
 
 def shown_metadata(session: SessionRecord) -> dict[str, str]:
-    """Clients expect text; what is something else is shown as JSON."""
+    """Return a session's metadata as clients expect it: values that are not text are written as JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in session.user_metadata.items()}

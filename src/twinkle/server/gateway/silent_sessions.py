@@ -1,9 +1,9 @@
-"""Sessions that fell silent: at a limit they make room for those that are in use.
+"""Silent sessions: when a tenant reaches a limit, they make room for the sessions that it uses.
 
 SDKs send a heartbeat every ten seconds and hardly ever end a session: a script that is done just stops. Its session
-stays active until ``session_timeout_seconds``, half an hour by default, so that a client that lost its network finds
-its adapters. Only when the tenant itself needs the place, a session that was silent for ``silent_session_seconds``
-gives it up earlier: its adapters are evicted, one at a time, until there is room.
+stays active for ``session_timeout_seconds``, half an hour by default, so that a client that lost its network still
+finds its adapters. It ends earlier only when its own tenant is at a limit: then sessions that have been silent for
+``silent_session_seconds`` lose their adapters, one at a time, until the tenant's new request fits.
 """
 
 import logging
@@ -25,12 +25,15 @@ T = TypeVar("T")
 
 _ADAPTERS = "max_adapters_per_tenant"
 _SESSIONS = "max_sessions_per_tenant"
-_NAMED = 5  # sessions that an error names
+_NAMED = 5  # the most sessions that an error names
 _HOW_TO_END = "end one with POST /api/v1/sessions/SESSION_ID/finish (ServiceClient.close() does that)"
 
 
 class SilentSessions:
-    """Of one gateway. Belongs to one event loop."""
+    """Ends a tenant's silent sessions, or evicts their adapters, when the tenant is at a limit.
+
+    Belongs to the gateway's event loop.
+    """
 
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway = gateway
@@ -41,23 +44,24 @@ class SilentSessions:
         return self._gateway.config.limits.silent_session_seconds
 
     def is_silent(self, session: SessionRecord) -> bool:
-        """Return whether an active session was not heard of for ``limits.silent_session_seconds``.
+        """Return whether an active session has sent no heartbeat for ``limits.silent_session_seconds``.
 
-        Times of heartbeats may be 15 s old.
+        The times of heartbeats at other processes may be 15 s old.
         """
         return session.state == "active" and time.time() - self._gateway.last_seen(session) > self._seconds
 
     async def with_room(self, tenant_id: str, create: Callable[[], Awaitable[T]], own_session: str = "") -> T:
-        """Return what ``create`` does; at the tenant's limit of sessions or adapters, after silent sessions made room.
+        """Call ``create`` and return its result.
 
-        ``own_session``: the one that ``create`` is for; its adapters stay.
+        If the tenant is at its limit of sessions or adapters, evict adapters or end sessions that are silent until
+        ``create`` succeeds. ``own_session``: the session that ``create`` is for, whose adapters are not evicted.
         """
         try:
             return await self._gateway.with_row_room(tenant_id, create)
         except QuotaError as error:
             if error.key not in (_ADAPTERS, _SESSIONS):
                 raise
-        # Requests of one tenant that come together make room one after another: each evicts only what it needs.
+        # Concurrent requests of one tenant take turns, so that each evicts only what it needs itself.
         async with self._turns.turn(tenant_id):
             while True:
                 try:
@@ -71,9 +75,9 @@ class SilentSessions:
                         raise
 
     async def _evict_one(self, tenant_id: str, own_session: str) -> None:
-        """Evict the adapter of the session that was silent for longest; sessions that have work waiting keep theirs.
+        """Evict one adapter of the session that has been silent for longest and has no unfinished ops.
 
-        QuotaError where none can leave: it says who has them.
+        QuotaError if there is none; it names the sessions that hold the tenant's adapters.
         """
         silent = await self._silent(tenant_id, own_session)
         runs = await self._gateway.store.runs.live_of_tenant(tenant_id)
@@ -97,7 +101,7 @@ class SilentSessions:
         raise QuotaError("adapters", limit, limit, _ADAPTERS, f"{advice}; {_HOW_TO_END}")
 
     async def _end_one(self, tenant_id: str) -> None:
-        """End the session that was silent for longest; QuotaError where none is: it names some."""
+        """End the session that has been silent for longest; if none is silent, QuotaError with the newest sessions."""
         silent = await self._silent(tenant_id)
         if silent:
             logger.info("session %s expired early: its tenant needed the place", silent[0].session_id)
@@ -110,9 +114,9 @@ class SilentSessions:
         raise QuotaError("active sessions", limit, limit, _SESSIONS, f"{advice}; {_HOW_TO_END}")
 
     async def _silent(self, tenant_id: str, except_session: str = "") -> list[SessionRecord]:
-        """Return the tenant's active sessions that are silent and of which nothing waits to run, longest first.
+        """Return the tenant's silent sessions that have no unfinished ops, the longest silent one first.
 
-        None if we did not listen all along.
+        The list is empty if this process has not run for long enough without a break to judge silence.
         """
         if not self._gateway.running_time.ran_for(self._seconds):
             return []
@@ -125,7 +129,7 @@ class SilentSessions:
 
 
 def _named(names: Iterable[str]) -> str:
-    """The first few of them."""
+    """Return the first few names as text, with the number of the others."""
     listed = list(names)
     rest = len(listed) - _NAMED
     return ", ".join(listed[:_NAMED]) + (f" and {rest} others" if rest > 0 else "")

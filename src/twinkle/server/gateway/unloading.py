@@ -1,7 +1,8 @@
-"""unload_model: a client that is done with a model gives its adapter back before the session ends.
+"""unload_model: a client that is done with a model evicts its adapter before the session ends.
 
-What was accepted before is done first; then the adapter leaves the device as at the end of its session, its last state
-kept as a checkpoint for a while. The wish is on record until it is fulfilled: a restart does not forget it.
+Ops that were accepted earlier are executed first. Then the adapter is evicted as at the end of its session: its last
+state is kept as a checkpoint for a while. The request is in the database until it is done, so that it survives a
+restart.
 """
 
 import asyncio
@@ -16,19 +17,19 @@ from twinkle.server.wire import responses
 if TYPE_CHECKING:
     from twinkle.server.gateway.gateway import Gateway
 
-UNLOADING = "it is being unloaded, as its client asked"  # the note of a live run
+UNLOADING = "it is being unloaded, as its client asked"  # stored as the note of a live run
 
 
 class Unloading:
-    """Runs of the services of one process that are on their way out."""
+    """The runs of this process that are being unloaded, one task for each."""
 
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway = gateway
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._released = asyncio.Event()  # the server is about to end: nobody waits any longer
+        self._released = asyncio.Event()  # set when the server is about to end, so that long polls return
 
     async def ask(self, model_id: str, tenant_id: str) -> str:
-        """The id of the request. A model that has left already, for whatever reason, is no mistake."""
+        """Begin to unload a model and return the id of the request. A model that is no longer live is no error."""
         run = await self._gateway.tinker_run(model_id, tenant_id)
         if self._is_live(run):
             await self._gateway.store.runs.note_live(run.run_id, UNLOADING)
@@ -36,26 +37,29 @@ class Unloading:
         return str(RequestId.for_unload(run.run_id))
 
     def begin(self, run: RunRecord) -> None:
-        """Once; whoever asks again waits for the same end."""
+        """Start the task that unloads a run, unless it is running already."""
         task = self._tasks.get(run.run_id)
         if task is None:
             task = self._tasks[run.run_id] = asyncio.create_task(self._unload(run))
             task.add_done_callback(lambda _: self._tasks.pop(run.run_id, None))
 
     async def resume(self) -> None:
-        """With what something came in between: this server's end, or a database away."""
+        """Continue unloads that were interrupted by a restart, or by a database that was unavailable."""
         for run in await self._gateway.store.runs.live_noted(UNLOADING):
             if run.model_name in self._gateway.services:
                 self.begin(run)
 
     async def outcome(self, run: RunRecord, timeout: float) -> Outcome | None:
-        """None while it has not left and been kept; NotFoundError if nobody asked it to."""
+        """Return the outcome of an unload request, waiting up to ``timeout`` seconds; None while it is not done.
+
+        NotFoundError if the client has not asked to unload this run.
+        """
         request_id = str(RequestId.for_unload(run.run_id))
         if run.run_id not in self._tasks and self._is_live(run):
             record = await self._gateway.store.runs.get(run.run_id)
             if record is None or record.note != UNLOADING:
                 raise NotFoundError("request", request_id)
-            self.begin(run)  # after a restart
+            self.begin(run)  # it was asked for before a restart, and maintenance has not resumed it yet
         task = self._tasks.get(run.run_id)
         if task is not None:
             await self._end_of(task, timeout)

@@ -1,4 +1,4 @@
-"""What is written down about tenants from time to time: usage, disk space, and whose keys have which names."""
+"""Bookkeeping about tenants that maintenance does regularly: usage, disk space, and the names of their keys."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ class UsageRecorder:
     def __init__(self, store: Store, tenants: Tenants) -> None:
         self._store = store
         self._tenants = tenants
-        self._storage_at = 0.0  # when disk space was last looked at
+        self._storage_at = 0.0  # when disk space was last recorded
 
     async def maintain(self, now: float) -> None:
         await self.read_key_names()
@@ -33,15 +33,16 @@ class UsageRecorder:
             raise QuotaError("bytes of checkpoints", used, limit, "max_checkpoint_bytes_per_tenant")
 
     async def read_key_names(self) -> None:
-        """For terms that are given by the name of a key."""
+        """Read which key names belong to which tenants, where the configuration gives limits by the name of a key."""
         if self._tenants.needs_key_names:
             active = [key for key in await self._store.keys.list() if key.revoked_at is None]
             self._tenants.set_key_names([(key.name, key.tenant_id) for key in active])
 
     async def flush_usage(self) -> None:
+        """Write the usage counted since the last call to the database."""
         counts = self._tenants.usage.take_unwritten()
         try:
             await self._store.usage.add(counts)
-        except (Exception, asyncio.CancelledError):  # whatever it is, the next time may be better
+        except (Exception, asyncio.CancelledError):  # whatever the failure is, the next call writes these counts again
             self._tenants.usage.restore_unwritten(counts)
             raise

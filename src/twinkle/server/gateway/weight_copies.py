@@ -1,7 +1,7 @@
-"""Copies of checkpoints: under another session's run, or under a run of their own in another project.
+"""Copies of checkpoints: into another session, or into a new run in another project.
 
-A copy shares nothing with its source, which may be deleted. The run that holds one is none that trains: it is there to
-be loaded from. A model that begins as a checkpoint is created here, too.
+A copy shares no files with its source, which may be deleted afterwards. The run that holds a copy has no adapter and
+cannot train: its checkpoints are there to be loaded. Models that are created from a checkpoint are made here, too.
 """
 
 import errno
@@ -28,7 +28,10 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 async def copy_weights(
     gateway: Gateway, tenant_id: str, wanted: CopyWeightsRequest, idempotency_key: str | None
 ) -> CheckpointPath:
-    """Where the copy is. The same key, or the same copy into the same run again, gets the copy that there is."""
+    """Copy a checkpoint and return the path of the copy.
+
+    A repeated request, with the same idempotency key or into the same run, returns the path of the existing copy.
+    """
     check_access_token(wanted.weights_access_token)
     path = CheckpointPath.parse(wanted.source_path, "source_path")
     checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id, "source_path")
@@ -42,7 +45,7 @@ async def copy_weights(
 
 @dataclass(frozen=True)
 class _Copying:
-    """One request: who asks for what, and the checkpoint that is copied, with its address and its run."""
+    """One copy request: the tenant, the request, and the source checkpoint with its path and its run."""
 
     gateway: Gateway
     tenant_id: str
@@ -52,6 +55,7 @@ class _Copying:
     run: RunRecord
 
     async def given_place(self, session_id: str) -> tuple[SessionRecord, int]:
+        """Return the session and the run number that the request names as the copy's destination."""
         project, number = self.wanted.destination_project_id, self.wanted.model_seq_id
         if project is not None:
             allowed = "null: the copy is in the project of session_id"
@@ -61,7 +65,10 @@ class _Copying:
         return await self.gateway.active_session(session_id, self.tenant_id), number
 
     async def new_session(self, idempotency_key: str | None) -> SessionRecord:
-        """One that has ended already: nobody keeps it alive, and checkpoints need none."""
+        """Create the session that a copy into a project belongs to, or return that of an earlier identical request.
+
+        It has ended from the start: no client sends heartbeats for it, and checkpoints do not need an active session.
+        """
         project, number = self.wanted.destination_project_id, self.wanted.model_seq_id
         if project is None or number is not None:
             given = f"project {project!r}, model_seq_id {number!r}"
@@ -86,7 +93,7 @@ class _Copying:
         return made
 
     async def holder(self, session: SessionRecord, number: int) -> RunRecord:
-        """The run that the copy belongs to."""
+        """Create the run that the copy belongs to, or return the existing one that holds copies under this number."""
         now = time.time()
         is_own = self.run.tenant_id == self.tenant_id
         wanted = RunRecord(
@@ -100,7 +107,7 @@ class _Copying:
             created_at=now,
             last_request_at=now,
             state="parked",
-            user_metadata=self.run.user_metadata if is_own else {},  # what it says is for its owner
+            user_metadata=self.run.user_metadata if is_own else {},  # metadata is only for its owner
             note=_NOTE,
         )
         holder = await self.gateway.store.runs.add(wanted)
@@ -109,6 +116,7 @@ class _Copying:
         return holder
 
     async def copy_to(self, holder: RunRecord) -> CheckpointPath:
+        """Copy the checkpoint into a run, unless the run has this copy already, and return the copy's path."""
         path = CheckpointPath(holder.run_id, self.path.kind, self.path.name)
         version = int.from_bytes(hashlib.blake2b(version_of(self.checkpoint).encode(), digest_size=7).digest())
         request_id = f"{holder.run_id}:copy-{version:x}"
@@ -122,7 +130,7 @@ class _Copying:
                 name=path.name,
                 tenant_id=self.tenant_id,
                 request_id=request_id,
-                # Of its own for what it holds: samplers may be pinned to an earlier copy of this name.
+                # The directory depends on the content: samplers may still use an earlier copy of this name.
                 directory=self.gateway.files.relative(self.gateway.files.checkpoint(path, version)),
                 created_at=now,
                 size_bytes=self.checkpoint.size_bytes,
@@ -139,10 +147,11 @@ class _Copying:
         return await self.gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
 
     async def _write(self, path: CheckpointPath, copied: CheckpointRecord) -> CheckpointRecord:
-        """Return the record, with its files; or that of a copy whose maker was faster."""
+        """Write files and record of a copy, and return the record; or that of a concurrent request that was faster."""
         most, wanted = self.gateway.tenants.limits(self.tenant_id).max_checkpoint_bytes_per_tenant, copied.size_bytes
         used = 0 if most is None else await self.gateway.store.usage.storage_of(self.tenant_id)
-        # Before anything is written; others may be at it too, so it is checked once more when it goes on record.
+        # Check the limit before files are written. Concurrent requests may use the same space, so the database checks
+        # it again when the record is added.
         if most is not None and used + wanted > most:
             raise StorageQuotaError(used, wanted, most)
         async with self.gateway.copying.turn(self.tenant_id):
@@ -156,7 +165,7 @@ class _Copying:
         root = self.gateway.files.root
         try:
             await self._in_thread(partial(copy_whole, root / self.checkpoint.directory, root / directory))
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # the source was deleted meanwhile
             raise UnknownCheckpointError(str(self.path)) from None
         except OSError as error:
             if error.errno in _NO_SPACE:
@@ -164,7 +173,10 @@ class _Copying:
             raise
 
     async def _add(self, path: CheckpointPath, copied: CheckpointRecord, most: int | None) -> CheckpointRecord:
-        """Return the record, or that of a copy whose maker was faster. ``most`` bytes the tenant may have."""
+        """Add the record of a copy and return it, or that of a concurrent request that was faster.
+
+        If the record cannot be added, its files are deleted. ``most``: bytes of checkpoints that the tenant may have.
+        """
         try:
             await self.gateway.store.checkpoints.add(copied, most_bytes=most, event="checkpoint_copy")
         except (CheckpointExistsError, StorageFullError, StorageQuotaError) as error:
@@ -184,9 +196,9 @@ class _Copying:
 
 
 async def create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest, body: bytes) -> str:
-    """Create a model that begins as a checkpoint, and return the id of the request.
+    """Create a model whose first weights are a checkpoint's, and return the id of the request.
 
-    The same request again is about the model that there is, also when its source is gone by now.
+    A repeated request concerns the existing model, even if the checkpoint has been deleted since.
     """
     wanted.check()
     await gateway.active_session(wanted.session_id, tenant_id)
@@ -198,6 +210,7 @@ async def create_from_checkpoint(gateway: Gateway, tenant_id: str, wanted: Creat
 
 
 async def _run_like_source(gateway: Gateway, tenant_id: str, wanted: CreateFromRequest) -> RunRecord:
+    """Return the record of a new run with the LoRA configuration of the checkpoint's run."""
     path = CheckpointPath.parse(wanted.path)
     checkpoint = await loadable_checkpoint(gateway.store, path, tenant_id)
     if wanted.optimizer and checkpoint.kind != "weights":

@@ -1,4 +1,4 @@
-"""What all protocols need of HTTP: reading bodies, limits on connections, streaming answers, relaying requests.
+"""The HTTP code that all protocols share: reading bodies, limits on connections, streamed answers, relayed requests.
 
 May import: gateway and the rooms below it.
 """

@@ -1,6 +1,6 @@
-"""HTTP requests as plain values, and an ASGI application that answers them without a socket.
+"""HTTP requests as plain values, and calling an ASGI application with them without a socket.
 
-So a request that reached one process is answered in another, by the same application with the same words.
+This lets another process answer a request than the one that received it, with the same application.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request. ``path`` is decoded and whole: it begins at the server's root."""
+    """One HTTP request. ``path`` is percent-decoded and absolute: it begins at the server's root."""
 
     method: str
     path: str
@@ -27,7 +27,8 @@ class HttpRequest:
     client: tuple[str, int] | None
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes) -> "HttpRequest":
+    def from_scope(cls, scope: Scope, body: bytes) -> "HttpRequest":
+        """Return the request of an ASGI scope, with its whole body."""
         client = scope.get("client")
         return cls(
             method=scope["method"],
@@ -45,21 +46,25 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpHead:
+    """The status and headers of an answer."""
+
     status: int
     headers: Headers
 
 
 @dataclass(frozen=True)
 class HttpReply:
+    """A whole answer."""
+
     head: HttpHead
     body: bytes
 
 
-_unwatched: set[asyncio.Task[Any]] = set()  # an event loop alone would forget what nobody waits for
+_unwatched: set[asyncio.Task[Any]] = set()  # event loops hold tasks weakly: these would be garbage collected
 
 
 async def shielded(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Finish the work also when this is cancelled, because the client that asked for it has left."""
+    """Run ``work`` to its end, even if this call is cancelled because the client has disconnected."""
     task = asyncio.create_task(work)
     _unwatched.add(task)
     task.add_done_callback(_unwatched.discard)
@@ -67,7 +72,7 @@ async def shielded(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 async def answer(app: ASGIApp, request: HttpRequest) -> HttpReply:
-    """Return the whole answer. Cancelling this tells the application that the client has left."""
+    """Return the application's whole answer. Cancelling this call cancels the application's work on the request."""
     async with aclosing(stream(app, request)) as parts:
         head = await anext(parts)
         assert isinstance(head, HttpHead), "the application answers every request"
@@ -75,7 +80,7 @@ async def answer(app: ASGIApp, request: HttpRequest) -> HttpReply:
 
 
 async def stream(app: ASGIApp, request: HttpRequest) -> AsyncGenerator[HttpHead | bytes, None]:
-    """Yield the head, then the body as it comes."""
+    """Yield the head of the answer, then the parts of its body as the application produces them."""
     parts: asyncio.Queue[HttpHead | bytes | None] = asyncio.Queue(maxsize=16)
     is_whole = False
 
@@ -93,10 +98,10 @@ async def stream(app: ASGIApp, request: HttpRequest) -> AsyncGenerator[HttpHead 
             await app(_scope(request), replayed(request.body), send)
         except Exception:
             await parts.put(None)
-            if not is_whole:  # an error that was answered is raised once more, for servers to log
+            if not is_whole:  # Starlette raises an error again after answering it, for servers to log: that one is done
                 raise
         else:
-            await parts.put(None)  # not when cancelled: nobody would take it
+            await parts.put(None)  # not when cancelled: then nobody reads the queue
 
     running = asyncio.create_task(run())
     try:
@@ -128,9 +133,9 @@ def _scope(request: HttpRequest) -> Scope:
 
 
 def replayed(body: bytes, then: Receive | None = None) -> Receive:
-    """Return a receive that gives a body which was read before, then what ``then`` does.
+    """Return an ASGI ``receive`` that returns a body which was read before, and then calls ``then``.
 
-    None: nothing more comes. Whoever waits for the client to leave is cancelled when it does.
+    None: after the body it blocks for ever. A task that waits there for the client to disconnect is cancelled instead.
     """
     is_read = False
 

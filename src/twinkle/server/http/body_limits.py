@@ -1,4 +1,7 @@
-"""Request bodies on their way in: how much of a tenant's there is at one time, from its first byte to the answer."""
+"""The limit on bytes of request bodies that a tenant has in the server at one time.
+
+A body counts from its first byte until its request is answered.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +19,22 @@ _KEY = "twinkle.upload"
 
 @dataclass
 class Upload:
-    """The body of one request. Until its tenant is known it counts for the tenant without a name."""
+    """The body of one request. Until the tenant is known, it counts for the tenant with the empty id."""
 
-    sizes: Tally  # of all uploads, by tenant
+    sizes: Tally  # bytes of all uploads under way, by tenant
     tenant_id: str = ""
-    size: int = 0
+    size: int = 0  # bytes that are counted for this request
 
     def belongs_to(self, tenant_id: str) -> None:
+        """Set the tenant, before any byte of the body is counted."""
         assert not self.size or tenant_id == self.tenant_id, "ask for the tenant before the body"
         self.tenant_id = tenant_id
 
     def grow_to(self, size: int, limit: int) -> None:
-        """``limit``: of all bodies of the tenant together; QuotaError if this one does not fit."""
+        """Count the body with ``size`` bytes; QuotaError if all bodies of the tenant would exceed ``limit`` bytes.
+
+        A tenant's only body always fits: its size has a limit of its own.
+        """
         used = self.sizes[self.tenant_id]
         if used + size - self.size > limit and used > self.size:
             raise QuotaError("bytes of requests under way", used, limit, "max_uploading_bytes_per_tenant")
@@ -36,11 +43,12 @@ class Upload:
             self.size = size
 
     def end(self) -> None:
+        """Stop counting the body: its request has been answered."""
         self.sizes[self.tenant_id] -= self.size
 
 
 class UploadCounter:
-    """ASGI middleware that counts a body until its request has been answered, which only a middleware knows."""
+    """ASGI middleware that counts a body until its request has been answered; only a middleware sees that moment."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,14 +66,16 @@ class UploadCounter:
 
 
 def upload_of(request: Request) -> Upload:
+    """Return the upload that :class:`UploadCounter` attached to a request."""
     upload: Upload = request.scope[_KEY]
     return upload
 
 
 async def read_body(request: Request, limit: int, grow_to: Callable[[int], None]) -> bytes:
-    """Return the whole body. ``grow_to`` is told its size so far, and may raise. BodyTooLargeError above the limit.
+    """Return the whole body of a request; BodyTooLargeError if it has more than ``limit`` bytes.
 
-    A size that is announced counts from the start: what is too large is refused before it is sent.
+    ``grow_to`` is called with the size so far and may raise. A size that Content-Length announces counts from the
+    start, so that a body that is too large is refused before it is read.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdigit():
@@ -73,7 +83,7 @@ async def read_body(request: Request, limit: int, grow_to: Callable[[int], None]
             raise BodyTooLargeError(limit)
         grow_to(int(announced))
     parts, size, more = [], 0, True
-    while more:  # request.stream() does the same, with a generator and a flag for every piece
+    while more:  # request.stream() does the same, but is slower: it runs a generator for every piece
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect

@@ -1,7 +1,7 @@
-"""What a connection may cost before anybody has shown a key: bytes of headers, silence, and open files.
+"""Limits on connections that protect the server from clients without a key: bytes of headers, idle time, open files.
 
-uvicorn's own protocol bounds none of them. :class:`BoundedProtocol` adds the bounds to it, and :class:`Connections`
-counts the connections of the whole process. Everything here runs on the event loop of the server.
+uvicorn's own protocol has no such limits. :class:`BoundedProtocol` adds them to it, and :class:`Connections` counts the
+connections of the whole process. Everything here runs on the event loop of the server.
 """
 
 import asyncio
@@ -25,35 +25,35 @@ from twinkle.server.types import Tally
 logger = logging.getLogger(__name__)
 
 _MAX_BACKLOG = 4096
-# Files of our own that are opened while the server runs: the database, the journal, snapshots, checkpoints, processes.
+# Files that the server itself opens while it runs: the database, the journal, snapshots, checkpoints, processes.
 _RESERVED_FILES = 512
-# A waiting connection that is younger than this is not closed for the sake of a new one: its request is on the way.
+# An idle connection that is younger than this is not closed to make room for a new one: its request is on the way.
 _SETTLED_SECONDS = 1.0
-# Nobody pipelines today; a few requests in a row are no attack.
+# Clients hardly use pipelining today, but a few pipelined requests are not an attack.
 _MAX_PIPELINED = 16
 _MAX_PIPELINED_BODY = 2**20
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Bounds for connections. ``total`` and ``backlog`` follow from the number of files that the process may open."""
+    """The limits on connections. ``total`` and ``backlog`` follow from the number of files the process may open."""
 
     total: int = 60_000
     backlog: int = _MAX_BACKLOG
     per_address: int = 16_384
-    header_bytes: int = 65_536  # request line and headers; likewise the trailers of a chunked body
+    header_bytes: int = 65_536  # of the request line and headers together; also of the trailers of a chunked body
     header_count: int = 256
     url_bytes: int = 16_384
     head_seconds: float = 20.0  # from the connection, or the first byte of a later request, to complete headers
-    progress_seconds: float = 60.0  # the longest pause in a body, and in a client's reading of an answer
-    check_seconds: float = 5.0  # how often a connection's clock is looked at
+    progress_seconds: float = 60.0  # the longest pause in sending a body, and in reading an answer
+    check_seconds: float = 5.0  # how often each connection checks its timeouts
 
 
 def connections_within_open_files(per_address: int, header_bytes: int) -> ConnectionLimits:
-    """Return limits under which connections leave enough open files for the server's own.
+    """Return limits that leave enough of the process's open files for the server's own files.
 
-    The kernel hands over a whole backlog of new connections before one that is refused is closed, so the backlog
-    counts as open, too.
+    The event loop may accept a whole backlog of new connections before it closes the first one that is refused, so the
+    backlog counts as open connections, too.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
@@ -64,21 +64,21 @@ def connections_within_open_files(per_address: int, header_bytes: int) -> Connec
 
 
 class Connections:
-    """All connections of the process: how many there are, from where, and which of them have no request under way."""
+    """The registry of all connections of the process: their number by address, and those without a request."""
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None] = lambda limit: None) -> None:
-        """``refused`` is told the name of each limit that a connection or request met."""
+        """``refused``: called with the name of the limit each time that one refuses a connection or request."""
         self.limits = limits
         self.refused = refused
         self._open: set[BoundedProtocol] = set()
         self._by_address = Tally()
-        # Connections without a request, and since when: the one that has waited longest comes first.
+        # Idle connections, without a request under way, and the time since when; the longest idle one comes first.
         self._waiting: OrderedDict[BoundedProtocol, float] = OrderedDict()
 
     def admit(self, connection: "BoundedProtocol", address: str, now: float) -> "Refusal | None":
-        """Count a new connection, or return why there is no room for it.
+        """Register a new connection, or return the refusal if a limit is reached.
 
-        Where all places are taken, the connection that has been without a request for longest makes room.
+        At the limit of all connections, the longest idle connection is closed to make room.
         """
         limits = self.limits
         if self._by_address[address] >= limits.per_address:
@@ -93,23 +93,24 @@ class Connections:
         return None
 
     def lost(self, connection: "BoundedProtocol", address: str) -> None:
-        """Forget a connection. One that was not admitted is no mistake."""
+        """Remove a closed connection. One that was refused is not registered, and is ignored."""
         if connection in self._open:
             self._open.discard(connection)
             self._waiting.pop(connection, None)
             self._by_address[address] -= 1
 
     def busy(self, connection: "BoundedProtocol") -> None:
-        """Note that a request has come whole enough to be worked on."""
+        """Note that the headers of a request are complete: the connection is no longer idle."""
         self._waiting.pop(connection, None)
 
     def waiting(self, connection: "BoundedProtocol", now: float) -> None:
-        """Note that the connection's requests are all answered."""
+        """Note that all requests of the connection are answered: it is idle."""
         if connection in self._open:
             self._waiting[connection] = now
             self._waiting.move_to_end(connection)
 
     def _evict(self, now: float) -> bool:
+        """Close the longest idle connection; return False if none has been idle for a second."""
         for connection, since in self._waiting.items():
             if now - since < _SETTLED_SECONDS:
                 return False
@@ -122,7 +123,10 @@ class Connections:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that comes before any request was understood. ``limit``: what it met, for /metrics."""
+    """An error answer that the connection sends itself, without the application.
+
+    ``limit``: the name under which /metrics counts it.
+    """
 
     status: int
     text: str
@@ -139,14 +143,15 @@ class Refusal:
 
 
 class _RefusedError(Exception):
-    """Stops httptools in the middle of a piece of data."""
+    """Raised in a parser callback, to stop httptools in the middle of the data it was given."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on what has no key yet.
+    """uvicorn's HTTP protocol with limits that apply before a key is checked.
 
-    httptools joins the pieces of a header in memory and calls us when it is whole. So bytes are counted twice: as they
-    arrive, where they are the next part of something unfinished, and as names and values, once the head is whole.
+    httptools collects the pieces of a header in memory and calls back only when the header is complete. Therefore bytes
+    are counted in two ways: raw bytes as they arrive, as long as they complete nothing (``_unfinished_bytes``), and the
+    names and values of headers once the head is complete (``_head_bytes``).
     """
 
     def __init__(
@@ -163,16 +168,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._address = ""
         self._refusal: Refusal | None = None
         self._clock: asyncio.TimerHandle | None = None
-        # Of the request that is being received:
-        self._receiving = True  # its end has not come; a new connection counts as the beginning of a request
+        # The request that is being received:
+        self._receiving = True  # it is not complete yet; a new connection counts as the beginning of a request
         self._in_head = True
-        self._began = False  # its first byte has come
+        self._began = False  # its first byte has arrived
         self._since = 0.0  # when its head began, or its body last grew
-        self._head_bytes = 0  # names, values and the URL, as far as they are whole
-        self._unfinished_bytes = 0  # that came without beginning or completing a head, and without growing a body
-        self._progress = False  # whether the piece of data at hand did one of these
-        # Of the answer that is being written:
-        self._unsent = 0  # bytes that waited for the client to read, when the clock was last looked at
+        self._head_bytes = 0  # of its URL and its complete headers
+        self._unfinished_bytes = 0  # arrived since a head last began or ended, or a body last grew
+        self._progress = False  # whether the current piece of data began or ended a head, or added to a body
+        # The answer that is being written:
+        self._unsent = 0  # bytes that waited for the client to read them at the last check
         self._unsent_since = 0.0
 
     # --- the connection -----------------------------------------------------------------------------------------------
@@ -206,11 +211,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._unfinished_bytes > self._limits.header_bytes:
                 self._refuse(self._too_large())
                 return
-        if self.headers and len(self.headers) > self._limits.header_count:  # of the head or of trailers, so far
+        if self.headers and len(self.headers) > self._limits.header_count:  # headers, or trailers after a chunked body
             self._refuse(self._too_many())
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, or was not parsed further because of a limit."""
+        """Answer a request that cannot be parsed, or whose parsing was stopped by a limit."""
         if self._refusal is None:
             super().send_400_response(msg)
         else:
@@ -219,11 +224,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         self._registry.refused(refusal.limit)
         logger.debug("%s: %s", self._address, refusal.text)
-        if self.cycle is None or self.cycle.response_complete:  # else it would be taken for the answer under way
+        if self.cycle is None or self.cycle.response_complete:  # else it would end up inside the answer under way
             self.transport.write(refusal.response())
         self.transport.close()
 
     def _stop(self, refusal: Refusal) -> None:
+        """Stop the parser from inside one of its callbacks; ``send_400_response`` then sends the refusal."""
         self._refusal = refusal
         raise _RefusedError
 
@@ -234,11 +240,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_many(self) -> Refusal:
         return Refusal(431, f"headers: more than {self._limits.header_count} of them", "max_header_bytes")
 
-    # --- what httptools finds -----------------------------------------------------------------------------------------
+    # --- callbacks of the parser --------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self._receiving:  # the first request's time began with the connection
+        if not self._receiving:  # for the first request, the time counts from the connection
             self._since = self.loop.time()
         self._receiving = self._in_head = self._began = self._progress = True
         self._head_bytes = self._unfinished_bytes = 0
@@ -258,8 +264,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop(Refusal(429, f"pipelining: more than {_MAX_PIPELINED} requests", "pipelined_requests"))
         super().on_headers_complete()
-        # Trailers, which follow a body, are collected here and ignored: a key in a trailer must not count. uvicorn
-        # would look for an upgrade here, and we have none (ws="none").
+        # httptools will append trailers, which follow a body, to this list. They are ignored: a key in a trailer must
+        # not count. uvicorn would look for an upgrade in it, but upgrades are switched off (ws="none").
         self.headers = []
         self._in_head = False
         self._made_progress()
@@ -275,7 +281,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._receiving = False
         self._made_progress()
-        if self.cycle.response_complete:  # it was refused before it had been read
+        if self.cycle.response_complete:  # it was answered, with a refusal, before its body was complete
             self._registry.waiting(self, self._since)
 
     def on_response_complete(self) -> None:
@@ -289,10 +295,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unfinished_bytes = 0
         self._since = self.loop.time()
 
-    # --- the clock ----------------------------------------------------------------------------------------------------
+    # --- timeouts -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Close a connection whose client has been silent for too long in the middle of something."""
+        """Close a connection whose client has paused for too long while sending a request or reading an answer."""
         now = self.loop.time()
         if self._is_unread(now):
             self._registry.refused("unread_answers")
@@ -304,25 +310,25 @@ class BoundedProtocol(HttpToolsProtocol):
     def _close_silent(self) -> None:
         if self._receiving and self._began:
             self._refuse(Refusal(408, "the request did not come whole in time", "silent_connections"))
-        else:  # an answer to no request would be taken for that of the next one
+        else:  # an answer without a request would be taken for the answer to the next one
             self._registry.refused("silent_connections")
             self.transport.close()
 
     def _is_late(self, now: float) -> bool:
-        """Return whether the client has kept us waiting for the rest of its request, or for its next one."""
+        """Return whether the rest of a request, or the next request, has not come in time."""
         if not self._receiving:
-            # uvicorn forgets its own timer when anything arrives that is no request.
+            # uvicorn cancels its own keep-alive timer when any data arrives, even if no request follows.
             is_idle = self.cycle.response_complete and not self.pipeline and self.timeout_keep_alive_task is None
             return is_idle and now - self._since > self.timeout_keep_alive
         if self._in_head:
             return now - self._since > self._limits.head_seconds
-        if self.flow.read_paused or self.cycle.waiting_for_100_continue:  # it is we who are slow
+        if self.flow.read_paused or self.cycle.waiting_for_100_continue:  # the client is waiting for the server
             self._since = now
             return False
         return now - self._since > self._limits.progress_seconds
 
     def _is_unread(self, now: float) -> bool:
-        """Return whether the client has kept us waiting to read our answer."""
+        """Return whether the client has read nothing of the waiting answer for too long."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now
@@ -331,7 +337,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _network(address: str) -> str:
-    """Return what counts as one address: of IPv6 the network of 64 bits that a single customer has to itself."""
+    """Return what counts as one address: an IPv4 address, or an IPv6 /64 network, which one customer has to itself."""
     if ":" not in address:
         return address
     try:
@@ -344,7 +350,7 @@ def _network(address: str) -> str:
 
 
 def _open_files() -> int:
-    """Return how many files this process has open; a guess where the system does not list them."""
+    """Return how many files this process has open; an estimate where the system does not list them."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

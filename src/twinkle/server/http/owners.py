@@ -1,7 +1,8 @@
-"""Whom a request concerns: each route names one of the functions below as its owner, and Ray sends the request there.
+"""Owners: functions that find out which run, sampling session or model a request concerns.
 
-An owner reads the path and the body of a request and returns an address, or None: any process can answer. Nothing is
-checked here. What cannot be understood has no address, and whichever process is asked answers with what is wrong.
+Each route names one of these functions as its owner. It reads the path and the body of a request and returns an
+address, by which the Ray runtime finds the replica that must answer. None: any process can answer. Owners check
+nothing: a request that they cannot understand has no address, and the process that received it answers with the error.
 """
 
 import json
@@ -28,7 +29,10 @@ _MODEL_ID = pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER
 
 @dataclass(frozen=True)
 class OfRun:
-    """An adapter that exists, or did. ``model``: any replica of it can say that there is no such adapter."""
+    """The address of an adapter that exists, or did.
+
+    ``model``: its base model, if the request names it. If the adapter is unknown, any replica of that model answers.
+    """
 
     run_id: str
     model: str | None = None
@@ -36,7 +40,7 @@ class OfRun:
 
 @dataclass(frozen=True)
 class OfNewRun:
-    """An adapter that is to be created on a base model, or on that of a checkpoint."""
+    """The address of an adapter that is to be created, on a base model or on that of a checkpoint."""
 
     run_id: str
     base_model: str | None
@@ -45,14 +49,14 @@ class OfNewRun:
 
 @dataclass(frozen=True)
 class OfSampler:
-    """A sampling session that exists, or did."""
+    """The address of a sampling session that exists, or did."""
 
     sampling_session_id: str
 
 
 @dataclass(frozen=True)
 class OfNewSampler:
-    """A sampling session that is to be created; without a checkpoint on the base model itself."""
+    """The address of a sampling session that is to be created. Without a checkpoint it samples from the base model."""
 
     sampling_session_id: str
     base_model: str | None
@@ -61,7 +65,10 @@ class OfNewSampler:
 
 @dataclass(frozen=True)
 class OfModel:
-    """Any replica of a base model; the first one, where what it holds is in its memory alone."""
+    """The address of any replica of a base model.
+
+    ``first``: only the first replica, for state that is only in its memory, such as uploads.
+    """
 
     name: str
     first: bool = False
@@ -69,14 +76,14 @@ class OfModel:
 
 @dataclass(frozen=True)
 class OfOpenAiModel:
-    """What OpenAI's protocol calls a model: a base model, a run or a checkpoint."""
+    """The address of what OpenAI's protocol calls a model: a base model, a run or a checkpoint."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class OfProcessors:
-    """The datasets and loaders of a session."""
+    """The address of the datasets and loaders of a session."""
 
     session_id: str
 
@@ -89,7 +96,7 @@ Address = OfRun | OfNewRun | OfSampler | OfNewSampler | OfModel | OfOpenAiModel 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A request with the parameters of its path. ``max_bytes`` of its body after decompression."""
+    """A request with the parameters of its path. ``max_bytes``: the most bytes that its body may decompress to."""
 
     request: HttpRequest
     path: Mapping[str, str]
@@ -97,12 +104,12 @@ class Envelope:
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The JSON object in the body; empty if there is none."""
+        """Return the JSON object in the body; an empty one if the body is something else."""
         return _parsed(self.request.body)
 
     @property
     def native_run_id(self) -> str | None:
-        """The run of the adapter that a request of our own protocol names, in the session of its header."""
+        """Return the run id of the adapter that a native request names, in the session that its header names."""
         session, name = self.request.header(SESSION_HEADER), self.fields.get("adapter_name")
         return f"{session}-{name}" if session and isinstance(name, str) and name else None
 
@@ -111,11 +118,11 @@ Owner = Callable[[Envelope], Address | None]
 
 
 def anybody(_envelope: Envelope) -> None:
-    """Any process: the shared state has the answer."""
+    """Return None: any process can answer, from the shared database and files."""
 
 
 def by_model_id(envelope: Envelope) -> Address | None:
-    """The run in ``model_id``, of JSON or protobuf; where there is none, the one that the body asks to create."""
+    """Return the run in ``model_id`` of a JSON or protobuf body; without one, the run that the body asks to create."""
     request = envelope.request
     try:
         body = decompress(request.body, request.header("content-encoding"), envelope.max_bytes)
@@ -128,17 +135,17 @@ def by_model_id(envelope: Envelope) -> Address | None:
 
 
 def by_new_model(envelope: Envelope) -> Address | None:
-    """The run that the body asks to create."""
+    """Return the run that the body asks to create."""
     return _new_run(envelope.fields)
 
 
 def by_run_in_path(envelope: Envelope) -> Address | None:
-    """The run that the path names."""
+    """Return the run that the path names."""
     return OfRun(envelope.path["run_id"])
 
 
 def by_request_id(envelope: Envelope) -> Address | None:
-    """The run or sampling session whose future is asked about."""
+    """Return the run or sampling session whose future the client polls or cancels."""
     request_id = envelope.fields.get("request_id")
     request = ids.RequestId.parse_or_none(request_id) if isinstance(request_id, str) else None
     if request is None:
@@ -147,14 +154,14 @@ def by_request_id(envelope: Envelope) -> Address | None:
 
 
 def by_sampling_session(envelope: Envelope) -> Address | None:
-    """The sampling session in the body, or in its ``target``."""
+    """Return the sampling session in the body, or in its field ``target``."""
     fields = envelope.fields
     target = fields.get("target", fields)
     return _named(OfSampler, target.get("sampling_session_id") if isinstance(target, dict) else None)
 
 
 def by_new_sampling_session(envelope: Envelope) -> Address | None:
-    """The sampling session that the body asks to create."""
+    """Return the sampling session that the body asks to create."""
     fields = envelope.fields
     session, number = fields.get("session_id"), fields.get("sampling_session_seq_id")
     if not isinstance(session, str) or not isinstance(number, int):
@@ -164,46 +171,46 @@ def by_new_sampling_session(envelope: Envelope) -> Address | None:
 
 
 def by_openai_model(envelope: Envelope) -> Address | None:
-    """The model of OpenAI's protocol, named in the path or in the body."""
+    """Return the model of OpenAI's protocol that the path or the body names."""
     return _named(OfOpenAiModel, envelope.path.get("model") or envelope.fields.get("model"))
 
 
 def by_base_model(envelope: Envelope) -> Address | None:
-    """Any replica of the base model in the path."""
+    """Return any replica of the base model in the path."""
     return OfModel(envelope.path["model"])
 
 
 def by_first_replica(envelope: Envelope) -> Address | None:
-    """The first replica of the base model in the path: it knows the uploads and speaks for the health."""
+    """Return the first replica of the base model in the path, which has the uploads and reports the health."""
     return OfModel(envelope.path["model"], first=True)
 
 
 def by_adapter(envelope: Envelope) -> Address | None:
-    """The adapter of the session that the body names; without one, any replica of the base model in the path."""
+    """Return the adapter that the body names; without one, any replica of the base model in the path."""
     run_id, model = envelope.native_run_id, envelope.path["model"]
     return OfModel(model) if run_id is None else OfRun(run_id, model)
 
 
 def by_new_adapter(envelope: Envelope) -> Address | None:
-    """The adapter that the body asks to create on the base model in the path."""
+    """Return the adapter that the body asks to create on the base model in the path."""
     run_id, model = envelope.native_run_id, envelope.path["model"]
     return OfModel(model) if run_id is None else OfNewRun(run_id, model)
 
 
 def by_sampled_weights(envelope: Envelope) -> Address | None:
-    """The run of the checkpoint that is sampled from, else as :func:`by_adapter`."""
+    """Return the run of the checkpoint in ``adapter_uri``; without one, the same as :func:`by_adapter`."""
     checkpoint = _checkpoint(envelope.fields.get("adapter_uri"))
     return by_adapter(envelope) if checkpoint is None else OfRun(checkpoint.run_id, envelope.path["model"])
 
 
 def by_processors(envelope: Envelope) -> Address | None:
-    """The processors of the session in the header."""
+    """Return the processors of the session in the header."""
     return OfProcessors(envelope.request.header(SESSION_HEADER) or "")
 
 
-# --- which answers are handed on as they come -------------------------------------------------------------------------
+# --- answers that a relaying process streams --------------------------------------------------------------------------
 
-Streams = Callable[[Envelope], bool]
+Streams = Callable[[Envelope], bool]  # whether the answer is relayed in parts, as they come
 
 
 def never_streams(_envelope: Envelope) -> bool:
@@ -215,11 +222,11 @@ def always_streams(_envelope: Envelope) -> bool:
 
 
 def streams_if_asked(envelope: Envelope) -> bool:
-    """Return what the field ``stream`` of OpenAI's protocol says."""
+    """Return whether the field ``stream`` of OpenAI's protocol is set."""
     return bool(envelope.fields.get("stream"))
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _new_run(fields: Mapping[str, Any]) -> Address | None:

@@ -1,4 +1,4 @@
-"""What all handlers share: the gateway, the caller, the body, JSON answers, and how errors become status codes."""
+"""Helpers that all handlers share: the gateway, the caller, the body, JSON answers, and errors as status codes."""
 
 import json
 import logging
@@ -43,11 +43,11 @@ PREFIX = GATEWAY_PREFIX
 SMALL_BODY = 16_384
 _BEARER = "bearer"
 _REMEMBERED_HOSTS = 100
-# The JSON parser lets no other thread work meanwhile: this much takes some 50 ms, 64 MiB took seconds and a gigabyte.
+# The JSON parser holds the interpreter lock: 1 MiB takes some 50 ms; 64 MiB took seconds, and a gigabyte of memory.
 JSON_BYTES = 2**20
 T = TypeVar("T")
 
-# The first that matches; anything else of ours is a 500.
+# The status of each kind of error: the first entry that matches counts. Any other error is a 500.
 _STATUS: tuple[tuple[type[TwinkleError], int], ...] = (
     (UnauthorizedError, 401),
     (ForbiddenError, 403),
@@ -70,25 +70,26 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def tenant_of(request: Request, prefix: str = "tml-") -> str:
-    """Return who asks. The body, if it is read, counts among this tenant's uploads."""
+    """Return the tenant of the caller's key. If the body is read, it counts among this tenant's uploads."""
     tenant_id = (await _identified(request, prefix)).tenant_id
     upload_of(request).belongs_to(tenant_id)
     return tenant_id
 
 
 async def key_id_of(request: Request) -> str | None:
-    """Return the id of the caller's key, also where a token stands for it; None where keys are not issued."""
+    """Return the id of the caller's key, or of the key that its token stands for; None in open mode."""
     return (await _identified(request, "tml-")).key_id
 
 
 async def _identified(request: Request, prefix: str) -> KeyDescription:
-    # The SDK sends no other keys than tml-…, unless init_tinker_client let it: that one sends our own header, too.
+    # Tinker's SDK sends only keys that begin with tml-, unless our init_tinker_client lifted that check. A client that
+    # was made with it also sends our own header, and then any key is accepted.
     any_key = "twinkle-authorization" in request.headers
     return await gateway_of(request).identity.identify(key_of(request), "" if any_key else prefix)
 
 
 def key_of(request: Request) -> str | None:
-    """Return the key of a request. The SDK sends X-API-Key; the other headers are for people and for our client."""
+    """Return the key of a request. Tinker's SDK sends X-API-Key; people and our own client use the other headers."""
     key = request.headers.get("x-api-key")
     for name in ("twinkle-authorization", "authorization"):
         key = bearer_of(request, name) if key is None else key
@@ -98,7 +99,7 @@ def key_of(request: Request) -> str | None:
 def bearer_of(request: Request, header: str = "authorization") -> str | None:
     """Return the key in an Authorization header: after ``Bearer``, or alone, as people and some scripts send it.
 
-    Other schemes are refused: a browser may send ``Basic`` by itself, and their credentials are no keys.
+    Other schemes are refused: a browser may add ``Basic`` on its own, and those credentials are not keys.
     """
     value = request.headers.get(header)
     if value is None:
@@ -112,10 +113,11 @@ def bearer_of(request: Request, header: str = "authorization") -> str | None:
 
 
 def refuse_rebinding(request: Request) -> None:
-    """Raise InvalidInputError where the Host header may be that of a web page that gave its name our address.
+    """Raise InvalidInputError if the request may come from a DNS rebinding attack.
 
-    Its visitors' browsers would act as tenants here. Where any key will do and only this machine can connect, a
-    request must also call us by a name of this machine.
+    In such an attack a web page lets its own host name point to this machine, and the browser of a visitor calls this
+    server for the page. Where any key is accepted and only this machine can connect, the Host header must therefore
+    be a name of this machine, or the host of ``public_url``.
     """
     config, host = gateway_of(request).config, request.url.hostname or ""
     if config.auth.mode == "open" and config.http_options.is_loopback and not names_this_machine(host):
@@ -125,13 +127,14 @@ def refuse_rebinding(request: Request) -> None:
 
 
 async def body_of(request: Request, most: int | None = None) -> bytes:
-    """Return the whole body, as long as it stays within the limit for all requests and within ``most`` bytes.
+    """Return the whole body; BodyTooLargeError above the limit for all requests or above ``most`` bytes.
 
-    It counts among its tenant's uploads until the request is answered: ask for the tenant first.
+    It counts among its tenant's uploads until the request is answered, so call :func:`tenant_of` first.
     """
     gateway, upload = gateway_of(request), upload_of(request)
     of_tenant = gateway.tenants.limits(upload.tenant_id).max_uploading_bytes_per_tenant
-    # Where memory is short, work is refused; heartbeats, polls and deletes have small bodies, and go on.
+    # When memory is short, requests with large bodies are refused. Heartbeats, polls and deletes have small bodies and
+    # still pass.
     is_work = most is None or most > 4 * JSON_BYTES
     unchecked = SMALL_BODY if "content-length" in request.headers else 0
 
@@ -145,9 +148,9 @@ async def body_of(request: Request, most: int | None = None) -> bytes:
 
 
 async def decoded(request: Request, body: bytes, read: Callable[[bytes], T]) -> T:
-    """Return ``read(body)``: a small body is read on the event loop, a large or compressed one in a thread.
+    """Return ``read(body)``: a small body is decoded on the event loop, a large or compressed one in a thread.
 
-    The threads are those for reading, of which the tenant of this request has its share.
+    The threads are those of the pool for reading, which all tenants share fairly.
     """
     if len(body) < SMALL_BODY and "content-encoding" not in request.headers:
         return read(body)
@@ -161,17 +164,17 @@ def json_response(
 
 
 def listing(name: str, items: Sequence[object], offset: int, limit: int, total: int) -> Response:
-    """Return one page of a listing, and where it stands among all."""
+    """Return one page of a listing, with its offset and the total number of items."""
     return json_response({name: items, "cursor": {"offset": offset, "limit": limit, "total_count": total}})
 
 
 def public_address(request: Request) -> str:
-    """Return where the caller reaches us: as configured, or else as it did just now."""
+    """Return the server's URL for the caller: ``public_url``, or else the one that this request used."""
     return gateway_of(request).config.public_url or str(request.base_url).rstrip("/")
 
 
 def iso_time(seconds: float) -> str:
-    """Return the time with its zone: the SDK compares it with times that have one."""
+    """Return a time in ISO format with its time zone: the SDK compares it with times that have one."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -180,30 +183,30 @@ def is_loopback(request: Request) -> bool:
 
 
 def when_to_retry(error: Exception, status: int) -> Mapping[str, str] | None:
-    """Return the header for answers that may be better soon. Both SDKs heed it."""
+    """Return the Retry-After header for errors that may pass soon. Both SDKs respect it."""
     if isinstance(error, QuotaError | OverloadedError):
         return {"Retry-After": str(error.retry_after)}
     return {"Retry-After": "1"} if status in (429, 503) else None
 
 
 def status_of(error: TwinkleError) -> int:
-    """Return the status that an error is answered with; 500: it is ours."""
+    """Return the HTTP status of an error; 500 if it is the server's fault."""
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
 def note_refusal(error: Exception) -> None:
-    """Count a request that met a limit in /metrics."""
+    """Count a request that a limit refused, for /metrics."""
     if isinstance(error, QuotaError | OverloadedError | BodyTooLargeError):
         note_refusing_limit(error.key)
 
 
 class RefuseRebinding:
-    """ASGI middleware: :func:`refuse_rebinding` for every path but those that are ``for_any_host``."""
+    """ASGI middleware that applies :func:`refuse_rebinding` to every path except those in ``for_any_host``."""
 
     def __init__(self, app: ASGIApp, for_any_host: frozenset[str]) -> None:
         self._app = app
         self._for_any_host = for_any_host
-        self._fine: set[bytes] = set()  # headers that were looked at, such as b"localhost:8000"
+        self._fine: set[bytes] = set()  # Host headers that passed the check, such as b"localhost:8000"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -220,12 +223,12 @@ class RefuseRebinding:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer errors with a status and a text that has no tracebacks, keys or paths of ours."""
+    """Make the application answer errors with a status and a text without tracebacks, keys or the server's paths."""
 
     async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwinkleError)
         note_refusal(error)
-        if isinstance(error, StorageFullError):  # its message names our directories
+        if isinstance(error, StorageFullError):  # its message names the server's directories
             logger.error("%s %s: %s", request.method, request.url.path, error)
             return json_response({"detail": "the server's disk is full: nothing was kept, try again later"}, 507)
         status = status_of(error)
@@ -236,19 +239,19 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        context = current_request()  # the middleware that adds the id to answers is inside of this
+        context = current_request()  # this handler is outside of the middleware that adds the id to answers
         headers = None if context is None else {REQUEST_ID_HEADER: context.http_id}
         return json_response({"detail": "internal error; the server's log has the details"}, 500, headers)
 
     async def invalid(_request: Request, error: Exception) -> Response:
-        """Answer a mistake in the path or the query. Bodies are read by us."""
+        """Answer a mistake in the path or the query. FastAPI does not read bodies here."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         value = repr(first["input"])[:120]
         return json_response({"detail": f"{first['loc'][-1]}: got {value}, {first['msg']}"}, 400)
 
     async def gone(request: Request, _error: Exception) -> Response:
-        """Answer a client that left in the middle of a request: it reads nothing, and it is no error of ours."""
+        """Answer a client that disconnected in the middle of a request. It will not read this; it is not an error."""
         logger.debug("%s %s: the client is gone", request.method, request.url.path)
         return Response(status_code=400)
 

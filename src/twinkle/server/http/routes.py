@@ -1,8 +1,8 @@
-"""Declaring routes: what is true of a route is said once, where the route is.
+"""Declaring routes: every fact about a route is declared once, together with its handler.
 
-OpenAPI, the limits of bodies, tracing, the check of Host headers and Ray's addressing all read these facts. A route can
-only be declared with an owner, and the application takes its routes from :class:`RouteTable` alone: one without facts
-does not exist.
+OpenAPI, the limits of bodies, tracing, the check of Host headers and the routing on Ray all read these facts. A route
+can only be declared with an owner, and the application takes its routes only from :class:`RouteTable`, so that there is
+no route without facts.
 """
 
 import inspect
@@ -29,18 +29,19 @@ Schema = type[BaseModel] | str | None
 
 @dataclass(frozen=True)
 class RouteFacts:
-    """What every part of the server may have to know of a route.
+    """The facts about a route that other parts of the server read.
 
-    owner: which replica answers, on Ray.
-    schema: what OpenAPI says of the body: a type, a media type of what is not JSON, or nothing.
-    limit: bytes that a body may have; None: as many as any (``limits.max_request_bytes``).
-    ends_with_client: whether the work ends when its client leaves, because it reads, waits or samples for that client
-    alone. Anything else is finished once it has begun: otherwise an op could be journalled, and never run.
-    soon: whether the answer comes within half a minute if the replica is there; longer it is not waited for.
-    streams: whether the answer is handed on as it comes.
-    traced: whether requests have spans. Those that only watch the server have none.
-    any_host: whether the Host header may be any: the route says no more than that the server is there, or has checks
-    of its own.
+    owner: finds the replica that answers, on Ray.
+    schema: the body in OpenAPI: a type, the media type of a body that is not JSON, or None.
+    limit: the most bytes of a body; None: only the limit for all requests applies (``limits.max_request_bytes``).
+    ends_with_client: whether the work is cancelled when its client disconnects, because it reads, waits or samples only
+    for that client. All other requests are finished once they have begun: otherwise an op could be journalled and
+    never run.
+    soon: whether a replica always answers within half a minute. After that time a relaying process gives up, because
+    the replica must be down.
+    streams: whether a relaying process passes the answer on in parts, as they come.
+    traced: whether requests have spans. Requests that only monitor the server have none.
+    any_host: whether every Host header is accepted. Such a route only says that the server is up, or has other checks.
     """
 
     owner: Owner
@@ -53,16 +54,16 @@ class RouteFacts:
     any_host: bool = False
 
 
-# Of paths that have no route: any process answers 404, after a body of any length that a route with JSON may have.
+# The facts of paths that have no route: any process answers 404. The limit is that of the largest JSON bodies.
 NO_ROUTE = RouteFacts(anybody, limit=4 * JSON_BYTES, ends_with_client=True)
 
 
 @dataclass(frozen=True)
 class Body(Generic[T]):
-    """How the body of a route becomes what its handler is given.
+    """How the body of a request is decoded for its handler.
 
-    ``read`` runs in a thread if the body is large; None: the handler is given the bytes. ``by_handler``: nothing is
-    read before the handler runs, which may read the body itself, within the same limit.
+    read: decodes the bytes, in a thread if the body is large; None: the handler gets the bytes.
+    by_handler: the body is not read before the handler runs. The handler may read it itself, within the same limit.
     """
 
     read: Callable[[bytes], T] | None
@@ -72,23 +73,26 @@ class Body(Generic[T]):
 
 
 def json_body(model: type[ModelT], limit: int = JSON_BYTES) -> Body[ModelT]:
-    """Return a JSON body of one type, which is checked."""
+    """Declare a JSON body, which is parsed and checked against a type."""
     return Body(partial(fields.parse, model), model, limit)
 
 
 def raw_body(schema: Schema = None, limit: int | None = JSON_BYTES) -> Body[bytes]:
-    """Return a body that the handler decodes: it is part of what is journalled, or something is looked up before."""
+    """Declare a body that the handler decodes, because it journals the bytes or looks something up first."""
     return Body(None, schema, limit)
 
 
 def unread_body(limit: int | None = JSON_BYTES) -> Body[bytes]:
-    """Return a body that the handler reads itself, or that nobody reads."""
+    """Declare a body that the handler reads itself, or that is not read at all."""
     return Body(None, None, limit, by_handler=True)
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request, as handlers see it. ``tenant_id`` is empty on public routes; ``raw``: the bytes of the body."""
+    """One request as handlers get it.
+
+    ``tenant_id`` is empty on public routes. ``raw``: the bytes of the body. ``body``: the decoded body.
+    """
 
     request: Request
     gateway: Gateway
@@ -102,7 +106,7 @@ AnswerError = Callable[[Request, Exception], Response]
 
 
 class Decorator(Protocol[T]):
-    """Declares a handler, which it returns as it is."""
+    """A decorator that declares a handler and returns it unchanged."""
 
     def __call__(self, handler: Handler[T, P], /) -> Handler[T, P]: ...
 
@@ -120,7 +124,7 @@ class Route:
 
 
 class _PlainRoute(APIRoute):
-    """Calls an endpoint whose only parameter is the request directly, without FastAPI's parsing of parameters."""
+    """A route that skips FastAPI's parsing of parameters if the request is the endpoint's only parameter."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if list(inspect.signature(self.endpoint).parameters) == ["request"]:
@@ -129,16 +133,18 @@ class _PlainRoute(APIRoute):
 
 
 class Routes:
-    """The routes of one area. A decorated handler stays as it is: it may have several paths, and may be called.
+    """The routes of one area of the API, declared by decorators.
 
-    The tenant is known before a body is read. Parameters of a handler beside its :class:`Call` are those of path and
-    query, as FastAPI reads them.
+    A decorated handler stays a plain function: it may be decorated with several paths, and may be called directly. The
+    tenant is identified before the body is read. The parameters of a handler after its :class:`Call` are parameters of
+    path and query, which FastAPI reads.
     """
 
     def __init__(self, prefix: str = "", *, key_prefix: str = "tml-", answer_error: AnswerError | None = None) -> None:
-        """``key_prefix``: what keys begin with where any key is a tenant of its own.
+        """Prepare an area without routes.
 
-        ``answer_error``: answers errors in the form of this area; None: the application answers them.
+        key_prefix: how keys must begin in open mode, where any key is a tenant of its own.
+        answer_error: writes errors in the format of this area; None: the application's error handlers do.
         """
         self.declared: list[Route] = []
         self._router = APIRouter(prefix=prefix, route_class=_PlainRoute)
@@ -148,12 +154,12 @@ class Routes:
     def get(
         self, path: str, owner: Owner, *, public: bool = False, traced: bool = True, any_host: bool = False
     ) -> Decorator[bytes]:
-        """Declare a route that only reads: it ends with its client. ``public``: it asks for no key."""
+        """Declare a route that only reads; it is cancelled when its client disconnects. ``public``: it needs no key."""
         facts = RouteFacts(owner, ends_with_client=True, traced=traced, any_host=any_host)
         return self._handling("GET", path, facts, None, public)
 
     def delete(self, path: str, owner: Owner, *, public: bool = False) -> Decorator[bytes]:
-        """Declare a route that deletes something, without a body."""
+        """Declare a route that deletes something. It has no body."""
         return self._handling("DELETE", path, RouteFacts(owner), None, public)
 
     def put(self, path: str, owner: Owner, body: Body[T]) -> Decorator[T]:
@@ -172,7 +178,7 @@ class Routes:
         streams: Streams = never_streams,
         traced: bool = True,
     ) -> Decorator[T]:
-        """Declare a route that asks for something to be done. :class:`RouteFacts` explains the options."""
+        """Declare a route that starts some work. :class:`RouteFacts` explains the options."""
         facts = RouteFacts(owner, body.schema, body.limit, ends_with_client, soon, streams, traced)
         return self._handling("POST", path, facts, body, public)
 
@@ -193,7 +199,7 @@ class Routes:
                     return self._answer_error(request, error)
 
             update_wrapper(endpoint, handler)
-            # FastAPI asks for parameters by their names and annotations: the handler's, with the request for its call.
+            # FastAPI finds parameters by the signature: show it the handler's, with the request instead of the call.
             first, *others = inspect.signature(handler).parameters.values()
             of_request = first.replace(name="request", annotation=Request)
             endpoint.__signature__ = inspect.Signature([of_request, *others], return_annotation=Response)  # type: ignore[attr-defined]
@@ -207,11 +213,11 @@ class Routes:
 
 
 class RouteTable:
-    """All routes of the application, in the order in which they are tried."""
+    """All routes of the application, in the order in which they are matched."""
 
     def __init__(self, areas: Iterable[Routes]) -> None:
         self.routes = [route for area in areas for route in area.declared]
-        # Most requests go to paths without parameters, which are found without trying one pattern after the other.
+        # Most requests go to paths without parameters: a dict finds those without trying one pattern after the other.
         self._plain: dict[tuple[str, str], Route] = {}
         self._patterns: list[tuple[str, Route]] = []
         for route in self.routes:
@@ -222,7 +228,7 @@ class RouteTable:
                     self._plain.setdefault((method, route.endpoint.path), route)
 
     def find(self, method: str, path: str) -> tuple[RouteFacts, Mapping[str, str]]:
-        """Return the facts of the route that answers, and the parameters in its path."""
+        """Return the facts of the route that matches, and the parameters in its path."""
         plain = self._plain.get((method, path))
         if plain is not None:
             return plain.facts, {}
@@ -236,5 +242,5 @@ class RouteTable:
 
     @property
     def for_any_host(self) -> frozenset[str]:
-        """Return the paths that answer whatever the Host header says."""
+        """Return the paths of routes that accept every Host header."""
         return frozenset(route.endpoint.path for route in self.routes if route.facts.any_host)

@@ -1,4 +1,4 @@
-"""Answers on their way to a client: whole, in pieces, or as they come; and clients that leave before they are done."""
+"""Sending answers: whole, in pieces, or as a stream; and noticing clients that disconnect before the end."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ Json = Mapping[str, object]
 Bodies = AsyncGenerator[Json, None]
 OnError = Callable[[Exception], Json]
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-UNREAD_SECONDS = 60.0  # a client that takes nothing for so long is gone; what it asked for is not kept for ever
-_PART = 2**18  # bytes; the server's buffer for a connection holds less
-_SMALL = 2**16  # what is no larger is sent in one piece, and is fetched once it is in the buffer
+UNREAD_SECONDS = 60.0  # a client that reads nothing for this long counts as gone, and its answer is dropped
+_PART = 2**18  # bytes of one part; more than the server's write buffer of a connection, so that sending waits for it
+_SMALL = 2**16  # bytes; a result up to this size is sent in one piece, and counts as delivered once it is in the buffer
 
 
 @dataclass(frozen=True)
 class Framing:
-    """What is written around each body, and after the last one."""
+    """The text that is written before and after each JSON body of a stream, and after the last one."""
 
     media_type: str
     before: str
@@ -38,13 +38,20 @@ LINES = Framing("application/x-ndjson", "", "\n", "")
 
 
 async def begun(request: Request, bodies: Bodies, framing: Framing, failed: OnError) -> Response:
-    """Wait for the first body, then return the stream. So what is refused at once is refused by its status code."""
+    """Wait for the first body, then return the stream.
+
+    An error before the first body is raised, so that it is still answered with its status code. ``failed``: turns a
+    later error into the last body of the stream.
+    """
     first = await unless_gone(request.receive, anext(bodies))
     return json_stream(to_the_end(first, bodies, failed), framing)
 
 
 def json_stream(bodies: Bodies, framing: Framing) -> Response:
-    """Return what sends each body as it comes. A client that leaves, or does not read, ends ``bodies`` at once."""
+    """Return a response that sends each body as it comes.
+
+    The generator ``bodies`` is closed at once when the client disconnects or stops reading.
+    """
     stream = StreamedResult(_framed(bodies, framing), framing.media_type, undelivered())
     stream.headers.update(_HEADERS)
     return stream
@@ -58,7 +65,7 @@ async def _framed(bodies: Bodies, framing: Framing) -> AsyncGenerator[bytes, Non
 
 
 async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
-    """Yield all bodies. An error on the way becomes a body, and the last one."""
+    """Yield all bodies. An error on the way is turned into one more body, which is the last."""
     async with aclosing(bodies):
         yield first
         try:
@@ -69,18 +76,18 @@ async def to_the_end(first: Json, bodies: Bodies, failed: OnError) -> Bodies:
 
 
 async def _send_part(send: Send, part: bytes) -> None:
-    """Send a part. The server waits in here while the client reads more slowly than we write: TimeoutError."""
+    """Send a part of a body. ``send`` waits while the client reads slowly; TimeoutError if that takes too long."""
     async with asyncio.timeout(UNREAD_SECONDS):
         await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of ``work``. If the client leaves first, it is cancelled and ClientDisconnect raised."""
+    """Return the result of ``work``. If the client disconnects first, cancel it and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():  # also of both at once: nobody is there to read the result
+        if leaving.done():  # even if the work is done, too: nobody is there to read the result
             raise ClientDisconnect
         return working.result()
     finally:
@@ -90,28 +97,30 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def left(receive: Receive) -> None:
-    """Return when the client has left."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-# --- results, which are noted once the client has them ----------------------------------------------------------------
+# --- results, whose delivery is noted ---------------------------------------------------------------------------------
 #
-# A server that hands a whole body to the socket's buffer has sent nothing yet: the client may hang up before it reads a
-# byte, and the result would count as fetched. So large ones go in pieces, as fast as the client reads.
+# A body that is in the server's write buffer has not reached the client: the client may disconnect before it reads a
+# byte, and the result would wrongly count as delivered. Therefore large results are sent in parts, as fast as the
+# client reads them.
 
 Delivering = AbstractContextManager[Delivery]
 
 
 def undelivered() -> Delivering:
-    """Return what notes no delivery: of an answer that is not the result itself, or that nobody counts."""
+    """Return a context that notes no delivery, for answers that are not results or whose delivery does not matter."""
     return nullcontext(Delivery())
 
 
 class StreamedResult(Response):
-    """A body that is sent as fast as the client reads. ``size`` of it, None where it is made while it is sent.
+    """A response whose body is sent in parts, as fast as the client reads them.
 
-    ``delivering`` is entered when sending begins and told whether it was completed.
+    ``size``: the bytes of the body; None if it is produced while it is sent. ``delivering``: a context that is entered
+    when sending begins; its delivery is marked as complete once everything is sent.
     """
 
     def __init__(
@@ -126,7 +135,7 @@ class StreamedResult(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._delivering as delivery, suppress(ClientDisconnect, TimeoutError):
-            # A client that has left is written to without a word: so it is looked for meanwhile.
+            # Writing to a client that has disconnected raises no error, so the disconnect is watched for meanwhile.
             await unless_gone(receive, self._send(send))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             delivery.complete = True
@@ -136,13 +145,13 @@ class StreamedResult(Response):
         async with aclosing(self._parts) as parts:
             async for part in parts:
                 await _send_part(send, part)
-                await asyncio.sleep(0)  # many that are ready at once must not keep the event loop from others
-        await _send_part(send, b"")  # sending nothing waits for the buffer
+                await asyncio.sleep(0)  # many parts that are ready at once must not block the event loop
+        await _send_part(send, b"")  # an empty part sends nothing, but waits until the buffer has drained
         await asyncio.sleep(0)
 
 
 class SentResult(Response):
-    """A whole body, which is small enough for the buffer: it is sent in one piece."""
+    """A response whose body is small enough for the write buffer, and is sent in one piece."""
 
     def __init__(self, body: bytes, media_type: str, delivering: Delivering) -> None:
         super().__init__(body, media_type=media_type)
@@ -155,7 +164,7 @@ class SentResult(Response):
 
 
 def sent_result(body: bytes, media_type: str, delivering: Delivering) -> Response:
-    """Return what sends a whole body: at once if it is small, otherwise in pieces."""
+    """Return a response with a whole body, which is sent in one piece if it is small, otherwise in parts."""
     if len(body) <= _SMALL:
         return SentResult(body, media_type, delivering)
     return StreamedResult(_parts_of(body), media_type, delivering, len(body))

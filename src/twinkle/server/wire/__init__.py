@@ -1,1 +1,4 @@
-"""The Tinker protocol's bytes: protobuf and JSON on one side, the service's nouns on the other."""
+"""Encoding and decoding of the Tinker protocol: protobuf and JSON on one side, the services' dataclasses on the other.
+
+Nothing here does I/O or knows about HTTP connections.
+"""

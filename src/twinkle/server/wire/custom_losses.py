@@ -1,7 +1,7 @@
 """create_custom_loss on the wire: the JSON of a traced function becomes a :class:`~twinkle.loss.graph.nodes.LossGraph`.
 
-Nothing of it is run here, and torch is not needed: nodes are looked up in the catalog, arguments become plain data. All
-that a graph may hold is bounded, so that keeping one, reading it and walking it once takes little of anything.
+Nothing of the function is run here, and torch is not needed: nodes are looked up in the catalog, and arguments become
+plain data. The size of a graph is limited in every respect, so that storing, reading and walking it is always cheap.
 """
 
 import re
@@ -31,8 +31,8 @@ MAX_BODY_BYTES = 262_144
 MAX_INPUTS = 16
 MAX_NODES = 512
 MAX_METRICS = 64
-_MAX_DEPTH = 6  # of an argument
-_MAX_ARGUMENTS = 8192  # of all nodes together, each element of a list being one
+_MAX_DEPTH = 6  # nested lists in one argument
+_MAX_ARGUMENTS = 8192  # of all nodes together; each element of a list counts as one
 _MAX_TEXT = 128
 _MAX_INTEGER = 2**63 - 1
 _FORMAT = 1
@@ -61,7 +61,7 @@ class _Graph(Request):
 
 
 class Place(Request):
-    """The part of the call that must be readable; whatever else is wrong becomes a failed future."""
+    """The fields that name the future of the request. They must be valid; other mistakes become a failed future."""
 
     session_id: Id
     custom_loss_seq_id: Number
@@ -75,7 +75,7 @@ class CreateCustomLossRequest(Place):
 
 
 def decode_custom_loss(body: bytes) -> LossGraph:
-    """Raises :class:`~twinkle.errors.UserError` with the first thing that is wrong."""
+    """Return the graph in a request; :class:`~twinkle.errors.UserError` for the first mistake."""
     request = parse(CreateCustomLossRequest, body)
     if request.graph.format != _FORMAT:
         raise InvalidInputError("graph.format", request.graph.format, str(_FORMAT))
@@ -109,7 +109,7 @@ def _inputs(given: Sequence[_Input]) -> tuple[LossInput, ...]:
 
 
 def _check_placeholder(node: _Node, inputs: Sequence[LossInput], number: int, where: str) -> None:
-    """They come first and in the order of the inputs, whose values they are."""
+    """Raise InvalidInputError unless the placeholders come before all other nodes, in the order of the inputs."""
     if number >= len(inputs) or node.target != inputs[number].name or node.name != node.target or node.args:
         names = ", ".join(each.name for each in inputs)
         raise InvalidInputError(
@@ -118,7 +118,7 @@ def _check_placeholder(node: _Node, inputs: Sequence[LossInput], number: int, wh
 
 
 def _needed(calls: Sequence[Call], loss: Argument, metrics: Mapping[str, Argument]) -> tuple[Call, ...]:
-    """Without the calls whose value nobody reads."""
+    """Return the calls whose values the loss or a metric depends on, directly or through other calls."""
     read = set(_references((loss, *metrics.values())))
     kept = []
     for call in reversed(calls):
@@ -140,7 +140,7 @@ def _references(arguments: Iterable[Argument]) -> Iterator[str]:
 
 
 class _Reader:
-    """Reads the arguments of one graph; ``known``: the nodes so far."""
+    """Reads the nodes of one graph. ``known``: the names of the nodes read so far, which later nodes may refer to."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
@@ -163,7 +163,7 @@ class _Reader:
         return Call(node.name, target, arguments, keywords)
 
     def output(self, node: _Node, where: str) -> tuple[Argument, dict[str, Argument]]:
-        """``(loss, {metric: value})``."""
+        """Return the loss and the metrics by name, from an output node of the form ``(loss, {name: metric})``."""
         match node.args:
             case [{"tuple": [loss, {"dict": dict() as metrics}]}]:
                 pass
@@ -222,7 +222,10 @@ def _plain(value: object, where: str) -> Argument:
 
 
 def _is_inert(key: str, value: object) -> bool:
-    """What tracing writes down and means nothing; at any other value it is refused as an unknown keyword."""
+    """Return whether a keyword has a value without effect, which tracing writes down.
+
+    At any other value the keyword is refused as unknown.
+    """
     if isinstance(value, dict) and len(value) == 1 and key in value:  # {"layout": {"layout": "strided"}}
         value = value[key]
     return any(

@@ -1,12 +1,13 @@
-"""Requests that the HTTP layer refuses by status code, because no future can carry the refusal."""
+"""Errors that are answered with an HTTP status, because there is no future that could carry them."""
 
 from twinkle.errors import UserError
 
 
 class MalformedRequestError(UserError):
-    """The body cannot be read, or not far enough to know what it is about: HTTP 400.
+    """The body cannot be parsed, or not far enough to know which model and sequence number it concerns: HTTP 400.
 
-    ``field``: the path of what is wrong, empty if that is the whole body. ``problem``: what pydantic calls the mistake.
+    ``field``: the path of the wrong field, empty if the whole body is wrong. ``problem``: pydantic's name of the
+    mistake, such as "missing".
     """
 
     def __init__(self, message: str, field: str = "", problem: str = "") -> None:
@@ -16,7 +17,7 @@ class MalformedRequestError(UserError):
 
 
 class BodyTooLargeError(UserError):
-    """The body is, or unpacks to, more than is accepted: HTTP 413."""
+    """The body has, or decompresses to, more bytes than the limit: HTTP 413."""
 
     key = "max_request_bytes"
 
@@ -25,7 +26,7 @@ class BodyTooLargeError(UserError):
 
 
 class JsonTooLargeError(BodyTooLargeError):
-    """A result would be more JSON than is written: HTTP 413. As protobuf any result can be had."""
+    """A result is too large to be sent as JSON: HTTP 413. As protobuf it can be fetched whatever its size."""
 
     key = "max_json_result_bytes"
 
@@ -38,7 +39,7 @@ class JsonTooLargeError(BodyTooLargeError):
 
 
 class SequenceConflictError(UserError):
-    """A number of a native adapter came back with another request; the first one stands."""
+    """A sequence number of a native adapter was sent again with another request; the first request stands."""
 
     def __init__(self, run_id: str, seq: int) -> None:
         super().__init__(f"seq_id {seq} of {run_id} was used before with another request; each request needs its own")

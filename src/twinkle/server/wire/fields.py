@@ -1,4 +1,4 @@
-"""What the JSON requests are made of: strict field types with their bounds, and :func:`parse`."""
+"""The building blocks of JSON requests: strict field types with their limits, and :func:`parse`."""
 
 import json
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ from twinkle.server.wire.errors import MalformedRequestError
 from twinkle_client.protocol.verbs import only_keys_of
 
 MAX_STOPS = 256
-MAX_STOP_LENGTH = 1024  # characters: as much text is looked through after every token
+MAX_STOP_LENGTH = 1024  # characters; this much text is searched for a stop string after every token
 _MAX_TTL = 3653 * 86400  # ten years, in seconds
 _MAX_METADATA_ENTRIES = 256
 _MAX_METADATA_BYTES = 16_384  # as JSON
 _MAX_TAGS = 100
 _MAX_TAGS_BYTES = 8192  # as JSON
 _MAX_TOKEN_ID = 2**31 - 1
-_MAX_PATH = 256  # characters of it in an error
+_MAX_PATH = 256  # characters of a field's path in an error
 
 
 def _storable(text: str) -> str:
@@ -70,7 +70,7 @@ def are_stop_texts(values: list[object]) -> bool:
 
 
 def _stops(value: object) -> object:
-    """One text is a list of one; the list is either all text or all token ids."""
+    """Return the stops as a list of texts or a list of token ids; a single text becomes a list of one."""
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return None
@@ -83,14 +83,14 @@ def _stops(value: object) -> object:
 
 Text = Annotated[str, AfterValidator(_storable), Field(max_length=4096)]
 LongText = Annotated[str, AfterValidator(_storable), Field(max_length=65_536)]
-Label = Annotated[str, AfterValidator(_storable), Field(max_length=256)]  # what is stored with every session or run
+Label = Annotated[str, AfterValidator(_storable), Field(max_length=256)]  # text that is stored with a session or run
 Tags = Annotated[list[Label], AfterValidator(_small_tags)]
 Id = Annotated[str, AfterValidator(_storable), Field(min_length=1, max_length=256)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 SequenceNumber = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-# Of lists that may be long the first mistake is enough: a description of each would take seconds and gigabytes.
+# Long lists stop at the first mistake: describing every one would take seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Metadata = Annotated[dict[str, str], AfterValidator(_small)]
 AnyMetadata = Annotated[dict[str, Any], AfterValidator(_small)]
@@ -100,20 +100,20 @@ Stops = Annotated[list[str] | list[int] | None, BeforeValidator(_stops)]
 
 
 class Request(BaseModel):
-    """What all requests have in common."""
+    """The base class of all requests. Types are strict; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Sequenced(Request):
-    """A call with a place in a model's sequence. Its number is used up even when something else in it is wrong."""
+    """A request with a sequence number of its model. The number is used up even if another field is wrong."""
 
     model_id: Id
     seq_id: SequenceNumber
 
 
 class Parameters(BaseModel):
-    """Hyper-parameters: a key that nobody knows is an error here."""
+    """The base class of hyper-parameters, in which an unknown key is an error."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -131,7 +131,7 @@ T = TypeVar("T")
 
 
 def parse(request_type: type[RequestT], body: bytes) -> RequestT:
-    """Read a request, or raise :class:`MalformedRequestError` with the first thing that is wrong."""
+    """Parse the JSON body of a request; :class:`MalformedRequestError` for the first mistake."""
     try:
         return request_type.model_validate_json(body)
     except ValidationError as error:
@@ -139,7 +139,10 @@ def parse(request_type: type[RequestT], body: bytes) -> RequestT:
 
 
 def check(request_type: type[T], fields: object) -> T:
-    """The same for what has been read from JSON already. A dataclass takes no keys that it does not name."""
+    """Check fields that have been parsed from JSON already; :class:`MalformedRequestError` for the first mistake.
+
+    Keys that a dataclass does not have are refused.
+    """
     try:
         read: T = adapter_of(request_type).validate_python(fields)
     except ValidationError as error:
@@ -151,7 +154,10 @@ _adapters: dict[type[Any], TypeAdapter[Any]] = {}  # making one takes millisecon
 
 
 def adapter_of(request_type: type[Any]) -> TypeAdapter[Any]:
-    """Return what reads and dumps objects of a type. Any thread may ask; two may make the same."""
+    """Return the pydantic adapter of a type, from a cache.
+
+    Any thread may call this without a lock: at worst two threads make the same adapter.
+    """
     if request_type not in _adapters:
         read_as: Any = request_type
         if is_dataclass(request_type):
@@ -161,7 +167,10 @@ def adapter_of(request_type: type[Any]) -> TypeAdapter[Any]:
 
 
 def _malformed(error: ValidationError, known: Iterable[str] = ()) -> MalformedRequestError:
-    """Return the first mistake. ``known``: the fields of the request, for one that takes no others."""
+    """Return an error for pydantic's first mistake.
+
+    ``known``: the fields of the request, which the error lists where an unknown field is the mistake.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     path = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"  # keys may be as long as the body
@@ -174,5 +183,6 @@ def _malformed(error: ValidationError, known: Iterable[str] = ()) -> MalformedRe
 
 
 def short(value: object) -> str:
-    text = repr(value[:120] if isinstance(value, str | list) else value)  # all of a long one may take a second
+    """Return a value as at most 120 characters, for error messages."""
+    text = repr(value[:120] if isinstance(value, str | list) else value)  # repr of a long value may take a second
     return text if len(text) <= 120 else text[:119] + "…"

@@ -1,7 +1,8 @@
-"""Results for SDKs before protobuf: what is kept as protobuf, written as the JSON that they read.
+"""Results as JSON, for SDKs that do not read protobuf, in which results are stored.
 
-A result may hold millions of numbers, and Python writes JSON without letting any other thread work. So it is written in
-pieces of a few thousand numbers, straight from the encoded result: neither is ever in memory a second time.
+A result may hold millions of numbers, and Python's JSON encoder blocks all other threads while it runs. Therefore the
+JSON is written in pieces of a few thousand numbers, directly from the bytes of the stored result: there is never a
+second copy of the result or the whole JSON in memory.
 """
 
 import json
@@ -17,9 +18,9 @@ from twinkle.server.wire.peeking import message_fields, varints
 
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 _FLOAT, _DOUBLE, _INT, _OFFSET = (np.dtype(name) for name in ("<f4", "<f8", "<i4", "<i8"))
-_NUMBERS = 4096  # of one piece: some 3 ms of work
-_PIECE = 2**16  # characters; what is shorter is sent together with what follows
-# A float of four bytes takes 20 characters or so, and a comma.
+_NUMBERS = 4096  # that are written at once: some 3 ms of work
+_PIECE = 2**16  # characters; shorter texts are joined to one piece
+# JSON has about 20 characters and a comma for a float that has four bytes in protobuf.
 _JSON_BYTES_PER_BYTE = 6
 
 Array = NDArray[Any]
@@ -29,21 +30,25 @@ _Tensor = pb.BatchedTensor
 _Sample = pb.SampleResponse
 _Sequence = pb.SampledSequence
 _Top = pb.TopkLogprobs
-_KEY, _VALUE = 1, 2  # of an entry in a map
+_KEY, _VALUE = 1, 2  # field numbers of an entry in a protobuf map
 
 
 def estimated_json_bytes(outcome: Outcome) -> int:
-    """Return about how many bytes a result in protobuf has as JSON, without writing it."""
+    """Return about how many bytes a protobuf result has as JSON, without writing the JSON."""
     return len(outcome.body) * _JSON_BYTES_PER_BYTE
 
 
 def json_pieces(outcome: Outcome, *, sample: bool) -> Iterator[bytes]:
-    """Yield a result in protobuf as JSON, piece by piece. Numbers that are not finite become null: JSON has none."""
+    """Yield a protobuf result as JSON, piece by piece. NaN and infinity, which JSON does not have, become null.
+
+    ``sample``: the result is that of a sample, not of a pass.
+    """
     body = memoryview(outcome.body)
     return _joined(_sample(body) if sample else _training(body))
 
 
 def _joined(texts: Iterable[str]) -> Iterator[bytes]:
+    """Join short texts to pieces of at least ``_PIECE`` characters."""
     waiting, size = [], 0
     for text in texts:
         waiting.append(text)
@@ -59,7 +64,8 @@ def _joined(texts: Iterable[str]) -> Iterator[bytes]:
 
 def _training(body: memoryview) -> Iterator[str]:
     entries = _messages(body, _Output.METRICS_FIELD_NUMBER)
-    metrics = {entry.text(_KEY): float(entry.array(_VALUE, _DOUBLE).sum()) for entry in entries}  # 0 is not written
+    # Protobuf does not write a value of 0, so its array is empty; the sum of an empty array is 0.
+    metrics = {entry.text(_KEY): float(entry.array(_VALUE, _DOUBLE).sum()) for entry in entries}
     kind = _Message(body).text(_Output.LOSS_FN_OUTPUT_TYPE_FIELD_NUMBER)
     yield f'{{"loss_fn_output_type":{_dumps(kind)},"loss_fn_outputs":['
     comma = ""
@@ -71,7 +77,7 @@ def _training(body: memoryview) -> Iterator[str]:
 
 
 def _entries(record: "_Message") -> Iterator[str]:
-    """Yield one object a datum, with the fields that the record has for all of them. An object begins a text."""
+    """Yield the JSON objects of a record's datums, one for each, in several texts; each object begins a new text."""
     entries = _messages(record.body, _Record.FIELDS_FIELD_NUMBER)
     tensors = {entry.text(_KEY): _Rows(_Message(entry.view(_VALUE))) for entry in entries}
     for datum in range(record.integer(_Record.NUM_DATUMS_FIELD_NUMBER)):
@@ -86,7 +92,7 @@ def _entries(record: "_Message") -> Iterator[str]:
 
 
 class _Rows:
-    """A tensor with a part for every datum, as it lies in the encoded result."""
+    """A view of a tensor in the encoded result, which has some rows for every datum."""
 
     def __init__(self, tensor: "_Message") -> None:
         self._data = tensor.view(_Tensor.DATA_FIELD_NUMBER)
@@ -125,7 +131,7 @@ def _sample(body: memoryview) -> Iterator[str]:
 
 
 def _tops(table: "_Message") -> Iterator[str]:
-    """Yield a list of (token, log-probability) for each position; of the first position nothing is known."""
+    """Yield a list of (token, log-probability) for each position; null for the first, which has no prediction."""
     length, k = table.integer(_Top.LENGTH_FIELD_NUMBER), table.integer(_Top.K_FIELD_NUMBER)
     if not length:
         yield "null"
@@ -147,7 +153,7 @@ def _tops(table: "_Message") -> Iterator[str]:
 
 
 class _Message:
-    """A message that we wrote, as it lies in the encoded result. What is not there is empty, or 0."""
+    """A view of a message in the encoded result, which this server wrote. Missing fields are empty, or 0."""
 
     def __init__(self, body: memoryview) -> None:
         self.body = body
@@ -185,7 +191,7 @@ def _list(values: Array) -> Iterator[str]:
 
 
 def _numbers(values: Array) -> Iterator[str]:
-    """Yield numbers with commas between them, some thousand at a time."""
+    """Yield numbers with commas between them, a few thousand in each text."""
     for start in range(0, len(values), _NUMBERS):
         part = values[start : start + _NUMBERS]
         yield ("," if start else "") + _dumps(_finite(part))[1:-1]

@@ -1,4 +1,4 @@
-"""Fields of a protobuf message, found without decoding or copying the rest of it."""
+"""Reading single fields of a protobuf message, without decoding or copying the rest of it."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def scan(body: bytes | memoryview, position: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (number, wire type, start, end) of the fields of the message between ``position`` and ``stop``, in order.
+    """Yield (number, wire type, start, end) of each field of the message between ``position`` and ``stop``, in order.
 
-    Groups, which proto3 does not have, are refused, as is all else that is not protobuf: MalformedRequestError.
+    MalformedRequestError for bytes that are not protobuf, and for groups, which proto3 does not have.
     """
     while position < stop:
         tag, position = _varint(body, position, stop)
@@ -31,7 +31,7 @@ def scan(body: bytes | memoryview, position: int, stop: int) -> Iterator[tuple[i
 
 
 def text_field(body: bytes, number: int) -> str | None:
-    """Return the last text field of this number at the top of a message; None if there is none or it is damaged."""
+    """Return the last top-level text field with this number; None if there is none or the message is malformed."""
     found = None
     try:
         for field, wire_type, start, end in scan(body, 0, len(body)):
@@ -43,16 +43,16 @@ def text_field(body: bytes, number: int) -> str | None:
 
 
 def message_fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (number, value) of every field of a message that we wrote ourselves, in order.
+    """Yield (number, value) of every field of a message that this server wrote, in order.
 
-    A value is an integer, or a view of the bytes of anything that is not written as one.
+    The value is an integer for varint fields, and a view of the field's bytes for all others.
     """
     for number, wire_type, start, end in scan(body, 0, len(body)):
         yield number, _varint(body, start, end)[0] if wire_type == _VARINT else body[start:end]
 
 
 def varints(body: memoryview) -> list[int]:
-    """Return the integers of a packed field."""
+    """Return the integers of a packed repeated field."""
     values, place = [], 0
     while place < len(body):
         value, place = _varint(body, place, len(body))
@@ -61,8 +61,8 @@ def varints(body: memoryview) -> list[int]:
 
 
 def _varint(body: bytes | memoryview, position: int, stop: int) -> tuple[int, int]:
-    """Return (value, place behind it). Ten bytes are the longest there are."""
-    if position < stop and body[position] < 0x80:  # most of them
+    """Return the varint at ``position`` and the position after it. A varint has at most ten bytes."""
+    if position < stop and body[position] < 0x80:  # most varints have one byte
         return body[position], position + 1
     value = 0
     for shift in range(0, 70, 7):

@@ -1,7 +1,8 @@
-"""Passes with a reference model, as scripts for older SDKs ask for them.
+"""Passes with a reference model, in the form that scripts for older SDKs use.
 
-``forward`` with ``disable_lora`` in its loss_fn_config is computed without the adapter. What it said comes back as
-``ref_logps`` of importance_sampling, which then is DPO: the data are pairs, chosen and rejected in turn.
+``forward`` with ``disable_lora`` in its loss_fn_config is computed without the adapter, that is, by the base model. The
+script sends the log-probabilities that it returned back as ``ref_logps`` of importance_sampling. With them the loss is
+DPO, and the datums are pairs: chosen, rejected, chosen, rejected, and so on.
 """
 
 import math
@@ -22,7 +23,7 @@ _LOSS = "importance_sampling"
 
 
 def named_pass(data: Sequence[Datum], loss: str, config: Mapping[str, float], *, trains: bool) -> TrainPass:
-    """``loss`` is a name. ``trains``: a gradient is asked for."""
+    """Return a pass with one of the server's own losses, ``loss``. ``trains``: whether it computes a gradient."""
     base_model = _without_adapter(config, trains)
     config = {key: value for key, value in config.items() if key != _DISABLE_LORA}
     if any(REF_LOGPS in datum.extras for datum in data):
@@ -31,11 +32,13 @@ def named_pass(data: Sequence[Datum], loss: str, config: Mapping[str, float], *,
         return TrainPass(plain, loss, {}, preference=preference, base_model=base_model)
     for key in (_BETA, _SFT_WEIGHT):
         if key in config:
-            raise InvalidInputError(f"loss_fn_config[{key!r}]", config[key], f"{key} beside {REF_LOGPS} in every datum")
+            allowed = f"{key} only together with {REF_LOGPS} in every datum"
+            raise InvalidInputError(f"loss_fn_config[{key!r}]", config[key], allowed)
     return TrainPass(tuple(data), loss, config, base_model=base_model)
 
 
 def _without_adapter(config: Mapping[str, float], trains: bool) -> bool:
+    """Return whether the pass is to be computed by the base model alone."""
     value = config.get(_DISABLE_LORA, 0.0)
     if value not in (0.0, 1.0):
         raise InvalidInputError(f"loss_fn_config[{_DISABLE_LORA!r}]", value, "1 (without the adapter) or 0")
@@ -45,6 +48,7 @@ def _without_adapter(config: Mapping[str, float], trains: bool) -> bool:
 
 
 def _preference(data: Sequence[Datum], loss: str, config: Mapping[str, float]) -> Preference:
+    """Return the parameters of DPO, after checking that loss, pairs and configuration fit together."""
     if loss != _LOSS:
         raise InvalidInputError("loss_fn", loss, f"{_LOSS} where datums have {REF_LOGPS}")
     if len(data) % 2:
@@ -62,13 +66,13 @@ def _preference(data: Sequence[Datum], loss: str, config: Mapping[str, float]) -
 
 
 def _ref_logps(datum: Datum, where: str) -> FloatArray:
-    """Like the targets, of which there is one a token."""
+    """Return a datum's reference log-probabilities: one for each target, and one target for each token."""
     field = f"{where}.loss_fn_inputs[{REF_LOGPS!r}]"
     given, shape = datum.extras.get(REF_LOGPS), datum.targets.shape
     if given is None or given.shape != shape or len(shape) != 1:
         got = None if given is None else f"shape {given.shape}"
         raise InvalidInputError(field, got, f"one number for each of {shape[0] if shape else 0} target tokens")
-    reference = dense(given)  # of one dimension, so that it is no sparse one
+    reference = dense(given)  # it has one dimension, and sparse tensors have two
     if not np.isfinite(reference).all():
         raise InvalidInputError(field, "NaN or infinity", "finite numbers")
     if datum.weights is not None and datum.weights.shape != shape:

@@ -1,9 +1,9 @@
-"""The JSON requests of the Tinker protocol, and how they become the service's nouns.
+"""The JSON requests of the Tinker protocol, and their conversion to the services' dataclasses.
 
-JSON types are taken strictly: ``"1"`` and ``1.0`` are not integers. Keys of a request that we do not know are ignored,
-because a newer SDK may send more of them; keys that we know and do not offer are refused unless they are at their
-default. Inside ``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused: ignoring one would
-train or sample otherwise than asked. Those about samples are in :mod:`twinkle.server.wire.sampling`.
+JSON types are strict: ``"1"`` and ``1.0`` are not integers. Unknown keys of a request are ignored, because a newer SDK
+may send more of them; known keys that this server does not support are refused unless they have their default. Inside
+``adam_params``, ``lora_config`` and ``sampling_params`` unknown keys are refused, because ignoring one would train or
+sample differently from what the client asked. The requests for samples are in :mod:`twinkle.server.wire.sampling`.
 """
 
 from dataclasses import replace
@@ -34,8 +34,8 @@ from twinkle.server.wire.fields import (
     parse,
 )
 
-Name = Annotated[Text, Field(min_length=1)]  # of a model or a project, or an address
-_KEPT_DETAIL = 4096  # characters
+Name = Annotated[Text, Field(min_length=1)]  # the name of a model or project, or the path of a checkpoint
+_KEPT_DETAIL = 4096  # characters of a finish detail that are stored
 MAX_TELEMETRY_BYTES = 4 * 2**20
 
 
@@ -43,7 +43,7 @@ MAX_TELEMETRY_BYTES = 4 * 2**20
 
 
 class ClientConfigRequest(Request):
-    """Of client/config and of client/dynamic_config."""
+    """The request of client/config and of client/dynamic_config."""
 
     sdk_version: Text = ""
 
@@ -63,7 +63,7 @@ class SessionHeartbeatRequest(Request):
 
 
 def _beginning(text: str) -> str:
-    """Return as much of a text as is kept with a session."""
+    """Return the beginning of a text, as long as is stored with a session."""
     return text if len(text) <= _KEPT_DETAIL else text[: _KEPT_DETAIL - 1] + "…"
 
 
@@ -90,7 +90,7 @@ class WeightsInfoRequest(Request):
     tinker_path: Text
 
 
-# --- looking for sessions ---------------------------------------------------------------------------------------------
+# --- searching sessions -----------------------------------------------------------------------------------------------
 
 
 class AssignProjectRequest(Request):
@@ -98,7 +98,7 @@ class AssignProjectRequest(Request):
 
 
 class Owner(Request):
-    """Whose sessions: here there are only one's own. ``owner_urns``: tenants, as summaries name them."""
+    """Whose sessions to search. A tenant finds only its own. ``owner_urns``: tenant ids, as session summaries show."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Annotated[list[Text], Field(max_length=10)] | None = None
@@ -110,7 +110,7 @@ class Status(Request):
 
 
 class SearchCursor(Request):
-    """The last session of the page before. JSON has no times: they are read from text."""
+    """The last session of the page before. ``last_created_at`` is text in JSON, so it is not read strictly."""
 
     last_created_at: Annotated[AwareDatetime, Field(strict=False)]
     last_session_id: Id
@@ -139,7 +139,7 @@ class LoraConfig(Parameters):
 
 
 class OptimizerConfig(Request):
-    """Chosen once, when the model is created."""
+    """The optimizer, which is chosen once, when the model is created."""
 
     type: str = "adamw"
 
@@ -154,6 +154,7 @@ class CreateModelRequest(Request):
     type: Literal["create_model"] = "create_model"
 
     def spec(self) -> LoraSpec:
+        """Return the LoRA configuration; UnsupportedError for a request that this server cannot train."""
         if self.lora_config is None:
             raise UnsupportedError(
                 "lora_config: got null, allowed: a LoRA configuration (only adapters are trained here)"
@@ -161,7 +162,7 @@ class CreateModelRequest(Request):
         check_optimizer(self.optimizer_config)
         spec = LoraSpec(**self.lora_config.model_dump())
         if spec.seed is not None and spec.seed >= 2**63:
-            return replace(spec, seed=spec.seed - 2**64)  # the same 64 bits, read with a sign as the trainer does
+            return replace(spec, seed=spec.seed - 2**64)  # the same 64 bits, signed, as the trainer reads them
         return spec
 
 
@@ -177,13 +178,16 @@ def check_access_token(token: object) -> None:
         raise UnsupportedError("weights_access_token: got a token, allowed: null (own and public checkpoints only)")
 
 
-# --- calls with a place in a model's sequence -------------------------------------------------------------------------
+# --- ops: requests with a sequence number of a model ------------------------------------------------------------------
 
 
 class SequencedRequest(Sequenced):
+    """The base class of requests that become ops."""
+
     kind: ClassVar[OpKind]
 
     def payload(self) -> Payload:
+        """Return what the op is to do; UserError if the fields do not fit together."""
         raise NotImplementedError
 
 
@@ -203,7 +207,7 @@ class AdamConfig(Parameters):
 
 
 class OptimStepRequest(SequencedRequest):
-    """The SDK writes Adam's parameters as ``adam_params`` and other optimizers' as ``optimizer_params``."""
+    """An optimizer step. The SDK sends Adam's parameters as ``adam_params``, other optimizers' as the other fields."""
 
     kind: ClassVar = OpKind.OPTIM_STEP
     adam_params: AdamConfig | None = None
@@ -231,7 +235,7 @@ class SaveWeightsRequest(SequencedRequest):
 
 
 class SaveWeightsForSamplerRequest(SequencedRequest):
-    """Named by ``path``, or unnamed with the number of a sampling session."""
+    """Save weights for sampling: as a checkpoint called ``path``, or unnamed, with the number of a sampling session."""
 
     kind: ClassVar = OpKind.PUBLISH
     path: CheckpointName | None = None
@@ -268,7 +272,7 @@ class LoadWeightsRequest(SequencedRequest):
     path: Name
     optimizer: bool
     optimizer_config: OptimizerConfig | None = None
-    # Known, and refused unless they are null:
+    # Fields of the protocol that are refused here unless they are null:
     weights_access_token: Any = None
     base_model: Any = None
     user_metadata: Any = None
@@ -286,10 +290,10 @@ class LoadWeightsRequest(SequencedRequest):
 
 
 def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
-    """Read one of the sequenced calls above.
+    """Return the op in the body of one of the requests above.
 
-    Without a readable model_id and seq_id it raises :class:`MalformedRequestError`; whatever else is wrong makes the op
-    :class:`Refused`, so that the model's sequence goes on.
+    :class:`MalformedRequestError` without a valid model_id and seq_id. With any other mistake the op's payload is
+    :class:`Refused`: the op fails, but its sequence number is used up, so that the ops after it can run.
     """
     place = parse(Sequenced, body)
     payload: Payload
@@ -300,11 +304,11 @@ def to_op(request_type: type[SequencedRequest], body: bytes) -> Op:
     return Op(place.model_id, place.seq_id, request_type.kind, payload, body)
 
 
-# --- checkpoints beyond saving and loading: beginning from one, copying, expiry ---------------------------------------
+# --- checkpoints: creating a model from one, copying, expiry ----------------------------------------------------------
 
 
 class CreateFromRequest(Request):
-    """load_weights that names a session: the model does not exist yet, and the checkpoint says what it is like."""
+    """A load_weights that names a session: it creates a model, with the LoRA configuration of the checkpoint's run."""
 
     session_id: Id
     model_seq_id: Number
@@ -317,7 +321,7 @@ class CreateFromRequest(Request):
     type: Literal["load_weights"] = "load_weights"
 
     def check(self) -> None:
-        """Raises for what is known and not offered."""
+        """Raise UnsupportedError for fields that this server does not support."""
         check_access_token(self.weights_access_token)
         check_optimizer(self.optimizer_config)
 
@@ -328,7 +332,10 @@ class _Addressed(Request):
 
 
 def names_session(body: bytes) -> bool:
-    """Whether a load_weights is to create its model. One that names both is about a model that exists, and wrong."""
+    """Return whether a load_weights is to create its model, because it names a session and no model.
+
+    A request that names both concerns an existing model, and is refused later.
+    """
     addressing = parse(_Addressed, body)
     return addressing.model_id is None and addressing.session_id is not None
 
@@ -343,6 +350,6 @@ class CopyWeightsRequest(Request):
 
 
 class SetTtlRequest(Request):
-    """null: for ever. The field itself must be there."""
+    """A new time to live of a checkpoint. null: it never expires. The field must be present."""
 
     ttl_seconds: TimeToLive | None

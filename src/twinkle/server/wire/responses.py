@@ -1,6 +1,6 @@
 """The JSON results of futures.
 
-The SDK takes any JSON result with a key ``error`` for a failure, so a success never has one; JSON has no NaN.
+The SDK treats every JSON result with a key ``error`` as a failure, so a success never has that key. JSON has no NaN.
 """
 
 import json
@@ -18,12 +18,12 @@ def created(model_id: str) -> Outcome:
 
 
 def stepped(metrics: Mapping[str, float]) -> Outcome:
-    """Metrics that are not finite are left out: JSON cannot say them."""
+    """Return the result of an optimizer step. Metrics that are NaN or infinite are left out: JSON has neither."""
     return _success({"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}})
 
 
 def saved(record: CheckpointRecord) -> Outcome:
-    """The size is told of an exported checkpoint, whose files clients download."""
+    """Return the result of a save, with the size of an exported checkpoint, because clients download its files."""
     path = str(CheckpointPath(record.run_id, record.kind, record.name))
     if record.kind == "external_weights":
         return _success({"path": path, "size_bytes": record.size_bytes})
@@ -31,7 +31,7 @@ def saved(record: CheckpointRecord) -> Outcome:
 
 
 def published(sampling_session_id: str) -> Outcome:
-    """A save for the sampler that has no name has a sampling session."""
+    """Return the result of an unnamed save for the sampler: the sampling session for the new version."""
     return _success({"sampling_session_id": sampling_session_id, "type": _FOR_SAMPLER})
 
 
@@ -48,7 +48,7 @@ def created_loss(loss_id: str) -> Outcome:
 
 
 def pending(request_id: str) -> bytes:
-    """The body of a 408: nothing yet, ask again."""
+    """Return the body of a 408, which tells a client that the result is not ready and to poll again."""
     return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
 
 

@@ -1,6 +1,6 @@
-"""Samples on the wire: JSON requests become the sampler's, results become protobuf.
+"""Samples on the wire: JSON requests become requests of the sampler, and its results become protobuf.
 
-Strict as in :mod:`twinkle.server.wire.requests`.
+Requests are read as strictly as in :mod:`twinkle.server.wire.requests`.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _MAX_TARGETS = 2**22  # cells of a request's target_prompt_logprobs as the sampl
 Encode = Callable[[SampleResult], Outcome]
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
-# How the protocol writes a cell of a top-k table that holds nothing.
+# The protocol's values for an empty cell of a top-k table.
 _NO_TOKEN = 0
 _NO_LOGPROB = -99999.0
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -35,7 +35,7 @@ Counts = Annotated[list[Count], Field(fail_fast=True)]
 
 
 class CreateSamplingSessionRequest(Request):
-    """``model_path`` wins where both are given."""
+    """A request for a sampling session. ``model_path`` takes precedence over ``base_model``."""
 
     session_id: Id
     sampling_session_seq_id: Number
@@ -58,7 +58,7 @@ class RetrieveFutureRequest(Request):
 
 
 class FuturesTarget(Request):
-    """One client of a sampling session: 0 is the original, copies of it have other numbers."""
+    """One client of a sampling session: number 0 is the original client, its clones have other numbers."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
@@ -88,7 +88,10 @@ class SamplingConfig(Parameters):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def params(self) -> SamplingParams:
-        """No ``stop``: the model's own end token ends a sequence. An empty list: nothing does but its length."""
+        """Return the parameters as the sampler's.
+
+        Without ``stop`` the model's end token ends a sequence; with an empty list only the maximum length does.
+        """
         if self.top_k == 0:
             raise InvalidInputError("sampling_params.top_k", 0, "-1 (off) or at least 1")
         stops = self.stop or []
@@ -105,7 +108,7 @@ class SamplingConfig(Parameters):
 
 
 class Chunk(Request):
-    """Text; other kinds are read only so far that they can be refused by name."""
+    """A chunk of text tokens. Chunks of other types are parsed only so that the error can name their type."""
 
     type: str = "encoded_text"
     tokens: Annotated[TokenIds, Field(default_factory=list)]
@@ -115,7 +118,7 @@ class ModelInput(Request):
     chunks: Annotated[list[Chunk], Field(max_length=_MAX_CHUNKS, fail_fast=True)]
 
     def tokens(self) -> IntArray:
-        """(T,): the text chunks one after another."""
+        """Return the tokens of all chunks, one after another, (T,); UnsupportedError for chunks that are not text."""
         for number, chunk in enumerate(self.chunks):
             if chunk.type != "encoded_text":
                 raise UnsupportedError(
@@ -126,7 +129,10 @@ class ModelInput(Request):
 
 
 class TargetTokens(Request):
-    """A TensorData of token ids, a row for each token of the prompt after the first. −1, or not listed: no token."""
+    """Token ids as a TensorData, with a row for each token of the prompt after the first.
+
+    A cell that is −1, or that a sparse tensor does not list, holds no token.
+    """
 
     data: Annotated[list[Annotated[int, Field(ge=-1, lt=2**31)]], Field(fail_fast=True)]
     dtype: Literal["int64"]
@@ -135,7 +141,7 @@ class TargetTokens(Request):
     sparse_col_indices: Counts | None = None
 
     def sparse(self) -> Csr | None:
-        """None: dense."""
+        """Return the tensor as a sparse matrix; None if it is dense."""
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
             return None
         rows, columns = self.shape
@@ -143,7 +149,10 @@ class TargetTokens(Request):
         return checked_csr(rows, columns, crow, col, np.array(self.data, np.int64), "target_prompt_logprobs")
 
     def tokens(self, sparse: Csr | None) -> IntArray:
-        """(rows, K), −1 where nothing is named; of a sparse one only what is listed, moved to the left."""
+        """Return the token ids as an array (rows, K), −1 where there is none.
+
+        The listed cells of a sparse tensor are moved to the left, so that K is the length of its longest row.
+        """
         rows, columns = self.shape[0], self.shape[1] if sparse is None else widest_row(sparse)
         if rows * columns > _MAX_TARGETS:
             raise InvalidInputError("target_prompt_logprobs", f"{rows} × {columns} cells", f"at most {_MAX_TARGETS}")
@@ -169,9 +178,9 @@ class AsampleRequest(Request):
     target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: Count | None = None
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    # Accepted: it asks for numbers that only one loss of the hosted service reads.
+    # Accepted and ignored: it asks for numbers that only one loss of the hosted service reads.
     record_stability_info: bool | None = None
-    # Known, and refused unless they are null: the sampling session says it.
+    # Refused unless they are null: the sampling session determines them.
     base_model: Any = None
     model_path: Any = None
     type: Literal["sample"] = "sample"
@@ -182,9 +191,10 @@ class AsampleRequest(Request):
 
 
 def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[SampleRequest, Encode]:
-    """The request, and how its result is to be written: as the request was.
+    """Return the sampler's request, and a function that encodes its result.
 
-    ``version_id``: the weights that the sampling session is pinned to, None for the base model.
+    If the request's target_prompt_logprobs were sparse, the encoded result is sparse, too. ``version_id``: the version
+    that the sampling session samples from; None: the base model.
     """
     for field in ("base_model", "model_path"):
         if vars(request)[field] is not None:
@@ -217,7 +227,10 @@ def to_sample_request(request: AsampleRequest, version_id: str | None) -> tuple[
 
 
 def encode_sample_result(result: SampleResult, targets: Csr | None = None) -> Outcome:
-    """``targets``: the cells that the request listed in its target_prompt_logprobs, None where that was dense."""
+    """Return a sample's result as protobuf.
+
+    ``targets``: the sparse target_prompt_logprobs of the request; None if they were dense or not given.
+    """
     response = pb.SampleResponse(
         sequences=[_sequence(sequence) for sequence in result.sequences],
         prompt_cache_hit_tokens=result.cached_prompt_tokens,
@@ -245,7 +258,7 @@ def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
 
 
 def _top_logprobs(top: TopLogprobs) -> pb.TopkLogprobs:
-    """Cells whose log-probability is NaN or infinite, as in the row of position 0, are sent as empty."""
+    """Return a top-k table as protobuf. Cells whose log-probability is NaN or infinite, as at position 0, are empty."""
     length, k = top.token_ids.shape
     given = np.isfinite(top.logprobs)
     return pb.TopkLogprobs(

@@ -1,4 +1,4 @@
-"""Tensors on the wire: dense bytes or CSR, little-endian. Every size is checked against the bytes before it is used."""
+"""Tensors on the wire: dense or CSR, little-endian. Every declared size is checked against the bytes before its use."""
 
 import math
 from dataclasses import replace
@@ -20,15 +20,15 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_BFLOAT16: np.dtype("<u2"),
 }
 _INDEX = np.dtype("<i8")
-MOST_CELLS = 2**24  # of one sparse tensor, listed or not
+MOST_CELLS = 2**24  # rows × columns of one sparse tensor
 _MAX_DIMENSION = 2**31 - 1
 
 
 def decode_tensor(tensor: pb.Tensor, field: str) -> Array | Csr:
-    """A float32, int64 or int32 array, (N,) or (N, K); bfloat16 is widened. ``field`` names it in errors.
+    """Return a float32, int64 or int32 array, (N,) or (N, K); bfloat16 becomes float32. ``field`` names it in errors.
 
-    A dense tensor is a read-only view of its bytes. A sparse one stays sparse: its size on the wire does not bound
-    that of the matrix it describes.
+    A dense tensor is a read-only view of the message's bytes. A sparse tensor stays sparse, because a few bytes can
+    describe a huge matrix.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -46,14 +46,14 @@ def decode_tensor(tensor: pb.Tensor, field: str) -> Array | Csr:
 
 
 def read_array(data: bytes, dtype: np.dtype[Any], field: str) -> Array:
-    """The numbers in ``data``, without a copy."""
+    """Return the numbers in ``data``, without a copy."""
     if len(data) % dtype.itemsize != 0:
         raise InvalidInputError(field, f"{len(data)} bytes", f"a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 
 def _shape(tensor: pb.Tensor, field: str, size: int) -> tuple[int, ...]:
-    """The declared shape, which must hold exactly ``size`` values; none declared means one dimension."""
+    """Return the declared shape, which must have ``size`` cells; without a declaration the tensor has one dimension."""
     if len(tensor.shape) == 0:
         return (size,)
     shape = _dimensions(tensor, field)
@@ -85,7 +85,7 @@ def _from_csr(tensor: pb.Tensor, dtype: np.dtype[Any], field: str) -> Csr:
 
 
 def checked_csr(rows: int, columns: int, crow: Array, col: Array, values: Array, field: str) -> Csr:
-    """A sparse matrix; InvalidInputError where its places do not fit together. ``field`` names it in errors."""
+    """Return a sparse matrix; InvalidInputError if its indices are inconsistent. ``field`` names it in errors."""
     count = len(values)
     if len(crow) != rows + 1:
         raise InvalidInputError(f"{field}.crow_indices", f"{len(crow)} entries", f"{rows + 1}: one a row and one more")
@@ -104,19 +104,19 @@ def checked_csr(rows: int, columns: int, crow: Array, col: Array, values: Array,
 
 
 def widest_row(matrix: Csr) -> int:
-    """The most that a row lists, and 1 at least."""
+    """Return the number of cells in the row that lists the most, at least 1."""
     return max(1, int(np.diff(matrix.crow).max(initial=0)))
 
 
 def moved_left(matrix: Csr, pad: int) -> Array:
-    """(rows, widest row): what each row lists, from the left; ``pad`` elsewhere."""
+    """Return an array (rows, widest row) with the listed values of each row at its left, and ``pad`` elsewhere."""
     padded = np.full((len(matrix), widest_row(matrix)), pad, matrix.dtype)
     padded[_places(matrix)] = matrix.values
     return padded
 
 
 def _places(matrix: Csr) -> tuple[Array, Array]:
-    """Rows and columns of the listed values in an array as :func:`moved_left` makes it."""
+    """Return the rows and columns at which :func:`moved_left` puts the listed values."""
     row = np.repeat(np.arange(len(matrix)), np.diff(matrix.crow))
     return row, np.arange(len(matrix.col)) - matrix.crow[row]
 
@@ -126,7 +126,7 @@ def encode_tensor(array: Array, dtype: pb.DType) -> pb.Tensor:
 
 
 def encode_csr(padded: Array, matrix: Csr, dtype: pb.DType) -> pb.Tensor:
-    """A sparse tensor with the cells of ``matrix``, and values from where :func:`moved_left` puts them."""
+    """Return a sparse tensor with the cells of ``matrix`` and values from ``padded``, laid out as by ``moved_left``."""
     csr = pb.SparseCsr(
         values=padded[_places(matrix)].astype(_DTYPES[dtype]).tobytes(),
         crow_indices=matrix.crow.astype(_INDEX).tobytes(),
@@ -136,5 +136,5 @@ def encode_csr(padded: Array, matrix: Csr, dtype: pb.DType) -> pb.Tensor:
 
 
 def _widened(bfloat16: Array) -> Array:
-    """bfloat16 is the upper half of a float32."""
+    """Return bfloat16 numbers as float32: their 16 bits are the upper half of a float32."""
     return (bfloat16.astype(np.uint32) << 16).view(np.float32)

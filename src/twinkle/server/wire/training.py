@@ -1,4 +1,4 @@
-"""forward_backward on the wire: a protobuf request becomes an :class:`Op`, a result becomes protobuf again."""
+"""forward_backward on the wire: a protobuf request becomes an :class:`Op`, and a result becomes protobuf."""
 
 import math
 import zlib
@@ -25,20 +25,20 @@ from twinkle.server.wire.tensors import decode_tensor, read_array
 TARGETS = "target_tokens"
 _TARGETS_FIELD = f".loss_fn_inputs[{TARGETS!r}]"
 WEIGHTS = "weights"
-CUSTOM = "custom"  # a loss that the tenant created: its inputs have names of the tenant's choice
+CUSTOM = "custom"  # a loss that the tenant created; the tenant chose the names of its inputs
 LOSS_ID = "loss_id"
-# What the losses read besides targets and weights; all of it float32.
+# The inputs of the server's own losses besides targets and weights; all are float32.
 EXTRAS = ("advantages", "clip_high_threshold", "clip_low_threshold", "logprobs", "sequence_ratio_mask")
 _KNOWN = (TARGETS, WEIGHTS, *EXTRAS, REF_LOGPS)
 
-MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config tells it otherwise
-MAX_TOKENS = 2**22
-MAX_TARGETS = 2**24  # of a request, whatever the configuration says
-_MAX_WIDTH = 2**31 - 1  # the model's vocabulary decides
-_MAX_CUSTOM_CELLS = 2**22  # of a sparse tensor that a loss of the tenant's own reads: what such a loss may hold
-# Chunks, tensors and spans, on average over the datums that are allowed.
+MAX_DATUMS = 4096  # the SDK sends 1024 at most, unless client/config says otherwise
+MAX_TOKENS = 2**22  # of a request, where the caller gives no other limit
+MAX_TARGETS = 2**24  # of a request; the configuration can only set a lower limit
+_MAX_WIDTH = 2**31 - 1  # targets of one token: no limit here, the model's vocabulary is the limit
+_MAX_CUSTOM_CELLS = 2**22  # rows × columns of a sparse input of a custom loss: the most that such a loss may hold
+# The most chunks, tensors and spans of a request, on average over the most datums that it may have.
 _PARTS_PER_DATUM = 64
-_SMALL_BODY = 65_536  # cannot hold enough parts to do harm
+_SMALL_BODY = 65_536  # bytes; a smaller body cannot hold enough parts to do harm
 _MAX_NAME = 256
 AnyArray = NDArray[Any]
 
@@ -50,7 +50,7 @@ _DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
 
 def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
-    """Undo the Content-Encoding of a request; never makes more than ``limit`` bytes."""
+    """Undo the Content-Encoding of a body; BodyTooLargeError before more than ``limit`` bytes are unpacked."""
     encoding = (content_encoding or "identity").strip().lower()
     if encoding == "zstd":
         return _unpack_zstd(body, limit)
@@ -65,9 +65,9 @@ def decompress(body: bytes, content_encoding: str | None, limit: int) -> bytes:
 
 @dataclass
 class Allowance:
-    """What is left of a request's limits while its datums are read, by the shapes that it declares.
+    """What is left of a request's limits while its datums are read one after another.
 
-    ``targets`` are those of all tokens, ``width`` those of each.
+    ``targets``: targets of all tokens together. ``width``: targets of each token.
     """
 
     tokens: int = MAX_TOKENS
@@ -77,9 +77,10 @@ class Allowance:
 
 
 def decode_forward_backward(body: bytes, left: Allowance | None = None) -> Op:
-    """Read a request far enough to know its place in the sequence, or raise :class:`MalformedRequestError`.
+    """Return the op in a protobuf body.
 
-    What is wrong beyond that makes the op :class:`Refused`: its sequence number is used up all the same.
+    :class:`MalformedRequestError` if the model id or the sequence number cannot be read. With any other mistake the
+    op's payload is :class:`Refused`: the op fails, but its sequence number is used up.
     """
     left = left or Allowance()
     if len(body) > _SMALL_BODY:
@@ -107,7 +108,7 @@ def _train_pass(request: pb.ForwardBackwardRequest, left: Allowance) -> TrainPas
     if len(request.data) > left.datums:
         raise InvalidInputError("data", f"{len(request.data)} datums", f"at most {left.datums} in one request")
     for name in (request.loss_fn, *request.loss_fn_config, *request.loss_fn_config_v2):
-        if len(name) > _MAX_NAME:  # names are repeated in errors
+        if len(name) > _MAX_NAME:  # errors quote names
             raise InvalidInputError("loss_fn and loss_fn_config", name, f"names of at most {_MAX_NAME} characters")
     if request.loss_fn == CUSTOM:
         return _custom_pass(request, _loss_id(request), left)
@@ -141,7 +142,7 @@ def _datum(datum: pb.Datum, where: str, left: Allowance) -> Datum:
 
 
 def _arrays(datum: pb.Datum, where: str, left: Allowance, *, custom: bool) -> dict[str, AnyArray | Csr]:
-    """``custom``: what is not target_tokens may have any shape, for a loss of the tenant's own."""
+    """Return the loss's inputs by name. ``custom``: for a custom loss, whose inputs may have any width."""
     arrays = {}
     for name, tensor in datum.loss_fn_inputs.items():
         field = f"{where}.loss_fn_inputs[{name[:_MAX_NAME]!r}]"
@@ -155,7 +156,7 @@ def _arrays(datum: pb.Datum, where: str, left: Allowance, *, custom: bool) -> di
 
 
 def check_width(shape: Sequence[int], field: str, left: Allowance) -> None:
-    """Refuse a width beyond the limit by the declared shape: nothing of the tensor was read."""
+    """Raise LimitExceededError if the declared shape has too many numbers a token, before the tensor is decoded."""
     if len(shape) == 2 and shape[1] > left.width:
         allowed = f"at most {left.width} numbers a token"
         raise LimitExceededError(f"{field}.shape", tuple(shape), allowed, "max_targets_per_token")
@@ -167,7 +168,7 @@ def check_input_name(name: str, where: str) -> None:
 
 
 def datum_of(tokens: IntArray, arrays: dict[str, AnyArray | Csr], where: str, left: Allowance) -> Datum:
-    """tokens (T,); ``arrays``: the loss's inputs by name."""
+    """Return a datum with tokens (T,) and the loss's inputs by name, and subtract its size from the allowance."""
     left.tokens -= len(tokens)
     if left.tokens < 0:
         raise _beyond_limit(f"{where}.model_input", "tokens", len(tokens), left.tokens, "max_tokens_per_request")
@@ -185,7 +186,10 @@ def datum_of(tokens: IntArray, arrays: dict[str, AnyArray | Csr], where: str, le
 
 
 def _beyond_limit(field: str, what: str, count: int, left: int, key: str) -> LimitExceededError:
-    """``left`` of a request's limit after ``count`` were taken from it: a negative number."""
+    """Return the error for a datum that exceeds a request's limit.
+
+    ``left``: what is left of the limit after ``count`` was subtracted, which is a negative number.
+    """
     return LimitExceededError(field, f"{count} {what}", f"{left + count}: what is left of the request's limit", key)
 
 
@@ -194,7 +198,7 @@ def _as(array: AnyArray | Csr, dtype: type[np.generic]) -> Any:
 
 
 def _tokens(datum: pb.Datum, where: str) -> IntArray:
-    """(T,): the text chunks one after another."""
+    """Return the tokens of all chunks, one after another, (T,); UnsupportedError for chunks that are not text."""
     parts = []
     for number, chunk in enumerate(datum.model_input):
         kind = chunk.WhichOneof("chunk")
@@ -208,7 +212,10 @@ def _tokens(datum: pb.Datum, where: str) -> IntArray:
 
 
 def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float]:
-    """Clients repeat the numbers of the newer map in the older one, which cannot hold text."""
+    """Return the loss's configuration, from the newer of two maps if it is given.
+
+    Clients also send its numbers in the older map, which cannot hold text.
+    """
     if not request.loss_fn_config_v2:
         return dict(request.loss_fn_config)
     config = {}
@@ -221,11 +228,14 @@ def _loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float]:
     return config
 
 
-# --- before the parser ------------------------------------------------------------------------------------------------
+# --- checks before parsing --------------------------------------------------------------------------------------------
 
 
 def _check_parts(body: bytes, limit: int) -> None:
-    """Refuse a body of absurdly many small messages: an empty one takes two bytes here and some sixty in the parser."""
+    """Raise MalformedRequestError for a body with very many small messages.
+
+    An empty message has two bytes in the body, but takes some sixty bytes of memory once it is parsed.
+    """
     parts = 0
     for number, _, start, stop in scan(body, 0, len(body)):
         parts += 1
@@ -237,7 +247,7 @@ def _check_parts(body: bytes, limit: int) -> None:
 
 def _unpack_zstd(body: bytes, limit: int) -> bytes:
     try:
-        if zstandard.frame_content_size(body) > limit:  # -1 where the frame does not say
+        if zstandard.frame_content_size(body) > limit:  # -1 if the frame does not contain its size
             raise BodyTooLargeError(limit)
         unpacked = zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -262,9 +272,10 @@ def _unpack_gzip(body: bytes, limit: int) -> bytes:
 
 
 def encode_training_result(result: TrainResult, data: Sequence[Datum] = ()) -> Outcome:
-    """One record for each run of datums with the same K: all of a record's tensors share their trailing shape.
+    """Return the result of a pass as protobuf.
 
-    ``data``: what was sent by a client that also reads each target's part of the loss.
+    All tensors of a record share their trailing shape, so there is one record for each group of consecutive datums with
+    the same K. ``data``: the datums of the request, for a client that also reads the loss of each target.
     """
     _check_metrics(result.metrics)
     columns = {"logprobs": result.logprobs}
@@ -281,7 +292,7 @@ def encode_training_result(result: TrainResult, data: Sequence[Datum] = ()) -> O
 
 
 def _elementwise_loss(logprobs: FloatArray, datum: Datum) -> FloatArray:
-    """−logprob · weight, whatever the loss was; finite, as JSON knows nothing else."""
+    """Return −logprob · weight of each target, whatever the loss was, clipped to finite numbers for JSON."""
     if datum.weights is None:
         return -logprobs
     with np.errstate(over="ignore"):
@@ -308,7 +319,10 @@ def _batched(given: list[FloatArray], trailing_shape: tuple[int, ...]) -> pb.Bat
 
 
 def _check_metrics(metrics: dict[str, float]) -> None:
-    """The SDK reduces metrics by the word after the only colon, and takes ``loss:sum`` for granted."""
+    """Raise ValueError for metrics that the SDK cannot read.
+
+    The SDK needs ``loss:sum``, and reduces metrics over chunks in the way that the word after the only colon names.
+    """
     if "loss:sum" not in metrics:
         raise ValueError(f"a training result without loss:sum: {sorted(metrics)}")
     for name, value in metrics.items():

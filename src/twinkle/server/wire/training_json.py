@@ -1,4 +1,4 @@
-"""forward_backward and forward as SDKs before protobuf send them, in JSON."""
+"""forward_backward and forward in JSON, as older SDKs send them, which do not use protobuf."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -21,9 +21,9 @@ from twinkle.server.wire.training import (
     datum_of,
 )
 
-# The parser lets no other thread work: so much takes half a second, and SDKs send 5 MB at a time.
+# The JSON parser blocks all other threads: this many bytes take half a second. SDKs send 5 MB at a time.
 MOST_BYTES = 16 * 2**20
-_INTEGERS = ("target_tokens",)  # what a bare list means
+_INTEGERS = ("target_tokens",)  # inputs that are int64 if they have no dtype; all others are float32
 
 
 class _Chunk(Request):
@@ -38,6 +38,7 @@ class _Tensor(Request):
 
 
 def _as_tensor(value: object) -> object:
+    """Return a bare list of numbers as the data of a tensor."""
     return {"data": value} if isinstance(value, list) else value
 
 
@@ -65,12 +66,12 @@ class _Forward(Sequenced):
 
 
 def is_json(body: bytes) -> bool:
-    """No protobuf message of ours begins with a brace: it would be a group."""
+    """Return whether a body is JSON: no protobuf message here begins with a brace, which would be a group."""
     return body.startswith(b"{")
 
 
 def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -> Op:
-    """As :func:`~twinkle.server.wire.training.decode_forward_backward`."""
+    """Return the op in a JSON body, with errors as in :func:`~twinkle.server.wire.training.decode_forward_backward`."""
     place, left = parse(Sequenced, body), left or Allowance()
     payload: TrainPass | Refused
     try:
@@ -79,7 +80,7 @@ def decode_json_pass(body: bytes, kind: OpKind, left: Allowance | None = None) -
         else:
             asked = parse(_ForwardBackward, body).forward_backward_input
         if asked.loss_fn == CUSTOM:
-            raise InvalidInputError("loss_fn", CUSTOM, "the losses with a name; own ones are used with protobuf")
+            raise InvalidInputError("loss_fn", CUSTOM, "one of the server's losses: custom losses need protobuf")
         data = tuple(_datum(datum, f"data[{index}]", left) for index, datum in enumerate(asked.data))
         trains = kind is OpKind.FORWARD_BACKWARD
         payload = named_pass(data, asked.loss_fn, asked.loss_fn_config or {}, trains=trains)
@@ -108,12 +109,12 @@ def _array(name: str, tensor: _Tensor, field: str) -> AnyArray:
     dtype = "int64" if name in _INTEGERS and "dtype" not in tensor.model_fields_set else tensor.dtype
     shape = [len(tensor.data)] if tensor.shape is None else tensor.shape
     if math.prod(shape) != len(tensor.data):
-        raise InvalidInputError(f"{field}.shape", shape, f"sizes of {len(tensor.data)} numbers")
+        raise InvalidInputError(f"{field}.shape", shape, f"sizes whose product is {len(tensor.data)}")
     try:
-        if dtype == "int64" and tensor.data and np.array(tensor.data).dtype.kind == "f":  # one of them at least is
+        if dtype == "int64" and tensor.data and np.array(tensor.data).dtype.kind == "f":  # at least one is no integer
             raise InvalidInputError(f"{field}.data", "numbers that are not whole", "integers, as dtype is int64")
         return np.array(tensor.data, dtype).reshape(shape)
-    except ValueError:  # of nothing at all there may be any number
+    except ValueError:  # an empty tensor may declare sizes that numpy refuses, such as (0, 10**30)
         raise InvalidInputError(f"{field}.shape", shape, "sizes that memory can hold") from None
     except OverflowError:
         raise InvalidInputError(f"{field}.data", "numbers beyond 64 bits", f"numbers that {dtype} can hold") from None

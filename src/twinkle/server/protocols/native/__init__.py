@@ -1,4 +1,4 @@
-"""The routes of our own protocol, which carries the library's verbs.
+"""The routes of the native protocol, which carries the library's verbs.
 
-May import: http, gateway and the rooms below; of the other protocols what they share.
+May import: http, gateway and the rooms below, and the helpers that the other protocols share.
 """

@@ -1,6 +1,6 @@
-"""Our own protocol's front door: sessions, what is served and how it is doing, runs, checkpoints, curves.
+"""Routes of the native protocol that do not concern one model: sessions, health and status, runs, checkpoints, metrics.
 
-Runs and checkpoints are those of all protocols: what was trained with Tinker's SDK is listed here, and the reverse.
+Runs and checkpoints of all protocols are listed here, also those of Tinker's SDK; and Tinker's routes list these.
 """
 
 import time
@@ -52,11 +52,11 @@ Since = Annotated[int, Query(ge=0, lt=2**63)]
 Points = Annotated[int, Query(ge=1, le=4096)]
 Few = Annotated[int, Query(ge=1, le=100)]
 _MAX_KEY = 256  # characters of an idempotency key
-_PUBLIC_OWNER = "public"  # whose a public checkpoint is, is nobody's business
+_PUBLIC_OWNER = "public"  # shown instead of the tenant that owns a public checkpoint
 
 
 class CreateSessionRequest(fields.Request):
-    """The client's request, with bounds."""
+    """The client's request, with limits on the size of the metadata."""
 
     metadata: fields.AnyMetadata | None = None
 
@@ -68,7 +68,7 @@ class CreateSessionRequest(fields.Request):
 async def create_session(call: Call[CreateSessionRequest]) -> Response:
     metadata = call.body.metadata or {}
     if TEMPLATES_KEY in metadata:
-        raise InvalidInputError("metadata", TEMPLATES_KEY, "any other key: this one is ours")
+        raise InvalidInputError("metadata", TEMPLATES_KEY, "any other key: this one is reserved")
     now = time.time()
     session = SessionRecord(
         session_id=ids.new_native_session_id(),
@@ -95,7 +95,7 @@ async def finish_session(call: Call[session_types.FinishSessionRequest]) -> Resp
 
 
 def _idempotency_key(request: Request) -> str | None:
-    """Return the key, apart from those of Tinker's protocol: the same key there is another session."""
+    """Return the idempotency key with a prefix, so that the same key in Tinker's protocol is another session."""
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is not None and len(key) > _MAX_KEY:
         raise InvalidInputError(f"{IDEMPOTENCY_HEADER} header", f"{len(key)} characters", f"at most {_MAX_KEY}")
@@ -107,7 +107,7 @@ def _idempotency_key(request: Request) -> str | None:
 
 @routes.get("/-/routes", anybody, public=True)
 async def route_prefixes(call: Call[bytes]) -> Response:
-    """List what is served, by prefix. A client that waits for a server to come up asks this."""
+    """List the applications of this server by their prefix. Clients poll this until the server has started."""
     reports = await call.gateway.fleet.reports()
     models = {f"{PREFIX}/model/{name}": "model" for name in reports}
     samplers = {f"{PREFIX}/sampler/{name}": "sampler" for name, report in reports.items() if report.sampleable}
@@ -116,7 +116,7 @@ async def route_prefixes(call: Call[bytes]) -> Response:
 
 @routes.get("/-/healthz", anybody, public=True, traced=False, any_host=True)
 async def serve_health(_call: Call[bytes]) -> Response:
-    """Answer as Ray Serve's proxy does by itself, so that a server of either runtime is watched alike."""
+    """Answer as Ray Serve's proxy does by itself, so that both runtimes can be monitored in the same way."""
     return PlainTextResponse("success")
 
 
@@ -151,7 +151,7 @@ async def capabilities(call: Call[bytes]) -> Response:
 
 @routes.get(f"{_TWINKLE}/capacity_info", anybody)
 async def capacity_info(call: Call[bytes]) -> Response:
-    """Return how many adapters the asking tenant may have, has, and may still create."""
+    """Return how many adapters the calling tenant may have, has, and may still create."""
     most = call.gateway.tenants.limits(call.tenant_id).max_adapters_per_tenant
     used = sum(report.adapters.get(call.tenant_id, 0) for report in (await call.gateway.fleet.reports()).values())
     return wire_response(
@@ -161,7 +161,7 @@ async def capacity_info(call: Call[bytes]) -> Response:
 
 @routes.get(f"{_TWINKLE}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return sums over all tenants: nothing here says who does what."""
+    """Return sums over all tenants. Nothing here shows what a single tenant does."""
     models = await status_of_models(call.gateway)
     resources = {
         "sessions": await call.gateway.store.sessions.active(),
@@ -182,7 +182,7 @@ def _sum(models: Mapping[str, Mapping[str, object]], number: str) -> int:
 
 @routes.get(f"{_TWINKLE}/training_runs", anybody)
 async def training_runs(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, all_users: bool = False) -> Response:
-    """List the tenant's runs. Older clients send ``all_users`` to see all that they may see: here that is their own."""
+    """List the tenant's runs. ``all_users``, which older clients send, is ignored: a tenant sees only its own runs."""
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
     runs = [await _training_run(call.gateway, run) for run in page.items]
     cursor = run_types.Cursor(limit=limit, offset=offset, total_count=page.total)
@@ -212,7 +212,7 @@ async def delete_checkpoint(call: Call[bytes], run_id: str, checkpoint_id: str) 
 
 @routes.get(f"{_TWINKLE}/checkpoint_path/{{run_id}}/{{checkpoint_id:path}}", anybody)
 async def checkpoint_path(call: Call[bytes], run_id: str, checkpoint_id: str) -> Response:
-    """Return the address of a checkpoint under both names. Directories of the server are not told."""
+    """Return the address of a checkpoint, in both fields. The server's directories are not shown to clients."""
     path = _path(run_id, checkpoint_id)
     await call.gateway.checkpoint(path, call.tenant_id)
     return wire_response(run_types.CheckpointPathResponse(path=path.native, twinkle_path=path.native))
@@ -242,7 +242,7 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingR
     return run_types.TrainingRun.model_validate(
         {
             **run_body(run),
-            # Of a run of Tinker's protocol it is a label like others: nothing is written there.
+            # In a run of Tinker's protocol, save_dir is a label like any other: the server writes nothing there.
             "save_dir": run.user_metadata.get("save_dir") if ids.is_native_run(run.run_id) else None,
             "last_checkpoint": None if weights is None else _checkpoint(weights, run).model_dump(mode="json"),
             "last_sampler_checkpoint": None if sampler is None else _checkpoint(sampler, run).model_dump(mode="json"),
@@ -251,7 +251,7 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> run_types.TrainingR
 
 
 def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoint:
-    by_kind = run.spec.target_modules is None  # else modules were named one by one
+    by_kind = run.spec.target_modules is None  # else the modules to train were named one by one
     return run_types.Checkpoint.model_validate(
         {
             **checkpoint_body(record),
@@ -266,31 +266,31 @@ def _checkpoint(record: CheckpointRecord, run: RunRecord) -> run_types.Checkpoin
     )
 
 
-# --- curves of runs: what the server measured, and what clients log beside it -----------------------------------------
+# --- metrics of runs: those that the server measures, and those that clients log --------------------------------------
 
 
 @routes.get(_METRICS, anybody, traced=False)
 async def metrics(call: Call[bytes], run_id: str, since: Since = 0, limit: Points = 1024) -> Response:
-    """Return points after number ``since``, oldest first."""
+    """Return the points after number ``since``, oldest first."""
     run = await call.gateway.run(run_id, call.tenant_id)
     points = await call.gateway.store.run_metrics.since(run.run_id, since, limit + 1)
     answer = partial(_response, points[:limit], since, len(points) > limit)
     return await call.gateway.reading.in_thread(call.tenant_id, answer)
 
 
-# The replica that has the run knows its newest step.
+# The owner is the run's replica, because only that one knows the newest step.
 @routes.post(_METRICS, by_run_in_path, raw_body(run_types.LogMetricsRequest), traced=False)
 async def log_metrics(call: Call[bytes], run_id: str) -> Response:
-    """Log values of the client's own, of a run that may have ended."""
+    """Log values that the client has measured, for a run that may have ended."""
     run = await call.gateway.run(run_id, call.tenant_id)
-    # After the run: a foreign one is unknown, whatever is sent.
+    # Parsed only now, so that another tenant's run is answered as unknown, even if the body is wrong, too.
     logged = fields.parse(run_types.LogMetricsRequest, call.raw)
     for name in logged.values:
         if not name.isprintable():
             raise InvalidInputError("values", name, "names of printable characters")
     training = call.gateway.services[run.model_name].training if run.model_name in call.gateway.services else None
     if logged.step is None and training is not None:
-        await training.context.measurements.write()  # the newest step may not be on record yet
+        await training.context.measurements.write()  # the newest step may not be in the database yet
     point = await call.gateway.store.run_metrics.log(run.run_id, logged.step, logged.values, time.time())
     return wire_response(_point(point))
 
@@ -304,12 +304,12 @@ def _point(point: MetricPoint) -> run_types.MetricPoint:
     return run_types.MetricPoint.model_validate(point, from_attributes=True)
 
 
-# --- what a tenant has, for the dashboard: adapters and where they are, sessions, checkpoints as files ----------------
+# --- routes for the dashboard: a tenant's adapters and where they are, sessions, checkpoints as files -----------------
 
 
 @routes.get(f"{_TWINKLE}/adapters", anybody)
 async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) -> Response:
-    """List the adapters of all runs, the one with the newest request first, and how long the queues are."""
+    """List the adapters of all runs, the one with the newest request first, and the lengths of the queues."""
     page = await call.gateway.store.runs.list(call.tenant_id, limit, offset)
     reports = await call.gateway.fleet.of_tenant(call.tenant_id)
     live: dict[str, AdapterStatus] = {}
@@ -327,7 +327,7 @@ async def adapters(call: Call[bytes], limit: Limit = 100, offset: Offset = 0) ->
 
 def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, object]:
     status = live.get(run.run_id)
-    # A live run that no service has: its base model is not served now.
+    # If a live run is in no service, its base model is not served now, and its snapshot is on disk.
     gone: Residency = "disk" if run.state == "live" else run.state
     return {
         "training_run_id": run.run_id,
@@ -348,7 +348,7 @@ def _adapter(run: RunRecord, live: Mapping[str, AdapterStatus]) -> dict[str, obj
 async def sessions(call: Call[bytes], limit: Few = 50, offset: Offset = 0) -> Response:
     """List sessions, newest first. Times are seconds since the epoch.
 
-    The state ``silent`` is that of an active session which sent no heartbeat for a while and has not expired yet.
+    An active session that has sent no heartbeat for a while, and has not expired yet, is listed as ``silent``.
     """
     page = await call.gateway.store.sessions.list(call.tenant_id, limit, offset)
     found = [await _session(call.gateway, session) for session in page.items]

@@ -1,7 +1,7 @@
 """The library's objects over HTTP: a model's verbs, each answered when its op has ended, and processors.
 
-Bodies for processors are not decoded here: JSON of many rows would keep everybody waiting. The worker process of the
-session decodes them.
+Bodies for processors are not decoded in this process, because parsing the JSON of many rows would block it. The
+session's worker process decodes them.
 """
 
 from functools import partial
@@ -59,7 +59,7 @@ async def remove_adapter(call: Call[RemoveAdapterRequest], model: str) -> Respon
     return wire_response(OkResponse())
 
 
-# What is being uploaded is known to the process that uploads it: on Ray the first replica.
+# Uploads are only in the memory of the process that runs them: on Ray that is the first replica.
 @routes.post(f"{_MODEL}/upload_to_hub", by_first_replica, json_body(UploadToHubRequest))
 async def upload_to_hub(call: Call[UploadToHubRequest], model: str) -> Response:
     gateway, wanted = call.gateway, call.body
@@ -85,7 +85,7 @@ async def upload_status(call: Call[bytes], model: str, request_id: str) -> Respo
     return wire_response(call.gateway.uploads.status(call.tenant_id, request_id))
 
 
-# After all other paths of a model: it matches each of them.
+# Declared after all other paths of a model, because it matches each of them.
 @routes.post(f"{_MODEL}/{{verb}}", by_adapter, unread_body(ROWS_BYTES))
 async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
     adapters = await AdapterCall.of_call(call, model)
@@ -95,7 +95,8 @@ async def run_verb(call: Call[bytes], model: str, verb: str) -> Response:
         return _answer(await adapters.forward_base(sent.fields))
     number, outcome = await adapters.run_verb(sent)
     answer = _answer(outcome)
-    # By this a client knows of a refusal that it has a place in the sequence. What is refused earlier has none.
+    # The header tells a client that even a refused request has used up its sequence number. A request that is refused
+    # before this point has no number, and no header.
     answer.headers[NUMBER_HEADER] = str(number)
     return answer
 
@@ -106,7 +107,7 @@ def _answer(outcome: Outcome) -> Response:
     return json_response({"detail": outcome.message}, 400 if outcome.category == "user" else 500)
 
 
-# --- datasets, loaders and the like: make one, call a function of one -------------------------------------------------
+# --- processors: create a dataset, loader or similar object, and call its methods -------------------------------------
 
 
 @routes.post("/processor/twinkle/create", by_processors, unread_body(limit=None))
@@ -115,7 +116,7 @@ async def create_processor(call: Call[bytes]) -> Response:
     service, body, key = await _processor_request(call)
     made = await service.create(call.tenant_id, session_id, body, key)
     session = await call.gateway.session(session_id, call.tenant_id)
-    if session.state != "active":  # it ended meanwhile, and did not know of this processor
+    if session.state != "active":  # the session ended meanwhile, and its end missed this processor
         await service.end_session(session_id)
     return json_response({"processor_id": made})
 
@@ -129,9 +130,12 @@ async def call_processor(call: Call[bytes]) -> Response:
 
 
 async def _processor_request(call: Call[bytes]) -> tuple[ProcessorService, bytes, str | None]:
-    """Return the service, the body and the idempotency key. The body may be large: memory is looked at before."""
+    """Return the service, the body and the idempotency key.
+
+    The body may be large, so the process's memory is checked before it is read.
+    """
     service = call.gateway.processors
     if not isinstance(service, ProcessorService):
-        raise UnsupportedError("this server has no processors: its configuration has no application of theirs")
+        raise UnsupportedError("this server has no processors: its configuration has no processor application")
     call.gateway.memory.guard.check()
     return service, await body_of(call.request), call.request.headers.get(IDEMPOTENCY_HEADER)

@@ -1,4 +1,4 @@
-"""What the routes of our own protocol share: who asks, in which session, and requests against adapters."""
+"""Helpers that the native protocol's routes share: the session of a request, and requests about adapters."""
 
 import secrets
 from collections.abc import Mapping
@@ -33,16 +33,16 @@ from twinkle.server.wire.fields import check
 from twinkle_client.protocol.base import SESSION_HEADER, TYPE_KEY
 from twinkle_client.protocol.verbs import AdapterOptions, AddAdapterRequest, BatchReference
 
-# Of requests with rows. Parsing lets no other thread work: so much takes a quarter of a second, for two million tokens.
+# The most bytes of a request with rows, about two million tokens. Parsing it blocks all threads for a quarter second.
 ROWS_BYTES = 16 * 2**20
-ANY_KEY = ""  # with which keys of this protocol begin: any token is a tenant of its own, unless the server has keys
-_WAIT_SECONDS = 25.0
-# In the user_metadata of a session: choices by the name of the model.
+ANY_KEY = ""  # the prefix of keys: none, so that in open mode any token is a tenant of its own
+_WAIT_SECONDS = 25.0  # of one wait for an outcome, which is repeated until the outcome is there
+# The key in a session's user_metadata that holds its choice of a template for each model.
 TEMPLATES_KEY = "twinkle.sampler_templates"
 
 
 async def session_of(call: Call[Any]) -> str:
-    """Return the id of the session that a request names, which must be the tenant's and active."""
+    """Return the id of the session in a request's header, which must be active and belong to the tenant."""
     session_id = call.request.headers.get(SESSION_HEADER)
     if not session_id:
         raise InvalidInputError(f"{SESSION_HEADER} header", session_id, "the id that create_session returned")
@@ -51,11 +51,12 @@ async def session_of(call: Call[Any]) -> str:
 
 
 def wire_response(body: BaseModel, status: int = 200) -> Response:
-    """Answer with JSON. Numbers that are not finite become null."""
+    """Return a JSON response. NaN and infinity become null."""
     return Response(body.model_dump_json(), status, media_type="application/json")
 
 
 def services_of(gateway: Gateway, model: str) -> Services:
+    """Return the services of the base model in a path; NotFoundError if it is not served."""
     try:
         return gateway.model(model)
     except UnknownNameError as error:
@@ -63,7 +64,7 @@ def services_of(gateway: Gateway, model: str) -> Services:
 
 
 def sampling_services_of(gateway: Gateway, model: str) -> Services:
-    """Return what serves a model that is served for sampling, too."""
+    """Return the services of a base model; NotFoundError if it is not served for sampling."""
     services = services_of(gateway, model)
     if services.sampling is None:
         raise NotFoundError("sampler", model)
@@ -71,7 +72,7 @@ def sampling_services_of(gateway: Gateway, model: str) -> Services:
 
 
 async def usable_template(gateway: Gateway, tenant_id: str, services: Services, asked: SetTemplate) -> TemplateChoice:
-    """Return the template that is asked for, after it was built: what cannot be built is refused now."""
+    """Return the requested template after building it once, so that one that cannot be built is refused now."""
     choice = asked.choice(services.model)
     await gateway.tenants.pools.text.in_thread(tenant_id, partial(services.native.templates.get, choice))
     return choice
@@ -88,29 +89,30 @@ class AdapterCall:
 
     @classmethod
     async def of_call(cls, call: Call[Any], model: str) -> "AdapterCall":
+        """Return the adapter call of an HTTP request; its session and its model must exist."""
         session_id = await session_of(call)
         return cls(call.gateway, services_of(call.gateway, model), call.tenant_id, session_id)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def add_adapter(self, request: AddAdapterRequest) -> tuple[str, Outcome]:
-        """Return the run's id, and how its creation ended. The same request again has the same answer."""
+        """Create an adapter; return its run id and the outcome. A repeated request gets the same answer."""
         gateway, name = self.gateway, request.adapter_name
         run_id = ids.native_run_id(self.session_id, name)
         if not ids.is_native_run(run_id):
             raise InvalidInputError(f"{SESSION_HEADER} header", self.session_id, "a session of twinkle/create_session")
         options = check(AdapterOptions, request.arguments)
         config = lora_config(request.config)
-        # The seed is written down: a replay must come to the same adapter.
+        # The seed is stored with the run: a replay must initialize the same weights.
         seed = secrets.randbits(62) if options.seed is None else options.seed
         spec = replace(spec_from_peft(config), seed=seed)
         check_adapter = partial(self.services.model.trainer.check_adapter, spec)
-        await gateway.reading.in_thread(self.tenant_id, check_adapter)  # before its name is taken
+        await gateway.reading.in_thread(self.tenant_id, check_adapter)  # before the adapter's name is used up
         metadata = {"adapter_name": name}
         if request.save_dir is not None:
             metadata["save_dir"] = str(allowed_path("save_dir", request.save_dir, gateway.config.allowed_dirs))
         earlier = await gateway.store.runs.get(run_id)
-        if earlier is not None and earlier.state == "parked":  # its checkpoints would be mistaken for the new one's
+        if earlier is not None and earlier.state == "parked":  # a new run of this name would mix with its checkpoints
             allowed = f"a name not used before in this session ({earlier.note})"
             raise InvalidInputError("adapter_name", name, allowed)
         number, model = ids.native_run_number(name), self.services.model.name
@@ -120,12 +122,15 @@ class AdapterCall:
         return run_id, await self._outcome(run, RequestId.parse(request_id))
 
     async def remove_adapter(self, adapter_name: str) -> None:
-        """Evict an adapter: its last state is kept as a checkpoint for a while. A second time changes nothing."""
+        """Evict an adapter; its last state is kept as a checkpoint for a while. A repeated call changes nothing."""
         run = await self._run(adapter_name, live=False)
         await self.gateway.evict(run, f"adapter {adapter_name} was removed")
 
     async def _run(self, adapter_name: str, *, live: bool) -> RunRecord:
-        """Return the run of an adapter of this session on this model; ``live``: only of one that takes ops."""
+        """Return the run of an adapter of this session on this model.
+
+        ``live``: NotFoundError if the adapter is evicted and accepts no ops any more.
+        """
         model, training = self.services.model, self.services.training
         run = await self.gateway.run(ids.native_run_id(self.session_id, adapter_name), self.tenant_id)
         if run.model_name != model.name or (live and run.run_id not in training.adapters):
@@ -135,10 +140,10 @@ class AdapterCall:
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     async def run_verb(self, sent: SentVerb) -> tuple[int, Outcome]:
-        """Submit a verb and wait for it; return (its number in the adapter's sequence, how it ended).
+        """Submit a verb, wait for it, and return its sequence number and its outcome.
 
-        Without a number it gets the next one. A number that is used again gets its answer, and nothing of the request
-        is looked at: a batch that it names may be gone by then.
+        A request without a number gets the next one. A request that is sent again under its number gets the outcome of
+        the first one, and its content is not resolved again: a batch that it names may be gone by then.
         """
         training, adapter_name = self.services.training, sent.fields.get("adapter_name")
         if not isinstance(adapter_name, str) or not adapter_name:
@@ -154,7 +159,7 @@ class AdapterCall:
         return request.number if number is None else number, outcome
 
     async def _submit(self, run: RunRecord, number: int | None, sent: SentVerb) -> str:
-        """Make an op of a request and submit it; return the id of the request."""
+        """Turn a request into an op and submit it; return the request id."""
         training = self.services.training
         if number is None:
             resolved = await self._resolved(run, sent)
@@ -162,15 +167,16 @@ class AdapterCall:
                 return await training.submit(await self._op(run, number, resolved))
         try:
             op = await self._op(run, number, await self._resolved(run, sent))
-        except UserError as error:  # its place in the sequence is taken all the same
+        except UserError as error:  # the sequence number is used up all the same
             op = sent.refused(run.run_id, number, str(error))
         return await training.submit(op)
 
     async def _resolved(self, run: RunRecord, sent: SentVerb) -> SentVerb:
-        """Return the request with checked rows of tokens as inputs, and with a template that is ready.
+        """Return the request with its inputs as checked rows of tokens, and with its template built.
 
-        The journal keeps what was sent, unless it names a batch, has conversations or chooses a template: these may
-        mean something else, or nothing, when they are replayed.
+        The journal stores the text that the client sent, if a replay of that text must give the same op. It stores the
+        resolved request instead (``text`` is None) if the text names a batch, has conversations or chooses a template:
+        at a replay, these may have changed or be gone.
         """
         fields, text = sent.fields, self.gateway.tenants.pools.text
         if "inputs" in fields:
@@ -178,8 +184,9 @@ class AdapterCall:
             most, rows = self.gateway.config.limits.max_tokens_per_request, as_rows(inputs)
             says_all = inputs is fields["inputs"] and are_encoded(rows)
             if not are_encoded(rows):
-                async with self.services.training.in_trainer(run.run_id):  # it has the template that was set
-                    sent_rows = rows  # the first one who asks for the adapters imports torch: not on the event loop
+                async with self.services.training.in_trainer(run.run_id):  # the loaded adapter has its template
+                    sent_rows = rows
+                    # The first access to ``adapters`` imports torch, so it must happen inside the thread.
                     rows = await text.in_thread(
                         self.tenant_id, lambda: self.services.native.adapters.encode(run.run_id, sent_rows, most)
                     )
@@ -193,19 +200,19 @@ class AdapterCall:
         return sent
 
     async def _op(self, run: RunRecord, number: int, resolved: SentVerb) -> Op:
-        """Return the op; one that may be large is not made on the event loop."""
+        """Return the op of a request. One that may be large is made in a thread, not on the event loop."""
         if "inputs" not in resolved.fields and len(resolved.text or b"") < SMALL_BODY:
             return resolved.op(run.run_id, number)
         return await self.gateway.reading.in_thread(self.tenant_id, partial(resolved.op, run.run_id, number))
 
     async def forward_base(self, fields: Mapping[str, Any]) -> Outcome:
-        """Run forward_only on the base model: for a request that names no adapter."""
+        """Run forward_only on the base model, for a request that names no adapter."""
         inputs = await self._inputs(fields.get("inputs"))
         most = self.gateway.config.limits.max_tokens_per_request
         return await self.services.native.base_model.forward(self.tenant_id, {**fields, "inputs": inputs}, most)
 
     async def _inputs(self, inputs: object) -> object:
-        """Return the inputs, or the batch that they name, which a dataloader on the server holds."""
+        """Return the inputs; if they refer to a batch, return the batch, which a dataloader on the server holds."""
         if not isinstance(inputs, dict) or inputs.get(TYPE_KEY) != "Batch":
             return inputs
         processors = self.gateway.processors
@@ -215,13 +222,13 @@ class AdapterCall:
         return await processors.batch(self.tenant_id, self.session_id, reference.processor_id, reference.number)
 
     async def _outcome(self, run: RunRecord, request: RequestId) -> Outcome:
-        """Wait for an outcome however long it takes, unless the server ends."""
+        """Wait for an outcome, however long it takes; ShuttingDownError if the server stops meanwhile."""
         training = self.services.training
         while not self.gateway.stopping:
             outcome = await training.wait(request, run, _WAIT_SECONDS)
             if outcome is not None:
                 with training.delivering(str(request)) as delivery:
-                    delivery.complete = True  # whoever misses the answer sends the request again, under its number
+                    delivery.complete = True  # a client that misses the answer sends the request again, with its number
                 return outcome
         raise ShuttingDownError
 

@@ -1,6 +1,6 @@
-"""Sampling in our own protocol: routes, inputs, the weights that are meant, the answer.
+"""Sampling in the native protocol: the routes, reading the inputs, finding the weights, and writing the answer.
 
-Every route names the model in its path, which may hold slashes.
+Every route has the name of the model in its path; the name may contain slashes.
 """
 
 import logging
@@ -61,17 +61,18 @@ Line = Mapping[str, object]
 Row = Mapping[str, Any]
 
 MAX_SEQUENCES = 4096  # of all inputs together
-# Columns that grow with the tokens; None in one of them is a column that is not there.
+# Columns with one value for each token. A column that is None counts as missing.
 _COLUMNS = ("labels", "completion_mask", "mm_token_type_ids")
-_CELL_BYTES = 28  # of a token and its log-probability in JSON, about
+_CELL_BYTES = 28  # about what a token and its log-probability take in JSON
 
-# An adapter may train on, and on, between being asked for and being sampled from.
+# An adapter may be trained further, and its version dropped, after a request has found that version and before it
+# samples from it. Then the request tries again with the newest version.
 _TRIES = 3
 
 
 @routes.post("/create", by_base_model, raw_body())
 async def create(call: Call[bytes], model: str) -> Response:
-    """Tell a client that it will be answered: samplers are there from the beginning."""
+    """Return success if the model is served for sampling. Nothing is created: the sampler exists from the start."""
     sampling_services_of(call.gateway, model)
     return wire_response(types.SamplerCreateResponse())
 
@@ -98,7 +99,7 @@ async def sample(call: Call[types.SampleRequest], model: str) -> Response:
     streams=always_streams,
 )
 async def sample_stream(call: Call[types.SampleRequest], model: str) -> Response:
-    """Send the text of one sample of one input as it comes: lines of JSON."""
+    """Stream the text of one sample of one input, as lines of JSON."""
     lines = (await AskedSamples.of_call(call, model)).lines()
     return await begun(call.request, lines, LINES, partial(_failed, call.request))
 
@@ -120,7 +121,7 @@ async def apply_patch(call: Call[bytes], model: str) -> Response:
 
 @dataclass(frozen=True)
 class AskedSamples:
-    """A request to sample, before it is known from which weights. ``session``: that of its header, if it has one."""
+    """A request for samples, before its weights are found. ``session``: the one in its header, if it has one."""
 
     call: Call[types.SampleRequest]
     services: Services
@@ -129,7 +130,7 @@ class AskedSamples:
 
     @classmethod
     async def of_call(cls, call: Call[types.SampleRequest], model: str) -> "AskedSamples":
-        """Find the sampler, and the session if one is named: only adapters and templates need one."""
+        """Find the services and the session of a request. Only adapters and templates need a session."""
         services = sampling_services_of(call.gateway, model)
         session_id = call.request.headers.get(SESSION_HEADER)
         session = None if not session_id else await call.gateway.active_session(session_id, call.tenant_id)
@@ -137,14 +138,16 @@ class AskedSamples:
         return cls(call, services, session, params)
 
     async def answer(self) -> bytes:
+        """Return the whole answer as JSON."""
         for _ in range(_TRIES - 1):
             try:
                 return await (await self.understood()).answer()
             except GoneError:
-                logger.debug("the adapter trained on: its newest weights are sampled from")
+                logger.debug("the adapter has been trained further: sampling from its newest weights instead")
         return await (await self.understood()).answer()
 
     async def lines(self) -> AsyncGenerator[Line, None]:
+        """Yield the lines of a stream."""
         if self.params.num_samples != 1:
             raise InvalidInputError("num_samples", self.params.num_samples, "1: a stream is one sample")
         if self.params.max_tokens == 0:
@@ -157,19 +160,19 @@ class AskedSamples:
                 yield line
 
     async def understood(self) -> "FeatureSampling":
-        """Find the template, the inputs, and last the weights, which are to be those of now."""
+        """Find the template, encode the inputs, and find the weights last, so that they are the newest ones."""
         gateway, tenant_id, services = self.call.gateway, self.call.tenant_id, self.services
         text = gateway.tenants.pools.text
         choice = chosen_template(self.session, services.model)
         template = await text.in_thread(tenant_id, partial(services.native.templates.get, choice))
         assert services.sampling is not None, "checked before"
-        services.sampling.admission.check(tenant_id)  # before the work of reading the inputs
+        services.sampling.admission.check(tenant_id)  # refuse before the work of encoding the inputs
         most = max_characters(services.model.max_context_length)
         features = await text.in_thread(tenant_id, partial(encoded, self.call.body.inputs, template, self.params, most))
         return FeatureSampling(gateway, self.params, template, features, await self._target())
 
     async def _target(self) -> Target:
-        """Find the weights that are meant: those at an address, those of an adapter of the session, or the base's."""
+        """Find the weights to sample from: a checkpoint's, those of an adapter of the session, or the base model's."""
         gateway, tenant_id, services = self.call.gateway, self.call.tenant_id, self.services
         uri, name = self.call.body.adapter_uri, self.call.body.adapter_name
         if uri:
@@ -201,7 +204,7 @@ def _failed(request: Request, error: Exception) -> Line:
 
 
 def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) -> SamplingParams:
-    """Read the fields of SamplingParams by name; ``num_samples`` beside them counts where they have none."""
+    """Return the sampling parameters. The separate ``num_samples`` counts if ``given`` does not have one."""
     named = dict(given or {})
     if named.get("num_samples") is None:
         named["num_samples"] = 1 if num_samples is None else num_samples
@@ -215,9 +218,9 @@ def sampling_params(given: Mapping[str, Any] | None, num_samples: int | None) ->
 
 
 def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, most_characters: int) -> list[Row]:
-    """Return a feature for each input, in order. In a thread: tokenising takes a while.
+    """Return a feature for each input, in order. Call it in a thread, because tokenizing takes a while.
 
-    ``most_characters``: of one conversation.
+    ``most_characters``: the limit on the text of one conversation.
     """
     rows = as_rows(inputs)
     if len(rows) * params.num_samples > MAX_SEQUENCES:
@@ -238,7 +241,7 @@ def encoded(inputs: object, template: SamplingTemplate, params: SamplingParams, 
 
 
 def _feature(row: Row, field: str) -> Row:
-    """Return the row with its columns as arrays, (T,) each, and all its other keys untouched."""
+    """Return a row with its columns as arrays, (T,) each, and its other keys unchanged."""
     tokens = _integers(row["input_ids"], f"{field}.input_ids")
     columns = {"input_ids": tokens}
     for name in _COLUMNS:
@@ -268,7 +271,7 @@ def _integers(values: object, field: str) -> IntArray:
 
 
 def chosen_template(session: SessionRecord | None, model: ServedModel) -> TemplateChoice:
-    """Return the template that a session samples with; the plain one where none was chosen."""
+    """Return the template that a session chose for sampling from a model; the default one if it chose none."""
     choices = {} if session is None else session.user_metadata.get(TEMPLATES_KEY, {})
     assert isinstance(choices, Mapping), "we wrote it"
     choice = choices.get(model.name)
@@ -280,7 +283,7 @@ def chosen_template(session: SessionRecord | None, model: ServedModel) -> Templa
 
 @dataclass(frozen=True)
 class FeatureSampling:
-    """A request that is ready to run."""
+    """A request for samples that is ready to run: its inputs are encoded and its weights are found."""
 
     gateway: Gateway
     params: SamplingParams
@@ -296,7 +299,7 @@ class FeatureSampling:
         results = await self.target.sampling.results(self.target.session, requests)
         parts: list[bytes] = []
         size = 0
-        # Input by input, each in a turn of its tenant's: JSON is written without letting other threads work.
+        # One input at a time, each as its own job in the pool: writing JSON blocks all other threads.
         for feature, result in zip(self.features, results, strict=True):
             encode = partial(self._encode, feature, result, size)
             parts.append(await self.gateway.tenants.pools.text.in_thread(self.target.session.tenant_id, encode))
@@ -304,7 +307,7 @@ class FeatureSampling:
         return b'{"samples":[' + b",".join(parts) + b"]}"
 
     async def lines(self) -> AsyncGenerator[Mapping[str, object], None]:
-        """Yield the text of the only input's only sample, as it becomes final."""
+        """Yield the text of the only sample of the only input, as it becomes final."""
         choice = Choice(self.target.codec, self.params.stop_strings, tools=False)
         generated = self.target.sampling.generate(self.target.session, self._requests(stream=True))
         async with aclosing(generated) as items:
@@ -332,7 +335,7 @@ class FeatureSampling:
         return b"".join(parts)
 
     def _check_size(self, size: int) -> None:
-        """Raise for an answer of ``size`` bytes, if that is too much."""
+        """Raise InvalidInputError if an answer of ``size`` bytes is too large."""
         most = self.gateway.config.limits.max_json_result_bytes
         if size > most:
             allowed = (
@@ -343,7 +346,7 @@ class FeatureSampling:
 
 
 def _encoded(template: SamplingTemplate, feature: Row, result: SampleResult, params: SamplingParams) -> Iterator[bytes]:
-    """Yield the JSON of a SampleResponseModel, a sample at a time. Numbers that are not finite become null."""
+    """Yield the JSON of a SampleResponseModel, one sample at a time. NaN and infinity become null."""
     yield b'{"sequences":['
     for number, sequence in enumerate(result.sequences):
         yield b"," * (number > 0) + _sequence(sequence_of(template, feature, sequence, params))

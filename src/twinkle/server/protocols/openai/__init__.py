@@ -1,1 +1,1 @@
-"""OpenAI's chat and text completions on the same models, runs and checkpoints that Tinker's protocol serves."""
+"""OpenAI's protocol: chat and text completions from the same models, runs and checkpoints as in Tinker's protocol."""

@@ -1,6 +1,6 @@
-"""From prompts to an answer, whole or in chunks: all samples of all prompts of a request are generated together.
+"""Generating the answer to a request, whole or in chunks. All samples of all its prompts are generated together.
 
-JSON has no infinity: such numbers are −9999.
+JSON has no infinity: log-probabilities that are not finite are written as −9999.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _IMPOSSIBLE = -9999.0
 
 
 class Format(ABC):
-    """How one of the two protocols writes an answer. All chunks of an answer have the same ``id``."""
+    """Writes the answer to one request, as chat or as text completion. All chunks of an answer have the same ``id``."""
 
     prefix: ClassVar[str]
     whole_kind: ClassVar[str]
@@ -38,22 +38,25 @@ class Format(ABC):
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = wanted.model
-        # Other weights, other fingerprint.
+        # A client sees by the fingerprint whether two answers come from the same weights.
         self._fingerprint = "fp_" + hashlib.blake2b(target.weights.encode(), digest_size=6).hexdigest()
         self._codec = target.codec
         self._logprobs = wanted.top is not None
 
     def whole(self, choices: Sequence[Delta], usage: Json) -> Json:
+        """Return the body of a whole answer."""
         return self._body(self.whole_kind, [self._choice(*each, whole=True) for each in enumerate(choices)], usage)
 
     def opening(self, index: int) -> Json | None:
-        """Return the chunk that begins a choice, if there is one."""
+        """Return the chunk that begins a choice; None if this format has none."""
         return None
 
     def chunk(self, index: int, delta: Delta) -> Json:
+        """Return the chunk for a new part of one choice."""
         return self._body(self.chunk_kind, [self._choice(index, delta, whole=False)])
 
     def usage(self, usage: Json) -> Json:
+        """Return the last chunk of a stream, with the numbers of tokens."""
         return self._body(self.chunk_kind, [], usage)
 
     @abstractmethod
@@ -95,7 +98,7 @@ class ChatFormat(Format):
 
     def _named(self, token: int, logprob: float) -> Json:
         text = self._codec.token_text(token)
-        whole = "\ufffd" not in text  # a part of a character has no text, and a tokenizer does not tell its bytes
+        whole = "\ufffd" not in text  # a token that is part of a character has no text, and its bytes are not known
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
 
 
@@ -107,7 +110,11 @@ class CompletionFormat(Format):
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
     def _table(self, tokens: Sequence[TokenLogprob]) -> Json:
-        """Tokens that are parts of characters may have the same text: of those the likeliest is listed."""
+        """Return the log-probabilities of tokens as this format lists them.
+
+        The top tokens are listed by their text. Tokens that are parts of characters can have the same text; of those
+        only the likeliest is listed.
+        """
         text = self._codec.token_text
         tops = [{text(each): _finite(logprob) for each, logprob in reversed(token.top)} for token in tokens]
         return {
@@ -142,9 +149,12 @@ def _finite(logprob: float) -> float:
 
 @dataclass(frozen=True)
 class Generation:
-    """A request and what answers it. ``prompts`` are tokens; choice number i belongs to prompt i // wanted.samples.
+    """A request that is ready to be generated.
 
-    ``text``: threads for decoding. ``form`` writes the answer, and has its id.
+    prompts: tokens of each prompt; choice number i belongs to prompt i // wanted.samples.
+    form: writes the answer, and has its id.
+    text: the thread pool for decoding text.
+    tools: whether the answer may contain tool calls.
     """
 
     wanted: GenerationFields
@@ -161,7 +171,7 @@ class Generation:
         return await self.text.in_thread(session.tenant_id, partial(self._assemble, results))
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
-        """Yield the answer as it comes into being."""
+        """Yield the answer in chunks, as it is generated."""
         choices = self._choices()
         opened: set[int] = set()
         cached = 0
@@ -187,7 +197,7 @@ class Generation:
         return [Choice(self.target.codec, self.wanted.stop, tools=self.tools) for _ in range(count)]
 
     def _assemble(self, results: Sequence[SampleResult]) -> bytes:
-        """Write the answer, in a thread: the text and log-probabilities of many long samples take a while."""
+        """Return the whole answer as JSON. Runs in a thread, because decoding many long samples takes a while."""
         choices = self._choices()
         sequences = [sequence for result in results for sequence in result.sequences]
         deltas = [choice.push(sequence) for choice, sequence in zip(choices, sequences, strict=True)]

@@ -1,7 +1,7 @@
-"""One sample on its way to the client: tokens come in; text, tool calls and log-probabilities go out.
+"""Turns the tokens of one sample into text, tool calls and log-probabilities for the client, as the tokens come.
 
-Tokens pass three filters: :class:`Detokenizer`, :class:`StopFilter` and, where tools are offered,
-:class:`ToolCallFilter`. Each hands on what later tokens cannot change, and holds back the rest.
+Tokens pass three filters: :class:`Detokenizer`, :class:`StopFilter` and, if the request offers tools,
+:class:`ToolCallFilter`. Each passes on the text that later tokens cannot change, and holds back the rest.
 """
 
 import json
@@ -15,21 +15,24 @@ import numpy as np
 from twinkle.sampler.types import Progress, SampledSequence, StopReason, TopLogprobs
 from twinkle.server.backends.text_codec import TextCodec
 
-_INCOMPLETE = "\ufffd"  # how the bytes of a character read until all of them are there
-_LONGEST = 16  # tokens: what is no character by then never becomes one, and decoding more each time takes longer
+_INCOMPLETE = "\ufffd"  # what a tokenizer returns for a character of which some bytes are still missing
+_LONGEST = 16  # tokens; bytes that are no character by then never become one, and waiting longer makes decoding slow
 
 
 class Detokenizer:
-    """Turns tokens that come one by one into text. What it returned in all is the text of all tokens together."""
+    """Turns tokens that come one by one into text. All parts that it returns make up the text of all tokens."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._before: list[int] = []  # complete, and decoded again because some tokenizers look back one word
-        self._fresh: list[int] = []
-        self._shown = 0  # characters of the text of both that were handed out
-        self._text = ""
+        # Tokens whose text is complete. They are decoded again with the next ones, because the text of a token can
+        # depend on the word before it.
+        self._before: list[int] = []
+        self._fresh: list[int] = []  # tokens after them
+        self._shown = 0  # characters of the text of both lists that were returned
+        self._text = ""  # the text of both lists
 
     def push(self, token: int) -> str:
+        """Take the next token and return the text that is complete with it."""
         self._fresh.append(token)
         text = self._codec.decode(self._before + self._fresh)
         final = text if len(self._fresh) >= _LONGEST else text.rstrip(_INCOMPLETE)
@@ -46,13 +49,13 @@ class Detokenizer:
         return new
 
     def close(self) -> str:
-        """Return what never became a complete character."""
+        """Return the rest of the text, which never became complete characters."""
         rest, self._text = self._text[self._shown :], ""
         return rest
 
 
 class StopFilter:
-    """Passes text up to the first stop string; what may be the beginning of one is held back."""
+    """Passes text up to the first stop string. Text that may be the beginning of a stop string is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -79,7 +82,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """``arguments`` is JSON text, as this protocol has it; ``index`` counts the calls of a sample."""
+    """A tool call of a sample. ``arguments`` is JSON text, as in the protocol. ``index``: its number in the sample."""
 
     name: str
     arguments: str
@@ -90,7 +93,8 @@ class ToolCall:
 class ToolCallFilter:
     """Takes tool calls out of text that comes in pieces: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``.
 
-    Hermes and Qwen models write calls so. A call that cannot be read stays text; blanks around calls are dropped.
+    Hermes and Qwen models write calls in this form. A call that cannot be parsed stays text; white space around calls
+    is dropped.
     """
 
     def __init__(self) -> None:
@@ -99,7 +103,7 @@ class ToolCallFilter:
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text and the calls that are complete now."""
+        """Take the next piece of text; return the text and the calls that are complete with it."""
         self._held += text
         passed, calls = "", []
         while True:
@@ -125,13 +129,13 @@ class ToolCallFilter:
         return passed, calls
 
     def close(self) -> str:
-        """Return the rest: a call without an end is text, and blanks after the last call are dropped."""
+        """Return the rest of the text. An unfinished call is text; white space after the last call is dropped."""
         rest = self._spaced(self._held)
         self._held = ""
         return rest if self.calls else rest + self._blanks
 
     def _spaced(self, text: str) -> str:
-        """Return text without its last blanks, which are held back: a call may follow them."""
+        """Return text without white space at its end, which is held back because a call may follow it."""
         text = self._blanks + text
         kept = text.rstrip()
         self._blanks = text[len(kept) :]
@@ -150,7 +154,7 @@ def _call(text: str, index: int) -> ToolCall | None:
 
 
 def _possible_beginning(marks: Sequence[str], text: str) -> int:
-    """Return how many characters at the end of ``text`` may grow into one of the marks."""
+    """Return how many characters at the end of ``text`` may be the beginning of one of the marks."""
     longest = max((len(mark) - 1 for mark in marks), default=0)
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)
@@ -161,7 +165,10 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """``top``: the likeliest tokens at this place; ``offset``: where in the text of the sample the token begins."""
+    """The log-probability of a sampled token.
+
+    ``top``: the likeliest tokens at its position. ``offset``: where in the text of the sample the token begins.
+    """
 
     token: int
     logprob: float
@@ -171,7 +178,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """The part of a sample that has become final."""
+    """A part of a sample that later tokens cannot change."""
 
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -184,7 +191,7 @@ class Delta:
 
 
 class Choice:
-    """One sample: takes its tokens in, and returns what the client can be sent of it."""
+    """One sample: takes its tokens and returns the parts that can be sent to the client."""
 
     def __init__(self, codec: TextCodec, stops: Sequence[str], *, tools: bool) -> None:
         self._detokenizer = Detokenizer(codec)
@@ -194,7 +201,7 @@ class Choice:
         self.completion_tokens = 0
 
     def push(self, part: Progress | SampledSequence) -> Delta:
-        """Take in some of the sample's tokens, or all of them."""
+        """Take some or all of the sample's tokens; return what became final with them."""
         text, offsets = [], []
         for token in part.tokens.tolist():
             offsets.append(self._characters)

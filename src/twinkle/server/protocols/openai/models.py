@@ -1,4 +1,7 @@
-"""What ``model`` may be: a base model, a training run as it is now, or a checkpoint. Never anything in their stead."""
+"""The meaning of ``model``: a base model, the current weights of a training run, or a checkpoint.
+
+An unknown name is an error; there is no fallback to another model.
+"""
 
 from contextlib import suppress
 
@@ -10,16 +13,16 @@ from twinkle.server.services.checkpoints.access import expired, readable_checkpo
 from twinkle.server.types import CheckpointRecord, RunRecord
 from twinkle.server.wire.fields import short
 
-_LISTED = 1000  # runs, and as many checkpoints, the newest first
-_OWNER = "twinkle"  # of base models
+_LISTED = 1000  # the most runs, and the most checkpoints, that are listed
+_OWNER = "twinkle"  # the owner that base models are listed with
 
 
 class ModelNotFoundError(UserError):
-    """There is nothing to sample from under this name. What belongs to another tenant answers just so."""
+    """There is no model of this name to sample from. Models of other tenants raise the same error."""
 
 
 async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
-    """Return what to sample from under this name; ModelNotFoundError if there is nothing."""
+    """Return the weights to sample from under this name; ModelNotFoundError if there are none."""
     found = await _find(gateway, name, tenant_id)
     if isinstance(found, CheckpointRecord):
         return await of_checkpoint(gateway, found, tenant_id)
@@ -29,9 +32,9 @@ async def resolve(gateway: Gateway, name: str, tenant_id: str) -> Target:
 
 
 async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | CheckpointRecord | RunRecord:
-    """Return the base model, or the checkpoint or run that the tenant may read, of this name."""
+    """Return the base model of this name, or the checkpoint or run that the tenant may read."""
     for services in gateway.services.values():
-        if name in (services.model.name, *services.model.aliases):  # whole; elsewhere what follows a colon is ignored
+        if name in (services.model.name, *services.model.aliases):  # without the suffixes that Gateway.model allows
             return services
     with suppress(InvalidInputError, NotFoundError):
         path = CheckpointPath.parse(name)
@@ -43,7 +46,7 @@ async def _find(gateway: Gateway, name: str, tenant_id: str) -> Services | Check
 
 
 async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
-    """Return a live run as it is now; one that has ended as its newest checkpoint has it."""
+    """Return the current weights of a live run; for a run that has ended, its newest checkpoint."""
     live = await of_live_run(gateway, run, tenant_id)
     if live is not None:
         return live
@@ -61,7 +64,7 @@ async def _of_run(gateway: Gateway, run: RunRecord, tenant_id: str) -> Target:
 
 
 async def listed(gateway: Gateway, tenant_id: str) -> list[dict[str, object]]:
-    """Return base models, then the tenant's own runs and checkpoints for sampling, the newest first."""
+    """Return base models, then the tenant's own runs, then its checkpoints for sampling, the newest first."""
     bases = [
         _body(name, gateway.started_at, _OWNER)
         for name, model in (await gateway.listed_models()).items()
@@ -81,11 +84,11 @@ async def listed(gateway: Gateway, tenant_id: str) -> list[dict[str, object]]:
 
 
 async def described(gateway: Gateway, name: str, tenant_id: str) -> dict[str, object]:
-    """Return one model, listed or not; nothing is loaded or published for it."""
+    """Return the description of one model, listed or not, without loading or publishing any weights."""
     found = await _find(gateway, name, tenant_id)
     if not isinstance(found, CheckpointRecord | RunRecord):
         return _body(name, gateway.started_at, _OWNER)
-    # Who owns a public checkpoint is not told.
+    # The owner of a public checkpoint is not shown to other tenants.
     return _body(name, found.created_at, tenant_id if found.tenant_id == tenant_id else _OWNER)
 
 

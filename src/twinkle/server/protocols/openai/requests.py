@@ -1,6 +1,6 @@
-"""The bodies of chat and text completion requests, and how they are read.
+"""The bodies of chat and text completion requests.
 
-Reading is strict: a field that is unknown, or that this server does not offer, is named in the refusal.
+They are read strictly: a field that is unknown, or that this server does not support, is refused with its name.
 """
 
 import json
@@ -15,13 +15,13 @@ from twinkle.server.wire.fields import MAX_STOP_LENGTH, Metadata, Request, Seed,
 
 
 class Fields(Request):
-    """The settings that all parts of a request share."""
+    """The base class of all parts of a request. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 def neutral(*values: object) -> Callable[[object], object]:
-    """Return a check for a field that is not offered: null and ``values`` ask for nothing, all else is refused."""
+    """Return a validator for a field that is not supported: only null and ``values``, which have no effect, pass."""
 
     def check(value: object) -> object:
         if value is not None and value not in values:
@@ -36,7 +36,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _content(value: object) -> object:
-    """Return the text of a message, which may come in parts."""
+    """Return the text of a message, which may be a list of parts."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -49,7 +49,7 @@ def _content(value: object) -> object:
 
 
 def _arguments(value: object) -> object:
-    """Return the arguments as a dict, which templates want; the tokenizer wants what can be written as UTF-8."""
+    """Return the arguments, JSON text, as a dict, which templates need. Text that UTF-8 cannot encode is refused."""
     try:
         arguments = json.loads(value) if isinstance(value, str) else None
         json.dumps(arguments, ensure_ascii=False).encode()
@@ -71,7 +71,7 @@ class CalledTool(Fields):
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
-    index: int | None = None  # left in by those who put streamed pieces together
+    index: int | None = None  # clients that assemble a message from streamed parts leave it in
 
 
 class Message(Fields):
@@ -80,14 +80,14 @@ class Message(Fields):
     name: Name | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
-    # An answer of ours comes back with these, empty:
+    # Clients send an earlier answer of this server back with these fields, which are empty:
     annotations: Annotated[Any, AfterValidator(neutral([]))] = None
     audio: Annotated[Any, AfterValidator(neutral())] = None
     function_call: Annotated[Any, AfterValidator(neutral())] = None
     refusal: Annotated[Any, AfterValidator(neutral())] = None
 
     def for_template(self) -> dict[str, object]:
-        """``developer`` is a newer name for ``system`` that templates do not know."""
+        """Return the message for the chat template, which calls the role ``developer`` by its older name ``system``."""
         read = self.model_dump(include={"role", "content", "name", "tool_call_id"}, exclude_none=True)
         if self.role == "developer":
             read["role"] = "system"
@@ -104,7 +104,7 @@ class OfferedFunction(Fields):
 
 
 class Tool(Fields):
-    """A function that the assistant may ask for."""
+    """A function that the assistant may call."""
 
     function: OfferedFunction
     type: Literal["function"]
@@ -117,7 +117,7 @@ MAX_SAMPLES = 128
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 4
-_COMPLETION_TOKENS = 16  # what OpenAI gives to a text completion that names no number
+_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for a text completion
 
 Prompt = str | list[int]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
@@ -153,22 +153,22 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """The fields that both requests have."""
+    """The fields that chat and text completion requests share."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # not OpenAI's
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # an extension: OpenAI does not have it
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     seed: Seed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Accepted, and of no consequence here:
+    # Accepted and ignored:
     user: ClientText | None = None
     metadata: Metadata | None = None
-    # Not offered:
+    # Not supported:
     frequency_penalty: Annotated[Any, AfterValidator(neutral(0))] = None
     presence_penalty: Annotated[Any, AfterValidator(neutral(0))] = None
     logit_bias: Annotated[Any, AfterValidator(neutral({}))] = None
@@ -188,7 +188,7 @@ class GenerationFields(Fields):
 
     @property
     def top(self) -> int | None:
-        """Return how many tokens are wanted at each place beside the sampled one; None: no log-probabilities."""
+        """Return how many likeliest tokens to list at each position; None: no log-probabilities are requested."""
         raise NotImplementedError
 
     @property
@@ -212,10 +212,10 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    # Accepted, and of no consequence here:
+    # Accepted and ignored:
     prompt_cache_key: ClientText | None = None
     safety_identifier: ClientText | None = None
-    # Not offered:
+    # Not supported:
     audio: Annotated[Any, AfterValidator(neutral())] = None
     function_call: Annotated[Any, AfterValidator(neutral("none"))] = None
     functions: Annotated[Any, AfterValidator(neutral([]))] = None
@@ -249,7 +249,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    # Not offered:
+    # Not supported:
     best_of: Annotated[Any, AfterValidator(neutral(1))] = None
     echo: Annotated[Any, AfterValidator(neutral(False))] = None
     suffix: Annotated[Any, AfterValidator(neutral(""))] = None

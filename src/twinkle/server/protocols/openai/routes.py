@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions, under the path that its clients use and beside our other routes.
+"""OpenAI's chat and text completions, under the path that its clients use and under the prefix of our other routes.
 
 Errors have this protocol's form: ``{"error": {"message", "type", "param", "code"}}`` and a status code.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 _MAX_CHOICES = 1024
-# What the sampler calls things that have another name in this protocol.
+# The sampler's names of parameters that have another name in this protocol.
 _PARAMS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "stop_strings": "stop", "stop_tokens": "stop"}
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -34,36 +34,36 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _said(
+def _error_answer(
     status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
 ) -> tuple[int, dict[str, object]]:
-    """Return the status of an error, and what the client is told of it."""
+    """Return the status and the body of an error."""
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _refusal(error: Exception, request: Request) -> tuple[int, dict[str, object]]:
-    """Return status and body of the answer to an error. Of a failure of the server the client gets no details."""
+    """Return the status and the body of the answer to an error. A failure of the server is answered without details."""
     note_refusal(error)
     text = str(error)
     match error:
         case UnauthorizedError():
-            return _said(401, text, code="invalid_api_key")
+            return _error_answer(401, text, code="invalid_api_key")
         case models.ModelNotFoundError():
-            return _said(404, text, param="model", code="model_not_found")
+            return _error_answer(404, text, param="model", code="model_not_found")
         case BodyTooLargeError():
-            return _said(413, text)
+            return _error_answer(413, text)
         case QuotaError():
-            return _said(429, text, "rate_limit_error", code="rate_limit_exceeded")
-        case TwinkleError() if status_of(error) in (410, 503):  # the next try may go well
-            return _said(503, text, "server_error")
+            return _error_answer(429, text, "rate_limit_error", code="rate_limit_exceeded")
+        case TwinkleError() if status_of(error) in (410, 503):  # a retry may succeed
+            return _error_answer(503, text, "server_error")
         case MalformedRequestError():
-            return _said(400, text, param=error.field or None, code=_CODES.get(error.problem, "invalid_value"))
+            return _error_answer(400, text, param=error.field or None, code=_CODES.get(error.problem, "invalid_value"))
         case InvalidInputError():
-            return _said(400, text, param=_PARAMS.get(error.field, error.field), code="invalid_value")
+            return _error_answer(400, text, param=_PARAMS.get(error.field, error.field), code="invalid_value")
         case UserError():
-            return _said(400, text, code=error.code)
+            return _error_answer(400, text, code=error.code)
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _said(500, "internal error; the server's log has the details", "server_error")
+    return _error_answer(500, "internal error; the server's log has the details", "server_error")
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
@@ -77,7 +77,7 @@ routes = Routes(answer_error=_answer_error)
 
 
 def _generating(path: str, wanted: type[FieldsT]) -> Decorator[FieldsT]:
-    """Declare a route that generates: it does so for its client alone."""
+    """Declare a route that generates text; it is cancelled when its client disconnects."""
     body = json_body(wanted, 4 * JSON_BYTES)
     return routes.post(path, by_openai_model, body, ends_with_client=True, streams=streams_if_asked)
 
@@ -88,7 +88,7 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
     wanted, target = call.body, await _target(call)
     messages = [message.for_template() for message in wanted.messages]
     tools = [tool.for_template() for tool in wanted.offered_tools]
-    # In a thread, however short: compiling the template, the first time, takes milliseconds.
+    # In a thread, even for a short chat: the first use of a template compiles it, which takes milliseconds.
     encode = partial(target.codec.encode_chat, messages, tools)
     tokens = await call.gateway.tenants.pools.text.in_thread(call.tenant_id, encode)
     return await _answer(call, target, [tokens], ChatFormat, tools=bool(tools))
@@ -116,8 +116,8 @@ async def model(call: Call[bytes], model: str) -> Response:
 
 
 async def _target(call: Call[FieldsT]) -> Target:
-    """Find what to sample from, and refuse what would be refused anyway before the work of reading the text."""
-    _ = call.body.params, call.body.top  # raise for values that do not go together
+    """Find the weights to sample from; raise all errors that can be known before the work of tokenizing the text."""
+    _ = call.body.params, call.body.top  # these properties raise for values that do not fit together
     target = await models.resolve(call.gateway, call.body.model, call.tenant_id)
     _ = target.codec  # raises for a model without a tokenizer
     target.sampling.admission.check(call.tenant_id)
@@ -131,7 +131,7 @@ def _encoded(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
 async def _answer(
     call: Call[FieldsT], target: Target, prompts: Sequence[Sequence[int]], form: type[Format], *, tools: bool = False
 ) -> Response:
-    """Generate, and send the answer whole or as it comes."""
+    """Generate the answer, and send it whole or as a stream."""
     wanted, request = call.body, call.request
     _check_sizes(prompts, wanted.samples, target.services.model.max_context_length)
     generation = Generation(wanted, prompts, form(wanted, target), target, call.gateway.tenants.pools.text, tools)

@@ -1,4 +1,4 @@
-"""What a tenant did and used: its audit log, and its usage where Tinker's SDK and command line ask for it."""
+"""A tenant's audit log and usage, on the routes of Tinker's SDK and command line."""
 
 from datetime import UTC, date, datetime, timedelta
 from typing import Literal
@@ -15,7 +15,8 @@ from twinkle.server.state.records.usage import DailyUsage
 routes = Routes(PREFIX)
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-# Which events are meant. There are no teams here, and a tenant is its own organization, to which its keys belong.
+# How the names of events of each type begin. There are no teams here. A tenant is its own organization, to which its
+# keys belong.
 _BEGINNINGS: dict[EventType, tuple[str, ...]] = {
     "all": ("",),
     "checkpoints": ("checkpoint_",),
@@ -32,7 +33,7 @@ _LONGEST = timedelta(days=366)
 
 @routes.get("/audit", anybody)
 async def audit(call: Call[bytes], event_type: EventType = "all", day: date | None = None) -> Response:
-    """List events, oldest first, at most the newest ten thousand; ``day`` is one of UTC."""
+    """List events, oldest first, at most the newest ten thousand. ``day``: only events of this day in UTC."""
     since, until = 0.0, _END_OF_TIME
     if day is not None:
         midnight = datetime(day.year, day.month, day.day, tzinfo=UTC)
@@ -43,7 +44,7 @@ async def audit(call: Call[bytes], event_type: EventType = "all", day: date | No
 
 
 def _entry(entry: AuditEntry) -> dict[str, object]:
-    """Return an event as clients read it. Three of the details stand beside them, too, where clients used to look."""
+    """Return an event as JSON. Three of its details are also at the top level, where older clients look for them."""
     beside = {name: entry.details[name] for name in ("model_id", "tinker_path", "purpose") if name in entry.details}
     return {
         "timestamp": iso_time(entry.at),
@@ -53,12 +54,12 @@ def _entry(entry: AuditEntry) -> dict[str, object]:
     }
 
 
-# --- usage, by day: nothing has a price here --------------------------------------------------------------------------
+# --- usage by day, without prices -------------------------------------------------------------------------------------
 
 
 @routes.get("/billing/usage/events", anybody)
 async def events(call: Call[bytes], starting_on: str = "", ending_before: str = "") -> Response:
-    """List usage by day: we know no hours. A day that is partly within the window is there as a whole."""
+    """List usage by day; hours are not recorded. A day that is partly within the window is listed as a whole."""
     start, end = _moment("starting_on", starting_on), _moment("ending_before", ending_before)
     if not start < end <= start + _LONGEST:
         raise InvalidInputError("ending_before", ending_before, f"after {starting_on}, by {_LONGEST.days} days at most")

@@ -1,6 +1,7 @@
-"""Pages for people: the dashboard, and all routes of this server on one page, which has no scripts.
+"""Pages for a browser: the dashboard, and a page without scripts that lists all routes of this server.
 
-The dashboard's page and parts are the same for everyone: what it shows it asks of the API, with the user's key.
+The dashboard's files are the same for everyone and need no key. Its scripts fetch the data from the API with the
+user's key.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ routes = Routes()
 _PAGE = "index.html"
 _FILES = files("twinkle.server.protocols.operator.dashboard")
 _PART_TYPES: Mapping[str, str] = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css"}
-# Nothing but our own files, no markup made of texts, and no page around ours.
+# The page loads only files of this server, creates no markup from text, and cannot be embedded in another page.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -47,7 +48,7 @@ async def dashboard_page(_call: Call[bytes]) -> Response:
 
 @routes.get("/dashboard/", anybody, public=True)
 async def page_with_slash(_call: Call[bytes]) -> Response:
-    # With the slash the page would look elsewhere for its parts.
+    # With the slash, the relative paths of the page's files would be wrong.
     return RedirectResponse("../dashboard", headers=PAGE_HEADERS)
 
 
@@ -71,7 +72,7 @@ def _content(name: str) -> bytes:
 @routes.get("/redoc", anybody, public=True)
 @routes.get("/docs", anybody, public=True)
 async def api_page(call: Call[bytes]) -> Response:
-    """Return this page."""
+    """Return a page that lists all routes of this server."""
     app: FastAPI = call.request.app
     return Response(_page(app.openapi()), headers=_HEADERS_OF_ROUTES, media_type="text/html")
 

@@ -1,4 +1,4 @@
-"""The client handshake, what is served, health, and metrics for operators.
+"""The configuration for clients, the served models, health, and metrics for operators.
 
 Health and metrics never wait for the compute thread, which may be busy for a while.
 """
@@ -25,17 +25,17 @@ from twinkle.server.wire.requests import MAX_TELEMETRY_BYTES, ClientConfigReques
 
 routes = Routes()
 
-# Chunks of a large batch may come in parallel and in any order; the rest are the SDK's defaults, made explicit where
-# they matter to us.
+# Settings for the SDK. parallel_fwdbwd_chunks: the chunks of a large batch may come in parallel and in any order. The
+# others are the SDK's defaults, written out where this server depends on them.
 _CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": False,
-    "proto_write_fwdbwd": True,  # up to 0.25 the SDK writes JSON, which we do not read, unless it is told to
+    "proto_write_fwdbwd": True,  # without this, SDKs up to 0.25 send JSON, which is slower to read
     "fwd_via_fwdbwd": True,
     "sample_join_sampling_session": True,
     "sample_max_concurrent_requests": 512,
 }
-# Whoever passes a request on for somebody else says so in one of these.
+# Headers by which a proxy shows that it forwards a request.
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 
 
@@ -59,7 +59,7 @@ async def dynamic_config(_call: Call[ClientConfigRequest]) -> Response:
 
 @routes.post(f"{PREFIX}/telemetry", anybody, raw_body(limit=MAX_TELEMETRY_BYTES), public=True, traced=False)
 async def telemetry(_call: Call[bytes]) -> Response:
-    """Accept what a client reports and drop it: a client whose telemetry is refused repeats it for ever."""
+    """Accept a client's telemetry and drop it: a client whose telemetry is refused sends it again for ever."""
     return json_response({"status": "accepted"})
 
 
@@ -79,7 +79,7 @@ async def capabilities(call: Call[bytes]) -> Response:
 
 @routes.get(f"{PREFIX}/status", anybody, public=True, traced=False)
 async def status(call: Call[bytes]) -> Response:
-    """Return sums over all tenants: nothing here says who does what."""
+    """Return sums over all tenants. Nothing here shows what a single tenant does."""
     return json_response(
         {
             "uptime_seconds": time.time() - call.gateway.started_at,
@@ -90,7 +90,7 @@ async def status(call: Call[bytes]) -> Response:
 
 
 async def _budgets(gateway: Gateway) -> dict[str, Mapping[str, int]]:
-    """Return what is in use of each resource in bytes, and its limit: of this process, and of the disk."""
+    """Return the bytes in use and the limit of each resource of this process, and of the disk."""
     disk = await asyncio.to_thread(shutil.disk_usage, gateway.files.root)
     budgets = [*gateway.budgets, Budget("disk", disk.used, disk.total)]
     return {budget.resource: {"used": budget.used, "limit": budget.limit} for budget in budgets}
@@ -105,7 +105,7 @@ async def status_of_models(gateway: Gateway) -> dict[str, Mapping[str, object]]:
 
 @routes.get(f"{PREFIX}/healthz", anybody, public=True, traced=False, any_host=True)
 async def live(call: Call[bytes]) -> Response:
-    """Return whether the process answers and its loops run. One that does not, or whose do not, is to be restarted."""
+    """Return whether the process is alive and its service loops run. If this fails, the process must be restarted."""
     failure = failure_of(call.gateway)
     if failure is not None:
         return json_response({"status": "failed", "detail": failure}, 503)
@@ -114,7 +114,7 @@ async def live(call: Call[bytes]) -> Response:
 
 @routes.get(f"{PREFIX}/healthz/ready", anybody, public=True, traced=False)
 async def ready(call: Call[bytes]) -> Response:
-    """Return whether to send clients here: not while adapters are recovered after a restart, nor while it ends."""
+    """Return whether the server is ready for clients: not during recovery after a restart or during a shutdown."""
     if call.gateway.stopping:
         return json_response({"ready": False, "detail": "the server is shutting down"}, 503)
     reports = await call.gateway.fleet.reports()
@@ -127,7 +127,7 @@ async def ready(call: Call[bytes]) -> Response:
 @routes.get(f"{PREFIX}/twinkle/healthz/deep", anybody, public=True, traced=False)
 @routes.get(f"{PREFIX}/healthz/deep", anybody, public=True, traced=False)
 async def deep(call: Call[bytes]) -> Response:
-    """Return of every model whether its loops run, and whether its device is stuck."""
+    """Return for every model whether its service loops run, and whether a step on its device is stuck."""
     reports = (await call.gateway.fleet.reports()).items()
     models = {name: health_of(report) for name, report in reports}
     healthy = all(model["healthy"] for model in models.values())
@@ -135,7 +135,10 @@ async def deep(call: Call[bytes]) -> Response:
 
 
 def failure_of(gateway: Gateway) -> str | None:
-    """Return what in this process does not run though it should, and will not until it is restarted."""
+    """Return which service loops of this process have stopped, as text; None if all run.
+
+    A loop that has stopped starts again only with the process.
+    """
     stopped = {name: stopped_in(entry, ending=gateway.stopping) for name, entry in gateway.services.items()}
     return "; ".join(f"{name}: {what}" for name, what in stopped.items() if what is not None) or None
 
@@ -144,10 +147,10 @@ def health_of(report: ModelReport) -> dict[str, object]:
     return {"healthy": report.healthy, "detail": report.detail}
 
 
-# --- metrics, in the form that Prometheus reads; tenants' keys open nothing here --------------------------------------
+# --- metrics for Prometheus; the keys of tenants do not give access ---------------------------------------------------
 
 
-# Callers are checked below, by more than their Host header.
+# Any Host header is accepted here, because _check_reader checks more than that.
 @routes.get("/metrics", anybody, public=True, traced=False, any_host=True)
 async def metrics(call: Call[bytes]) -> Response:
     telemetry: Telemetry = call.request.app.state.telemetry
@@ -159,7 +162,7 @@ async def metrics(call: Call[bytes]) -> Response:
 
 
 def _check_reader(request: Request, telemetry: Telemetry) -> None:
-    """Raise unless the caller has the token, or calls from this machine with nobody in between where that will do."""
+    """Raise unless the caller may read metrics: with the token or, if configured, from this machine without a proxy."""
     who = telemetry.config.metrics
     if who == "off":
         raise NotFoundError("page", "/metrics")
@@ -171,7 +174,11 @@ def _check_reader(request: Request, telemetry: Telemetry) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """Return whether a caller is on this machine. A proxy here calls from here, too: with a public_url nobody is."""
+    """Return whether the caller is on this machine.
+
+    A proxy on this machine would make every caller look local. Therefore no caller counts as local if a public_url is
+    configured or the request has a header of a proxy.
+    """
     if gateway_of(request).config.public_url is not None or any(name in request.headers for name in _FORWARDED):
         return False
     return is_loopback(request) and names_this_machine(request.url.hostname or "")

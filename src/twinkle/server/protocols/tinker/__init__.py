@@ -1,4 +1,4 @@
-"""The routes of Tinker's protocol. A handler asks the gateway and writes the answer; it decides nothing.
+"""The routes of Tinker's protocol. A handler calls the gateway, which makes the decisions, and writes the answer.
 
 May import: http, gateway and the rooms below, and each other.
 """

@@ -1,4 +1,4 @@
-"""Futures: a request waits here until its result exists, or for a while."""
+"""Routes for futures: clients poll them for results, and each poll waits for a while until the result is there."""
 
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
@@ -21,9 +21,9 @@ from twinkle.server.wire.sampling import CancelFutureRequest, RetrieveFutureRequ
 
 routes = Routes(PREFIX)
 
-# A client that can will first be told how large a result is, and fetches it when it has room.
+# Bytes. A client that supports it first gets only the size of a larger result, and fetches it when it has room.
 _LARGE_RESULT = 2**20
-_SMALL_RESULT = 2**15  # bytes of JSON that are written in a millisecond or so, on the event loop
+_SMALL_RESULT = 2**15  # bytes of JSON that are written on the event loop, in about a millisecond
 
 
 @routes.post("/retrieve_future", by_request_id, json_body(RetrieveFutureRequest), ends_with_client=True, soon=True)
@@ -50,7 +50,7 @@ async def retrieve_future(call: Call[RetrieveFutureRequest]) -> Response:
 
 
 async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield pieces that take milliseconds each, written in a thread: between two of them others have their turn."""
+    """Yield the pieces of a result. Each takes milliseconds in a thread of the pool, which other tenants share."""
     while (piece := await gateway.reading.in_thread(tenant_id, partial(next, pieces, None))) is not None:
         yield piece
 
@@ -58,12 +58,12 @@ async def _written(gateway: Gateway, tenant_id: str, pieces: Iterator[bytes]) ->
 @routes.post(
     "/retrieve_futures",
     by_sampling_session,
-    json_body(RetrieveFuturesRequest, 4 * JSON_BYTES),  # it names every result that was fetched since the last poll
+    json_body(RetrieveFuturesRequest, 4 * JSON_BYTES),  # it lists all results that were fetched since the last poll
     ends_with_client=True,
     soon=True,
 )
 async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
-    """Return all that is done of one client's samples, in one long poll."""
+    """Return all new completions of one client's samples, in one long poll."""
     gateway, wanted, target = call.gateway, call.body, call.body.target
     session = await gateway.sampling_session(target.sampling_session_id, call.tenant_id)
     longest = gateway.config.clients.long_poll_seconds
@@ -78,21 +78,21 @@ async def retrieve_futures(call: Call[RetrieveFuturesRequest]) -> Response:
 
 @routes.post("/cancel_future", by_request_id, json_body(CancelFutureRequest))
 async def cancel_future(call: Call[CancelFutureRequest]) -> Response:
-    """Cancel a sample that nobody waits for any more. One that is done or forgotten is no mistake."""
+    """Cancel a sample that its client no longer needs. A sample that is done or unknown is not an error."""
     gateway, tenant_id, request_id = call.gateway, call.tenant_id, call.body.request_id
     request = RequestId.parse(request_id)
     if not request.is_sample:
         await gateway.run(request.owner, tenant_id)
-        raise InvalidInputError("request_id", request_id, "a sample's: work on a model cannot be taken back")
+        raise InvalidInputError("request_id", request_id, "the id of a sample: ops on a model cannot be cancelled")
     session = await gateway.sampling_session(request.owner, tenant_id)
     gateway.sampler_of(session).cancel(request_id)
     return json_response({})
 
 
 def _reads_protobuf(request: Request) -> bool:
-    """Return whether a result may be sent as it is stored.
+    """Return whether the client accepts a result in protobuf, as it is stored.
 
-    SDKs before protobuf ask for JSON alone; a client that asks for nothing gets what there is.
+    Older SDKs accept only JSON. A client that sends no Accept header gets the stored form.
     """
     return request.headers.get("accept", "*/*").strip() != "application/json"
 
@@ -104,13 +104,13 @@ def _completion(done: Completion) -> dict[str, object]:
 
 
 async def _fetched(gateway: Gateway, request: RequestId, tenant_id: str) -> tuple[Outcome | None, Delivering]:
-    """Return the outcome, None while there is none, and what notes its delivery.
+    """Return the outcome, or None while there is none, and the context in which its delivery is noted.
 
-    Unknown ids and other tenants' ids answer alike.
+    Ids of other tenants raise the same errors as unknown ids.
     """
     request_id = str(request)
     seconds = gateway.config.clients.long_poll_seconds
-    delivering = undelivered()  # what has no bytes to speak of
+    delivering = undelivered()  # for outcomes that take no memory worth freeing after delivery
     if request.is_sample:
         session = await gateway.sampling_session(request.owner, tenant_id)
         sampler = gateway.sampler_of(session)

@@ -1,7 +1,6 @@
-"""Training runs and checkpoints: listings, deleting, expiry, publishing, copies; and downloads, which need no key.
+"""Training runs and checkpoints: listing, deleting, expiry, publishing, copying; and downloads, which need no key.
 
-Downloads are by signed address. Later SDKs fetch the single files of exported weights; SDKs that knew no other download
-fetch a tar file.
+Downloads use signed addresses. Newer SDKs fetch the single files of exported weights; older SDKs fetch a tar file.
 """
 
 from email.utils import formatdate
@@ -30,11 +29,11 @@ from twinkle.server.wire.requests import CopyWeightsRequest, SetTtlRequest, chec
 routes = Routes(PREFIX)
 
 _CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-# Tinker's command line takes an archive without this file for one that was cut off.
+# Tinker's command line treats an archive without this file as cut off.
 _COMPLETE = "checkpoint_complete"
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
-# Tenants here share nothing but public checkpoints, which are not listed: both are the tenant's own.
+# Both scopes list the tenant's own objects. Tenants share nothing but public checkpoints, which are not listed.
 Scope = Literal["owned", "accessible"]
 
 
@@ -83,7 +82,7 @@ async def _training_run(gateway: Gateway, run: RunRecord) -> dict[str, object]:
 
 
 def run_body(run: RunRecord) -> dict[str, object]:
-    """Return what every protocol says of a run."""
+    """Return the fields of a run that all protocols list."""
     return {
         "training_run_id": run.run_id,
         "base_model": run.base_model,
@@ -97,7 +96,7 @@ def run_body(run: RunRecord) -> dict[str, object]:
 
 
 def checkpoint_body(record: CheckpointRecord) -> dict[str, object]:
-    """Return what every protocol says of a checkpoint, each under an address of its own."""
+    """Return the fields of a checkpoint that all protocols list."""
     path = CheckpointPath(record.run_id, record.kind, record.name)
     return {
         "checkpoint_id": path.checkpoint_id,
@@ -163,7 +162,7 @@ async def external_weights_urls(call: Call[bytes], run_id: str, kind: str, name:
 
 @routes.get("/downloads/{token}/{file}", anybody, public=True)
 async def download(call: Call[bytes], token: str, file: str) -> Response:
-    """Send a file, whole or in ranges."""
+    """Send one file of a checkpoint, whole or the ranges that the client asks for."""
     record = await _signed_checkpoint(call, "external_weights", token)
     if file not in await _files(call, record, record.tenant_id):
         raise NotFoundError("file", file)
@@ -173,7 +172,7 @@ async def download(call: Call[bytes], token: str, file: str) -> Response:
 
 @routes.get(f"{_CHECKPOINT}/archive", anybody)
 async def archive_url(call: Call[bytes], run_id: str, kind: str, name: str) -> Response:
-    """Answer with a redirect, which is what 0.16.1 reads; the body says the same to clients that do not follow it."""
+    """Redirect to the archive, as SDK 0.16.1 expects; the body has the URL for clients that do not follow redirects."""
     path = path_of(run_id, kind, name)
     record = await call.gateway.checkpoint(path, call.tenant_id)
     url, expires = await _signed_url(call, "archive", "archives", path, record)
@@ -183,7 +182,7 @@ async def archive_url(call: Call[bytes], run_id: str, kind: str, name: str) -> R
 
 @routes.get("/archives/{token}", anybody, public=True)
 async def archive(call: Call[bytes], token: str) -> Response:
-    """Send all files of a checkpoint, at the top of one tar file."""
+    """Send all files of a checkpoint, at the top level of one tar file."""
     record = await _signed_checkpoint(call, "archive", token)
     return await tar_response(call, record, record.tenant_id, root="", last=_COMPLETE)
 
@@ -191,14 +190,15 @@ async def archive(call: Call[bytes], token: str) -> Response:
 async def tar_response(
     call: Call[bytes], record: CheckpointRecord, tenant_id: str, *, root: str, last: str | None = None
 ) -> Response:
-    """Send the files of a checkpoint in a tar file, in threads of the tenant's share.
+    """Return a response with the files of a checkpoint in a tar file, which the pool for downloads reads.
 
-    ``root``: the directory inside of it; ``last``: an empty file at its end, by which a reader knows that all came.
+    ``root``: the directory inside the tar file. ``last``: the name of an empty file at its end, by which a reader knows
+    that the file is complete.
     """
     threads = call.gateway.tenants.pools.downloads
     directory = call.gateway.files.root / record.directory
     tar = await threads.in_thread(tenant_id, partial(TarStream, directory, root, record.created_at, last))
-    if tar.empty:  # it was deleted just now
+    if tar.empty:  # the checkpoint was deleted meanwhile
         raise NotFoundError("checkpoint", str(CheckpointPath(record.run_id, record.kind, record.name)))
     file_name = f"{archive_title(record)}.tar"
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{file_name}"'}
@@ -212,7 +212,7 @@ def archive_title(record: CheckpointRecord) -> str:
 async def _signed_url(
     call: Call[bytes], use: Use, route: str, path: CheckpointPath, record: CheckpointRecord
 ) -> tuple[str, float]:
-    """Return a checkpoint's address that needs no key, and when it expires. The audit log notes that it was given."""
+    """Return a URL for a checkpoint that needs no key, and the time when it expires; the audit log records it."""
     claims = {"path": str(path), "request_id": record.request_id}
     token, expires = call.gateway.signed_urls.sign(use, await key_id_of(call.request), claims)
     details = {"model_id": path.run_id, "tinker_path": str(path), "purpose": "download"}
@@ -221,7 +221,7 @@ async def _signed_url(
 
 
 async def _signed_checkpoint(call: Call[bytes], use: Use, token: str) -> CheckpointRecord:
-    """Return what a signed address names. It is gone with the checkpoint, also if another one has its name by now."""
+    """Return the checkpoint of a signed address; NotFoundError if it was deleted, or replaced by one of that name."""
     claims = await call.gateway.signed_urls.read(use, token)
     path = CheckpointPath.parse(claims["path"])
     record = await call.gateway.store.checkpoints.get(path.run_id, path.kind, path.name)
@@ -231,12 +231,12 @@ async def _signed_checkpoint(call: Call[bytes], use: Use, token: str) -> Checkpo
 
 
 async def _files(call: Call[bytes], record: CheckpointRecord, tenant_id: str) -> list[str]:
-    """Return the names of a checkpoint's files, read in a thread of the tenant's share."""
+    """Return the names of a checkpoint's files, read in a thread of the pool for downloads."""
     listed = partial(_file_names, call.gateway.files.root / record.directory)
     return await call.gateway.tenants.pools.downloads.in_thread(tenant_id, listed)
 
 
 def _file_names(directory: Path) -> list[str]:
-    """Return what clients see of a checkpoint, which has no directories inside; nothing if it was just deleted."""
+    """Return the names of the files that clients see; none if the checkpoint was deleted. It has no subdirectories."""
     names = sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
     return [name for name in names if name != CHECKSUMS]

@@ -1,4 +1,4 @@
-"""Sampling sessions and samples."""
+"""Routes for sampling sessions and samples."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -24,7 +24,10 @@ routes = Routes(PREFIX)
 
 @dataclass(frozen=True)
 class _Sample:
-    """A request for a sample, decoded. ``digest`` of its body: the same number with another body is refused."""
+    """A decoded request for a sample.
+
+    ``digest``: a hash of its body. A sequence number that comes again with another digest is refused.
+    """
 
     wanted: AsampleRequest
     request: SampleRequest
@@ -38,7 +41,7 @@ class _Sample:
         return cls(wanted, request, encode, hashlib.blake2b(body, digest_size=16).digest())
 
 
-# Its body may hold half a million tokens.
+# The limit of the body is larger than usual, because a prompt may have half a million tokens.
 @routes.post("/asample", by_sampling_session, Body(_Sample.read, AsampleRequest, 4 * JSON_BYTES), soon=True)
 async def asample(call: Call[_Sample]) -> Response:
     sample, wanted = call.body, call.body.wanted

@@ -1,4 +1,4 @@
-"""Keys, and sessions: a client's sign of life, listings, searching, and what happened in one as a timeline."""
+"""Routes for API keys and for sessions: heartbeats, listing, searching, and a session's ops as a timeline."""
 
 import json
 import time
@@ -89,9 +89,9 @@ async def sessions(call: Call[bytes], limit: Limit = 20, offset: Offset = 0, acc
 
 @routes.put("/sessions/{session_id}/project", anybody, raw_body(requests.AssignProjectRequest))
 async def assign_project(call: Call[bytes], session_id: str) -> Response:
-    """Assign a session to a project, also one that is over: projects are labels to find things by."""
+    """Assign a session to a project, even if it has ended. A project is a label for searching."""
     session = await call.gateway.session(session_id, call.tenant_id)
-    # After the session: a foreign one is unknown, whatever is sent.
+    # Parsed only now, so that another tenant's session is answered as unknown, even if the body is wrong, too.
     wanted = fields.parse(requests.AssignProjectRequest, call.raw)
     await call.gateway.store.sessions.set_project(session, wanted.project_id, time.time())
     return json_response({})
@@ -117,7 +117,7 @@ async def _summary(gateway: Gateway, session: SessionRecord) -> dict[str, object
 
 @routes.get("/sessions/{session_id}/trace_export", anybody)
 async def trace_export(call: Call[bytes], session_id: str) -> Response:
-    """Return where the timeline is. It is ready at once: it is put together when it is fetched."""
+    """Return the URL of the timeline. It is always ready, because it is assembled when it is fetched."""
     session = await call.gateway.session(session_id, call.tenant_id)
     claims = {"session_id": session.session_id}
     token, _ = call.gateway.signed_urls.sign("trace", await key_id_of(call.request), claims)
@@ -137,9 +137,9 @@ async def trace(call: Call[bytes], token: str) -> Response:
 
 
 async def _timeline(store: Store, session: SessionRecord) -> dict[str, object]:
-    """Return trace events, which Perfetto and chrome://tracing show: one process a run, one event an op.
+    """Return trace events for Perfetto or chrome://tracing: one process for each run, one event for each op.
 
-    They have times and kinds of ops as far as they are still on record; never what was in them.
+    They have the times and kinds of the ops that are still in the database, and never the ops' contents.
     """
     events: list[dict[str, object]] = []
     for place, run in enumerate(await store.runs.of_session(session.session_id), start=1):
@@ -163,7 +163,7 @@ async def _timeline(store: Store, session: SessionRecord) -> dict[str, object]:
 
 
 def _trace_event(place: int, run: RunRecord, times: OpTimes) -> dict[str, object]:
-    """Return one op from its acceptance to its end: complete ("X"), or begun ("B") as long as it has not ended."""
+    """Return the event of one op: complete ("X"), from acceptance to end, or begun ("B") if it has not ended."""
     about = {"request_id": str(ids.RequestId(run.run_id, times.seq)), "seq_id": times.seq, "failed": times.failed}
     event: dict[str, object] = {
         "name": times.kind.value,
@@ -178,7 +178,7 @@ def _trace_event(place: int, run: RunRecord, times: OpTimes) -> dict[str, object
     return {**event, "ph": "X", "dur": max(0.0, times.finished_at - times.accepted_at) * _MICROSECONDS}
 
 
-# --- keys: what one is, giving it up, and exchanging it for a short-lived token ---------------------------------------
+# --- keys: describing one, revoking it, and exchanging it for a short-lived token -------------------------------------
 
 
 @routes.post("/auth/token", anybody, unread_body(), public=True)

@@ -1,4 +1,4 @@
-"""Models, the ops on them, and losses that tenants define. Each op is answered at once with the id of a future."""
+"""Routes for models, their ops, and custom losses. Each op is answered at once with the request id of its future."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ routes = Routes(PREFIX)
 
 
 def _op(request_type: type[requests.SequencedRequest]) -> Body[Op]:
-    """A JSON body that is an op with its place in the sequence of its model."""
+    """Declare a JSON body that becomes an op with its sequence number."""
     return Body(partial(requests.to_op, request_type), request_type)
 
 
@@ -31,7 +31,7 @@ async def forward_backward(call: Call[bytes]) -> Response:
 
 @routes.post("/forward", by_model_id, raw_body(limit=None), soon=True)
 async def forward(call: Call[bytes]) -> Response:
-    """For SDKs before protobuf; in later ones a field of forward_backward says the same."""
+    """Run a forward pass, for older SDKs. Newer SDKs send forward_backward with the field ``forward_only`` instead."""
     return await _pass(call, OpKind.FORWARD)
 
 
@@ -46,7 +46,7 @@ async def _pass(call: Call[bytes], kind: OpKind) -> Response:
             raise BodyTooLargeError(MOST_BYTES)
         left = Allowance(limits.max_tokens_per_request, limits.max_targets_per_request, limits.max_targets_per_token)
         op = decode_json_pass(body, kind, left) if as_json else decode_forward_backward(body, left)
-        _ = op.digest, op.price  # computed and kept: neither is for the event loop if the body is large
+        _ = op.digest, op.price  # cached properties: computed here, because a large body would block the event loop
         return op
 
     return await _submit(call, await decoded(call.request, call.raw, decode))
@@ -57,13 +57,13 @@ async def _pass(call: Call[bytes], kind: OpKind) -> Response:
 @routes.post("/save_weights_for_sampler", by_model_id, _op(requests.SaveWeightsForSamplerRequest), soon=True)
 @routes.post("/save_weights_external", by_model_id, _op(requests.SaveWeightsExternalRequest), soon=True)
 async def submit_op(call: Call[Op]) -> Response:
-    """Submit what needs no more than its place in the sequence."""
+    """Submit an op that needs no further checks."""
     return await _submit(call, call.body)
 
 
 @routes.post("/load_weights", by_model_id, raw_body(requests.LoadWeightsRequest), soon=True)
 async def load_weights(call: Call[bytes]) -> Response:
-    """Load into a model, or, where a session is named instead of one, into a new model of that session."""
+    """Load a checkpoint into a model, or into a new model if the body names a session instead of a model."""
     if not requests.names_session(call.raw):
         return await _submit(call, requests.to_op(requests.LoadWeightsRequest, call.raw))
     wanted = fields.parse(requests.CreateFromRequest, call.raw)
@@ -87,7 +87,7 @@ async def create_model(call: Call[requests.CreateModelRequest]) -> Response:
 
 @routes.post("/unload_model", by_model_id, json_body(requests.UnloadModelRequest), soon=True)
 async def unload_model(call: Call[requests.UnloadModelRequest]) -> Response:
-    """Give a model back before its session ends."""
+    """Evict a model's adapter before its session ends."""
     model_id = call.body.model_id
     request_id = await call.gateway.unloading.ask(model_id, call.tenant_id)
     return json_response({"request_id": request_id, "model_id": model_id})
@@ -128,7 +128,7 @@ async def weights_info(call: Call[requests.WeightsInfoRequest]) -> Response:
     )
 
 
-# --- losses that tenants define ---------------------------------------------------------------------------------------
+# --- custom losses ----------------------------------------------------------------------------------------------------
 
 
 @routes.post("/create_custom_loss", anybody, raw_body(CreateCustomLossRequest, MAX_BODY_BYTES))

@@ -88,7 +88,7 @@ class Router:
                 upload.belongs_to(tenant_id)
                 limit = self._app.state.gateway.tenants.limits(tenant_id).max_uploading_bytes_per_tenant
             body = await read_body(Request(scope, receive), most, lambda size: upload.grow_to(size, limit))
-            request = HttpRequest.of(scope, body)
+            request = HttpRequest.from_scope(scope, body)
             replica, streams = await self._replica_for(request)
         except ClientDisconnect:
             return
