@@ -231,7 +231,7 @@ class UnknownCheckpointError(NotFoundError, UserError):
 
 
 class GoneError(TwinkleServerError, LookupError):
-    """What the request names existed once, and will not come back."""
+    """The object that the request names existed once and will not come back."""
 
 
 class ShuttingDownError(TwinkleServerError):

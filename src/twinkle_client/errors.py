@@ -88,7 +88,7 @@ class NotFoundError(ResponseError, LookupError):
 
 
 class GoneError(ResponseError, LookupError):
-    """410: what the request names existed once, and will not come back."""
+    """410: the object that the request names existed once and will not come back."""
 
 
 class LimitError(ResponseError, RuntimeError):

@@ -69,7 +69,7 @@ class DatasetRequest:
 
 
 class Hub(Protocol):
-    """What a hub implements for :class:`twinkle.hub.HubOperation`. Ids have no ``hf://`` or ``ms://`` prefix here."""
+    """The interface of a hub, used by :class:`HubOperation`. Ids have no ``hf://`` or ``ms://`` prefix."""
 
     @classmethod
     def try_login(cls, token: str | None) -> bool: ...

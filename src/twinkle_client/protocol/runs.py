@@ -86,7 +86,7 @@ class ParsedCheckpointTwinklePath(Wire):
 
 
 class ResolvedLoadPath(Wire):
-    """What the ``name`` of a load refers to: a checkpoint of a run, or a directory that the server allows."""
+    """The resolved ``name`` of a load: a checkpoint of a run, or a directory that the server allows."""
 
     checkpoint_name: str
     checkpoint_dir: str | None = None
