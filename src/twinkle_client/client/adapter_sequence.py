@@ -11,8 +11,9 @@ then goes out as number 8.
 
 A number that the server never accepted must be given to the next request, because the server runs number 8 only after
 number 7. An answer to a request that the server accepted, done or failed, carries the number (``X-Twinkle-Seq-Id``). An
-answer without it means that the request was refused earlier (no such session, no such adapter, too large, too many
-requests, a full disk), and its number is still free.
+error without it means that the request was refused earlier (no such session, no such adapter, too large, too many
+requests, a full disk), and its number is still free. Exceptions are the statuses in ``_FATE_UNKNOWN``, which leave the
+request open, and those in :func:`_took_number`.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """Decide whether and when a request is sent again. This module does no I/O: the transport asks it, and sleeps.
 
 Only failures that may pass by themselves are retried: failed connections, missing answers, 408, 429, 502, 503, 504, and
-507 (the server's disk is full and it stored nothing). Every request of the client can safely be sent twice, because
-sequence numbers of verbs and idempotency keys let the server recognise it.
+507 (the server's disk is full and it stored nothing). Every request of the client may be sent twice:
+sequence numbers of verbs and idempotency keys let the server recognise the requests that must not run twice.
 """
 
 import random
